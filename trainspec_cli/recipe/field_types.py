@@ -36,7 +36,7 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 
 MISSING = "???"
-"""Marks a value that the recipe or the command line must give (Hydra's notation)."""
+"""Marks a value that the recipe or the command line must set (Hydra's notation)."""
 AUTO: Literal["auto"] = "auto"
 """A value that the planner resolves before launch. A worker never sees one."""
 Auto = Literal["auto"]
@@ -47,7 +47,7 @@ Option = bool | int | float | str | tuple[float, ...] | None
 
 @cache
 def ranges_of(section: type) -> Mapping[str, Range]:
-    """Return the ranges of a dataclass's own numbers by field name. The range of a list applies to each of its
+    """Return the ranges of a dataclass's own numeric fields by name. The range of a list applies to each of its
     values."""
     hints = typing.get_type_hints(section, include_extras=True)
     found = {field.name: _range_in(hints[field.name]) for field in fields(section)}
@@ -62,7 +62,7 @@ def _range_in(hint: Any) -> Range | None:
 
 LARGEST_WHOLE = 10**15
 LARGEST = 1e30
-"""The limit of numbers that need not be whole."""
+"""The limit for numbers that need not be integers."""
 
 _NAMES_BY_LARGEST = {
     1_000: ("prediction_layers", "planes"),
@@ -84,7 +84,7 @@ _NAMES_BY_LARGEST = {
     10**12: ("max_steps",),
 }
 LARGEST_OF = {name: largest for largest, names in _NAMES_BY_LARGEST.items() for name in names}
-"""Last word of a key -> its largest value: far beyond any real run, and small enough for loops over it to end."""
+"""Last word of a key -> its largest value: far beyond any real run, yet small enough that loops over it end."""
 
 
 def largest_of(path: str, value: int | float) -> int | float:

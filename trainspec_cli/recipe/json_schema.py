@@ -1,8 +1,8 @@
 """The meaning of a recipe's keys, and JSON Schemas of recipes, of group files, and of records.
 
 Editors use the schemas to check and complete YAML and to explain its keys. They are written in draft-07, which
-yaml-language-server supports best. A recipe has no required keys, because it is composed and its other values are
-elsewhere. Dependencies between keys are left to `trainspec validate`.
+yaml-language-server supports best. A recipe has no required keys, because composition adds values from other files.
+Dependencies between keys are checked by `trainspec validate`.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ UNITS = {
     "_s": "seconds",
     "_w": "watts",
 }
-"""Suffix of a key -> its unit; the longest match counts."""
+"""Suffix of a key -> its unit; the longest match wins."""
 
 
 @dataclass(frozen=True)
 class KeyMeaning:
     key: str
     of: str
-    """The dataclass that has the field: different model families have keys of the same name."""
+    """The dataclass with the field: different model families have keys with the same name."""
     doc: str
     value: str
     """The allowed values."""
@@ -87,7 +87,7 @@ class KeyMeaning:
 
 
 def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
-    """Yield the meaning of a dotted key below `root`, once for each section that has it."""
+    """Yield the meaning of a dotted key below `root`, once per section that has it."""
     name, _, rest = key.partition(".")
     for field in dataclasses.fields(root):
         if key_of(field) != name:
@@ -158,7 +158,7 @@ GROUPED_NUMBER: JsonObject = {
     "pattern": r"^[-+]?[0-9]+(_[0-9]+)+(\.[0-9_]*)?([eE][-+]?[0-9]+)?$",
 }
 SHARED: JsonObject = {"reference": REFERENCE, "grouped_number": GROUPED_NUMBER}
-"""Definitions in addition to those of the sections, which are named like their dataclasses."""
+"""Definitions in addition to those of the sections, which are named after their dataclasses."""
 NAME: JsonObject = {"title": "name", "$comment": "The name of an option.", "type": "string"}
 SHORT_POOL: JsonObject = {"type": "string", "pattern": r"^[^*\s]+\s*\*\s*\d+(\s*x\s*\d+)?$"}
 SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
@@ -169,7 +169,7 @@ SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
         {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     ),
 }
-"""Short forms that may replace a value: `write_out_pools` and `complete_warmup` expand them."""
+"""Short forms allowed in place of a value; `write_out_pools` and `complete_warmup` expand them."""
 TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null"}
 
 
@@ -217,23 +217,22 @@ def plain_schema(name: str, section: type) -> JsonObject:
 
 
 def written_sections(roots: Iterable[type]) -> JsonObject:
-    """Return definitions of the input of `from_plain`, by the names of the dataclasses: JSON written by trainspec,
-    without references, and with every key that has no default."""
+    """Return definitions of the input to `from_plain`, by dataclass name: JSON written by trainspec, without references
+    and with every key that has no default."""
     writer = _SchemaWriter(has_references=False, is_written=True)
     return writer.define(roots)
 
 
 def sections_of_group(group: str) -> list[type]:
-    """Return the dataclasses that an option of a group can be; empty if no section of a recipe is named like the
-    group."""
+    """Return the dataclasses that a group's option can be; empty if no recipe section has the group's name."""
     path = path_of_group(group)
     return _sections_at(RunSpec, path) if path else []
 
 
 def path_of_group(group: str) -> str:
-    """Return the section that an option of a group fills; empty if no section of a recipe is named like the group.
+    """Return the section that a group's option fills; empty if no recipe section has the group's name.
 
-    `optim` is `optim`, `fabric` is `cluster.fabric`: among several sections, the one nearest to the root.
+    `optim` fills `optim`, `fabric` fills `cluster.fabric`: of several sections, the one nearest to the root.
     """
     ending = f".{group.replace('/', '.')}"
     paths = [path for path in dict.fromkeys(known_paths(RunSpec)) if f".{path}".endswith(ending)]
@@ -287,8 +286,8 @@ class _SchemaWriter:
         needed: list[JsonValue] = [key_of(field) for field in dataclasses.fields(section) if is_required(field)]
         required: JsonObject = {"required": needed} if self._is_written and needed else {}
         if self._is_written:
-            # Files of earlier versions state every key of their time, and `build` accepts former keys with the expected
-            # value.
+            # Files written by earlier versions contain every key of that version, and `build` accepts removed keys with
+            # the expected value.
             for (owner, key), former in FORMER_KEYS.items():
                 if owner == section.__name__ and former.always is not None:
                     keys[key] = {"description": f"No longer a setting: {former.why}.", "const": former.always}
@@ -310,7 +309,7 @@ class _SchemaWriter:
         return found | _any_of([*alternatives, *short])
 
     def _alternatives(self, wanted: Any, limits: Range | None, name: str) -> Iterator[JsonObject]:
-        """Yield a schema for each member of a union. If text is not a member, a reference may replace any of them."""
+        """Yield a schema for each member of a union. If text is not a member, a reference may replace any member."""
         members = members_of(wanted)
         for member in members:
             yield self._alternative(member, limits, name)
@@ -342,7 +341,7 @@ class _SchemaWriter:
 
 
 def _wanted(owner: type, name: str) -> Any:
-    """Return the type that may be written for a key: the field's type, except for words that other rules know."""
+    """Return the type that may be written for a key: the field's type, except for words that other rules handle."""
     wanted: Any = hints_of(owner)[name]
     if owner is KernelSpec:
         return Literal[(AUTO, *KERNELS[name])]
@@ -350,15 +349,15 @@ def _wanted(owner: type, name: str) -> Any:
 
 
 def _any_of(alternatives: list[JsonObject]) -> JsonObject:
-    """Return the only alternative, or their union. Keywords next to a `$ref` are ignored, so a reference is always in a
-    union."""
+    """Return the only alternative, or the union of several. Keywords next to a `$ref` are ignored, so a reference is
+    always put in a union."""
     if len(alternatives) == 1 and "$ref" not in alternatives[0]:
         return alternatives[0]
     return {"anyOf": [*alternatives]}
 
 
 def _number(wanted: type, limits: Range | None, name: str) -> JsonObject:
-    """Return the schema of a number. A whole number may be written as 1e9, which some editors do not accept as
+    """Return the schema of a number. An integer may be written as 1e9, which some editors do not accept as
     `integer`."""
     most = largest_of(name, wanted(0))
     limits = limits or Range(-most)
@@ -374,7 +373,7 @@ def _plain(number: float) -> int | float:
 
 
 def _default(field: dataclasses.Field[Any]) -> JsonObject:
-    """Return the default of a key that is not a section; editors insert it after the key."""
+    """Return the default of a key that is not a section; editors insert it as the key's value."""
     value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
         return {}
@@ -383,7 +382,7 @@ def _default(field: dataclasses.Field[Any]) -> JsonObject:
 
 
 # Schemas of records, from the annotations that `read_record` uses. They describe what this version writes. Readers are
-# more tolerant than the schemas: they ignore unknown keys, and unknown words of later versions in a choice of words.
+# more tolerant than the schemas: they ignore unknown keys and enum values added by later versions.
 
 
 STATED: JsonObject = {
@@ -395,7 +394,7 @@ NULL: JsonObject = {"type": "null"}
 
 
 def plan_schema(title: str, root: type) -> JsonObject:
-    """Return the schema of a file from which `from_plain` builds `root`, and which states its version."""
+    """Return the schema of a versioned file from which `from_plain` builds `root`."""
     definitions = written_sections([root])
     found = definitions.pop(root.__name__)
     assert isinstance(found, dict), "a section"
@@ -464,7 +463,7 @@ class _RecordWriter:
 
     def refer(self, record: type) -> JsonObject:
         if record.__name__ not in self._definitions:
-            self._definitions[record.__name__] = {}  # as for sections: a record may be recursive
+            self._definitions[record.__name__] = {}  # as for sections, a record may be recursive
             self._definitions[record.__name__] = self.record(record, ())
         return {"$ref": f"#/definitions/{record.__name__}"}
 

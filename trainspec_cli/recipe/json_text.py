@@ -10,13 +10,13 @@ from typing import Any
 def json_text(content: object, *, indent: int | None = 2) -> str:
     """Return `content` as ASCII JSON, which is safe on a terminal and can hold file names in any encoding.
 
-    A number that is not finite becomes null, since JSON has no such numbers.
+    A non-finite number becomes null, because JSON cannot represent it.
     """
     return json.dumps(finite_or_none(content), indent=indent, allow_nan=False)
 
 
 def finite_or_none(value: Any) -> Any:
-    """Replace each infinite or NaN float by None."""
+    """Replace each infinite or NaN float with None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

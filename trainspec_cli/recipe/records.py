@@ -1,8 +1,8 @@
-"""Dataclasses from plain data and back: recipes, whose every mistake is reported, and records on disk.
+"""Convert dataclasses to and from plain data: recipes, with all mistakes reported, and records on disk.
 
-A record is a dataclass whose annotations state which values a field may have on disk. Reading it tolerates other
-versions and refuses damaged files: unknown keys are ignored, a missing key gets the field's default, and a value of the
-wrong kind raises FieldError.
+A record is a dataclass whose annotations state which values a field may have on disk. Reading tolerates other versions
+but refuses damaged files: unknown keys are ignored, a missing key gets the field's default, and a value of the wrong
+kind raises FieldError.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ABSENT = Absent.ABSENT
 
 
 def to_plain(value: DataclassInstance) -> JsonObject:
-    """Convert a dataclass to JSON values: dicts, lists, numbers, text. Fields that are `ABSENT` are left out."""
+    """Convert a dataclass to JSON values: dicts, lists, numbers, text. Fields set to `ABSENT` are left out."""
     items = ((key_of(field), getattr(value, field.name)) for field in dataclasses.fields(value))
     return {key: _plain(item) for key, item in items if item is not ABSENT}
 
@@ -66,7 +66,7 @@ def _plain(value: Any) -> JsonValue:
 
 
 def from_plain(cls: type[T], data: object) -> T:
-    """Build a dataclass from the output of `to_plain`. Raises RecipeError that lists every key that does not fit."""
+    """Build a dataclass from the output of `to_plain`. Raises a RecipeError that lists every invalid key."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"found {type(data).__name__} where {cls.__name__}'s fields are needed", code="wrong_type")
     built, problems = build(cls, data)
@@ -76,12 +76,12 @@ def from_plain(cls: type[T], data: object) -> T:
 
 
 def canonical_json(data: object) -> str:
-    """Return JSON that is the same for equal content: sorted keys, no spaces, no NaN."""
+    """Return JSON that is identical for equal content: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(spec: RunSpec) -> str:
-    """Return the sha256 of a spec. The run folder is left out: its location does not change the run."""
+    """Return the sha256 of a spec. The run folder is left out, because its location does not change the run."""
     plain = to_plain(spec)
     # A moved or copied run is still the same run.
     plain["run"] = {key: value for key, value in to_plain(spec.run).items() if key != "dir"}
@@ -89,7 +89,7 @@ def digest(spec: RunSpec) -> str:
 
 
 class FieldError(ValueError):
-    """A field is missing, or its value has the wrong kind."""
+    """A field is missing or has a value of the wrong kind."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class ValueKind:
 
 
 def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = False) -> ValueKind:
-    """Return the kind of a number from `low` to `high`. `may_diverge`: accept NaN and infinity too."""
+    """Return the kind for numbers from `low` to `high`. `may_diverge`: also accept NaN and infinity."""
 
     def read(value: object) -> float:
-        # Not isinstance: a boolean is an int in Python, and `true` is not a count.
+        # Not isinstance: a bool is an int in Python, but `true` is not a count.
         if type(value) is int or (type(value) is float and not whole):
             if low <= value <= high:
                 return value
@@ -124,15 +124,15 @@ def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = 
     return ValueKind(f"{'a whole number' if whole else 'a number'} from {low:g} to {high:g}", read, schema)
 
 
-# Other JSON readers hold numbers as doubles, which are exact up to 2**53.
+# Other JSON readers store numbers as doubles, which are exact up to 2**53.
 Count = Annotated[int, number(0, 2**53, whole=True)]
 Rank = Annotated[int, number(-1, 1e7, whole=True)]
-"""-1 is the supervisor."""
+"""A rank; -1 means the supervisor."""
 WorldSize = Annotated[int, number(1, 1e6, whole=True)]
 Seconds = Annotated[float, number(-1e12, 1e12)]
 Rate = Annotated[float, number(0, 1e30)]
-"""A loss and similar values are plain floats. The writer replaces one that is not finite by null, so such a field
-allows None."""
+"""Losses and similar values are plain floats. The writer replaces non-finite ones with null, so such fields allow
+None."""
 
 
 def _exactly(wanted: type[T], value: object) -> T:
@@ -162,8 +162,8 @@ def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
 
 
 def _kind_of(annotation: Any) -> ValueKind:
-    """Return the kind of values that a field with this annotation may have. `Absent` in a union means that the key may
-    be missing; the field's default states that too."""
+    """Return the kind of value allowed in a field with this annotation. `Absent` in a union means that the key may be
+    missing, as does the field's default."""
     origin = typing.get_origin(annotation)
     members = typing.get_args(annotation)
     if origin is Annotated:
@@ -185,7 +185,7 @@ def _kind_of(annotation: Any) -> ValueKind:
             lambda value: {key: one.read(inner) for key, inner in _exactly(dict, value).items()},
         )
     if origin is typing.Literal:
-        # A newer version may write a word that this one does not know, and its file must stay readable.
+        # A newer version may write words that this one does not know, and its files must stay readable.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
@@ -209,8 +209,8 @@ def _fields_of(cls: type[Any]) -> tuple[_Field, ...]:
 
 
 def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
-    """Build the dataclass `cls` from the values of `plain`. Raises FieldError that describes the first field that does
-    not fit."""
+    """Build the dataclass `cls` from the values in `plain`. Raises a FieldError that describes the first invalid
+    field."""
     values = {}
     record: Any = cls
     for one in _fields_of(record):
@@ -227,9 +227,9 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
     return cls(**values)
 
 
-# A RunSpec is built from a dict, with every wrong key, type and choice reported together. This part knows types, not
-# files. `1e3` is a whole number and `1` a number; true and false are neither. Text is never read as a number: if YAML
-# or the command line parsed a value as text, the author meant text or made a mistake.
+# A RunSpec is built from a dict, and all wrong keys, types and choices are reported together. This part knows types,
+# not files. `1e3` is a valid integer and `1` a valid float; true and false are neither. Text is never read as a number:
+# if YAML or the command line parsed a value as text, the author meant text or made a mistake.
 
 
 # UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked. Computing
@@ -260,10 +260,10 @@ UNKNOWN: Any = Unknown()
 
 MAX_GUESSES = 3
 MAX_ITEMS = 1_000
-"""The largest number of items in a list."""
+"""The maximum number of items in a list."""
 MAX_TEXT_CHARS = 100_000
 LISTED_CHARS = 250
-"""The longest list of a section's keys in a message; `trainspec explain` shows longer ones."""
+"""The maximum length of a list of a section's keys in a message; `trainspec explain` shows longer ones."""
 SHOWN_CHARS = 80
 
 OPTION_SECTIONS = frozenset({
@@ -271,10 +271,10 @@ OPTION_SECTIONS = frozenset({
     *("checkpoint", "resilience", "scheduler"),
     *("cluster.fabric", "cluster.reliability", "cluster.site", "cluster.power", "cluster.cost", "cluster.slurm"),
 })  # fmt: skip
-"""Sections of a recipe that an option from a folder of conf/ fills."""
+"""Recipe sections that are filled by an option from a folder in conf/."""
 
 _PLAIN = re.compile(r"[\w./:+-]+")
-"""Text that needs no quotation marks on the command line."""
+"""Text that does not need quotes on the command line."""
 
 
 class WrongValueError(ValueError):
@@ -288,15 +288,15 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     problems: list[Problem] = []
     for key in data:
         former = FORMER_KEYS.get((cls.__name__, str(key)))
-        # An old file may still state a former choice that is now the only behaviour. That is correct, so it is
-        # accepted.
+        # An old file may still state a choice that has since become the only behaviour. Accept it, because it is
+        # correct.
         if key in fields or (former is not None and former.always == data[key]):
             continue
         problems.append(_unknown_key(cls, str(key), path, data[key], former))
     values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
-        # `???` asks for a value even if the field has a default: the author of the recipe wants the user to choose.
+        # `???` demands a value even if the field has a default: the recipe's author wants the user to choose.
         if data.get(key, MISSING) == MISSING and (key in data or is_required(field)):
             values[name] = UNKNOWN
             problems += _missing(hints[name], f"{path}{key}")
@@ -314,7 +314,7 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """Return the key as recipes write it: the field `from_` is the key `from`, a Python keyword."""
+    """Return the key as written in recipes: the field `from_` is the key `from`, which is a Python keyword."""
     return field.name.removesuffix("_")
 
 
@@ -337,9 +337,9 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
             allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
         message = f"`{path}` is {show_value(value)}; {allowed} is needed"
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
-        # The draft continues with UNKNOWN, so that one check reports the mistakes of all other keys too.
+        # The draft continues with UNKNOWN, so that one check also reports the mistakes in all other keys.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
-    # No rule is checked with too large a number, alone or in a list: loops over it would not end.
+    # Never check rules with numbers that are too large, alone or in a list: loops over them would not end.
     for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"
@@ -356,8 +356,8 @@ def _build_items(wanted: Any, items: Mapping[Any, object], path: str) -> tuple[d
 
 
 def choose_section(wanted: Any, value: Mapping[str, object]) -> type | None:
-    """Return the dataclass that a mapping fills: among several, the one whose `family` the mapping names, else the
-    first."""
+    """Return the dataclass that a mapping fills: among several, the one with the `family` that the mapping names, or
+    the first."""
     sections = sections_of(wanted)
     named = [section for section in sections if value.get("family") in choices_of(hints_of(section).get("family"))]
     return next(iter([*named, *sections]), None)
@@ -383,10 +383,10 @@ def _is_union(wanted: Any) -> bool:
 
 
 def convert(wanted: Any, value: Any) -> Any:
-    """Convert `value` to a type, for a union to the first member that accepts it. Raises WrongValueError."""
+    """Convert `value` to a type; for a union, to the first member that accepts it. Raises WrongValueError."""
     if typing.get_origin(wanted) is Literal:
         for choice in typing.get_args(wanted):
-            # True == 1 in Python: `true` must not pass for the choice 1.
+            # True == 1 in Python, but `true` must not be accepted as the choice 1.
             if choice == value and isinstance(value, bool) == isinstance(choice, bool):
                 return choice
         raise WrongValueError
@@ -400,14 +400,14 @@ def convert(wanted: Any, value: Any) -> Any:
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(typing.get_args(wanted)[0], item) for item in value)
     if wanted in (int, float):
-        # A boolean is an int in Python: without this test `lr: true` would be 1.0.
+        # A bool is an int in Python: without this test, `lr: true` would be 1.0.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise WrongValueError
         if isinstance(value, float) and not math.isfinite(value):
             raise WrongValueError
         if wanted is float and abs(value) > LARGEST:
             value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, however it is written
-        # YAML reads 1e3 as a float, and people write it for 1000.
+        # YAML reads 1e3 as a float, but people use it for 1000.
         if wanted is int and value != int(value):
             raise WrongValueError
         return wanted(value)
@@ -419,8 +419,8 @@ def convert(wanted: Any, value: Any) -> Any:
 
 
 def _can_be_written(text: str) -> bool:
-    """Return False for text that is too long, contains NUL (which would cut a path) or half a surrogate pair (not
-    UTF-8)."""
+    """Return False for text that is too long or that contains NUL (which would truncate a path) or half a surrogate
+    pair (not UTF-8)."""
     if len(text) > MAX_TEXT_CHARS or "\0" in text:
         return False
     try:
@@ -446,7 +446,7 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
 
 def _unknown_key(cls: type, key: str, path: str, value: object, former: Former | None) -> Problem:
     """Return a problem for a key that its section does not have. If the value is a section with one key, as in
-    `optm.lr=1` on the command line, the hint names the whole key."""
+    `optm.lr=1` on the command line, the hint names the full key."""
     if former is not None:
         message = f"`{path}{key}` is no longer a setting: {former.why}"
         return Problem("unknown_key", message, f"{path}{key}", former.hint)
@@ -466,7 +466,7 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     tail = "" if isinstance(value, Mapping) else ".".join(names)
     siblings = [key_of(field) for field in dataclasses.fields(cls)]
     near = closest(key, siblings)
-    # Walking all sections takes time, so it is done only for a key that resembles none of its neighbours.
+    # Walking all sections takes time, so do it only for a key that resembles none of its neighbours.
     paths = list(dict.fromkeys(known_paths(RunSpec))) if tail or not near else []
     if tail and f"{path}{near}.{tail}" in paths:
         meant = [f"{path}{near}.{tail}"]
@@ -486,14 +486,14 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
 
 
 def _guess(key: str, paths: list[str]) -> list[str]:
-    """Guess the intended key of a wrong section: keys that equal, contain or resemble `key`.
+    """Guess the intended key if the section is wrong: keys that equal, contain or resemble `key`.
 
     A name that contains another matching name is left out.
     """
     names: dict[str, list[str]] = {}
     for known in paths:
         names.setdefault(known.rpartition(".")[2], []).append(known)
-    # A name of up to three letters occurs in too many keys to point at one.
+    # A name with up to three letters occurs in too many keys to identify one.
     within = [name for name in names if len(key) > 3 and key in name]
     holding = [
         known for name in within if not any(other in name for other in within if other != name) for known in names[name]
@@ -518,7 +518,7 @@ def only_key_named(name: str) -> str:
 
 
 def known_choices(cls: type, path: str) -> list[str]:
-    """Return the words that the value of a dotted path may be: choices, auto, true and false. Empty for numbers, text
+    """Return the words allowed as the value of a dotted path: choices, auto, true and false. Empty for numbers, text
     and unknown paths."""
     name, _, rest = path.partition(".")
     found: list[str] = []
@@ -559,8 +559,7 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
     if wanted in (str, str | None) and isinstance(value, (int, float)):
         hint = f"""quote it to make it text: '{path}="{show_value(value)}"'"""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 60:
-            # YAML 1.1 reads 2:00:00 as a number in base 60, so whoever wrote that meant other text than the number's
-            # digits.
+            # YAML 1.1 reads 2:00:00 as a base-60 number, so the author did not mean the digits of that number.
             minutes, seconds = divmod(value, 60)
             hours, minutes = divmod(minutes, 60)
             written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,6 +1,6 @@
-"""User-defined code that a recipe names: located and checked by its source, then imported by the workers.
+"""User-defined code named in a recipe: its source is located and checked, and the workers import it.
 
-`validate` and `plan` of an untrusted recipe report which code it would run, and run none of it.
+For an untrusted recipe, `validate` and `plan` report which code it would run without running any of it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SHOWN_CHARS = 160
 PACKAGE = Path(__file__).parents[1]
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-# The extension points: for each one the recipe key, the entry-point group, and how the engine calls the named code.
+# The extension points: for each, the recipe key, the entry-point group, and how the engine calls the named code.
 
 
 @dataclass(frozen=True)
 class ExtensionKind:
     key: str
-    """The key of a recipe that names such code."""
+    """The recipe key that names such code."""
     group: str
     """The entry-point group under which installed packages register names."""
     positional: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ SOURCE = ExtensionKind("data.source", "trainspec.datasets")
 
 @dataclass(frozen=True)
 class Extension:
-    """Code that a key of a recipe names."""
+    """Code named by a recipe key."""
 
     kind: ExtensionKind
     path: str
@@ -91,7 +91,7 @@ KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:
-    """Yield the user-defined code that the recipe names; nothing if everything it names ships with trainspec."""
+    """Yield the user-defined code named in the recipe; nothing if everything it names ships with trainspec."""
     for key, part in spec.data.own_parts.items():
         yield Extension(SOURCE, key, part.source, tuple(part.options))
     yield from worker_code_of(spec)
@@ -112,7 +112,8 @@ def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 
 def describe_code(spec: RunSpec) -> Iterator[str]:
-    """Yield a line for each piece of code that a run of the recipe executes. The recipe must be checked already."""
+    """Yield a line for each piece of code that a run of the recipe executes. The recipe must already have been
+    checked."""
     for extension in user_code_of(spec):
         yield f"{extension.path} runs {find(extension).describe()}"
 
@@ -135,7 +136,7 @@ class Source:
 
 
 def is_reference(text: str) -> bool:
-    """Return whether the text names code by file or module instead of by a registered name."""
+    """Return whether the text refers to code by file or module rather than by a registered name."""
     return ":" in text
 
 
@@ -148,13 +149,13 @@ def absolute_reference(text: str, folder: Path) -> str:
 
 
 def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
-    """Locate the code without running any. Raises RecipeError for a missing file, module or name, a syntax error, or an
-    unsuitable signature. `built_in`: other values that the key may have."""
+    """Locate the code without running any of it. Raises RecipeError for a missing file, module or name, a syntax error,
+    or an unsuitable signature. `built_in`: other allowed values of the key."""
     text = extension.text
     if not is_reference(text):
         from importlib.metadata import entry_points  # slow to load, and few runs have user-defined code
 
-        # The names that installed packages have registered, with their targets.
+        # The names registered by installed packages, with their targets.
         own = {point.name: point.value for point in entry_points(group=extension.kind.group)}
         if text not in own:
             known = sorted({*built_in, *own})
@@ -196,12 +197,12 @@ def problems_of(extension: Extension, built_in: Iterable[str] = ()) -> Iterator[
 
 
 def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
-    """Return the modules in the folder of `file` that it imports directly or indirectly, by top-level name, with their
-    source files (for a package, all of them).
+    """Return the modules in the same folder as `file` that it imports directly or indirectly, by top-level name, with
+    their source files (for a package, all of them).
 
-    Found by reading the sources. The standard library and installed packages have priority, so that a file `json.py` in
-    the folder does not replace a library. The current folder, which is on the path of some processes only, has no
-    priority.
+    They are found by reading the sources. The standard library and installed packages have priority, so that a file
+    `json.py` in the folder does not replace a library. The current folder has no priority, because it is on the path of
+    only some processes.
     """
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found: dict[str, tuple[Path, ...]] = {}
@@ -229,8 +230,8 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
 
 @lru_cache(maxsize=4096)
 def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
-    """Return the top-level names of all modules that a file imports; empty if it is not Python, which its import
-    reports. Cached while the file's time and size stay the same, since packages can have many files."""
+    """Return the top-level names of all modules that a file imports; empty if it is not Python (importing it reports
+    that). Cached while the file's time and size stay the same, because packages can have many files."""
     try:
         tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -245,8 +246,8 @@ def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """Return the files that make up the code: its own file first, then, for a file, the neighbours that it imports.
-    Empty for a compiled module."""
+    """Return the files that make up the code: its own file first, then (if it is named by file) the neighbours that it
+    imports. Empty for a compiled module."""
     if source.file is None:
         return []
     beside = () if source.module else neighbours(source.file).values()
@@ -276,10 +277,10 @@ def _find_file(extension: Extension, place: str) -> Path:
 
 
 def _find_module(extension: Extension, module: str, name: str) -> Path | None:
-    """Return the source of a module, or None for a compiled one. No package is imported for this."""
+    """Return the source of a module, or None for a compiled one. This does not import any package."""
     top, *others = module.split(".")
     spec = None
-    with suppress(ImportError, ValueError):  # a half-imported module has no spec
+    with suppress(ImportError, ValueError):  # a partly imported module has no spec
         spec = importlib.util.find_spec(top)
     if spec is None:
         message = f"`{extension.path}` names the module {module}, but no package {top} is installed"
@@ -329,8 +330,8 @@ def _check_source(extension: Extension, source: Source, file: Path) -> None:
 
 
 def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "") -> str:
-    """Return what to type to name a definition of `file`: the one most similar to `name`, or else those that the engine
-    could call. `place`: the file, as it is typed."""
+    """Return what to set to name a definition in `file`: the one most similar to `name`, or those that the engine could
+    call. `place`: the file as written by the user."""
     names, _ = _names_of(_parse(extension, file))
     callable_names = []
     for own, definition in names.items():
@@ -373,8 +374,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def _names_of(tree: ast.Module) -> tuple[dict[str, Definition | None], bool]:
-    """Return (the names bound at a module's top level, with their definition if there is one; whether these are all
-    names)."""
+    """Return (the names bound at a module's top level, with their definitions if any; whether the list is complete)."""
     names: dict[str, Definition | None] = {}
     is_whole = True
     for node in _top_level_statements(tree.body):
@@ -414,7 +414,7 @@ def _signature_of(definition: Definition) -> inspect.Signature | None:
 
 
 def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | None:
-    """Return the signature of `arguments` without the first `skip`, which a method's call does not pass."""
+    """Return the signature of `arguments` without the first `skip`, which callers of a method do not pass."""
     by_position = [*arguments.posonlyargs, *arguments.args]
     required = len(by_position) - len(arguments.defaults)
     parameters = []
@@ -436,7 +436,7 @@ def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | N
 
 
 class _Default:
-    """A default in a displayed signature: its value does not matter."""
+    """A default in a displayed signature; its value does not matter."""
 
     def __repr__(self) -> str:
         return "..."
@@ -447,12 +447,12 @@ def _parameter(argument: ast.arg, kind: inspect._ParameterKind, *, has_default: 
     return inspect.Parameter(argument.arg, kind, default=default)
 
 
-# Importing code, with errors reported at its own file and line.
+# Importing code, with errors reported at the code's own file and line.
 
 
 def load(extension: Extension) -> Callable[..., Any]:
-    """Import the code and return the named function or class, whose signature fits the engine's call. Raises
-    RecipeError for everything that is wrong with it, including exceptions during the import."""
+    """Import the code and return the named function or class, whose signature matches the engine's call. Raises
+    RecipeError for any problem with it, including exceptions during the import."""
     source = find(extension)
     with user_code_errors(extension, "while it was imported", RecipeError):
         module = _import(extension, source)
@@ -478,9 +478,9 @@ def arguments(options: Mapping[str, object]) -> dict[str, object]:
 
 
 class Neighbours:
-    """An import finder for the modules next to a file that a recipe names, as far as this file imports them.
+    """An import finder for those modules next to a file named in a recipe that the file imports.
 
-    It serves only those names, which no library has. The whole folder on `sys.path` would also serve names that
+    It serves only those names, which no library uses. Putting the folder on `sys.path` would also serve names that
     libraries try to import optionally, from files that nobody has checked.
     """
 
@@ -494,7 +494,7 @@ class Neighbours:
         return PathFinder.find_spec(fullname, [str(folder)]) if folder else None
 
     def add(self, extension: Extension, file: Path) -> None:
-        """Serve the neighbours of `file`. Raises RecipeError if a module of another folder has the same name."""
+        """Serve the neighbours of `file`. Raises RecipeError if a module from another folder has the same name."""
         for name, files in neighbours(file).items():
             first = self.folders.setdefault(name, file.parent)
             loaded = getattr(sys.modules.get(name), "__file__", None)
@@ -504,7 +504,7 @@ class Neighbours:
                 message = f"`{extension.path}`: {file} imports {name}, but the {name} of {first} is already in use"
                 raise RecipeError(Problem("name_taken", message, extension.path, f"rename one {name}"))
         if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # the current folder may have the same name too
+            sys.meta_path.insert(0, self)  # the current folder may also have that name
 
 
 NEIGHBOURS = Neighbours()
@@ -515,22 +515,22 @@ def _import(extension: Extension, source: Source) -> ModuleType:
     if source.module:
         return importlib.import_module(source.module)
     assert source.file is not None, "a reference without a module names a file"
-    # Files of the same name in different folders are different modules.
+    # Files with the same name in different folders are different modules.
     place = hashlib.sha256(str(source.file).encode()).hexdigest()[:8]
     name = f"trainspec_own_{source.file.stem}_{place}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
     assert spec is not None and spec.loader is not None, "a file of Python has a loader"
-    # Before the file runs, because its imports run first.
+    # Before the file runs, because its imports come first.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, because dataclasses and pickles of the file look up their module there.
+    # Before it runs, because the file's dataclasses and pickles look up their module there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        # Otherwise the next key that names the file would use a half-run module as if it were complete.
+        # Otherwise the next key that names the file would use a partly executed module as if it were complete.
         del sys.modules[name]
         raise
     return module
@@ -543,8 +543,8 @@ def user_code_errors(
     kind: type[TrainspecError] = WorkerError,
     passes: Callable[[Exception], bool] = lambda error: False,
 ) -> Iterator[None]:
-    """Convert exceptions of user-defined code in the block to an error with its file, line and message, without a
-    traceback of trainspec. `passes`: errors that are not the code's fault, such as out of memory."""
+    """Convert exceptions raised by user-defined code in the block to an error with its file, line and message, without
+    trainspec's traceback. `passes`: errors that are not the code's fault, such as running out of memory."""
     try:
         yield
     except TrainspecError:
@@ -575,8 +575,8 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 
 def _user_frame(error: Exception) -> tuple[str, int, str] | None:
-    """Return file, line and function of the innermost frame of the user's code, as opposed to frames of trainspec and
-    of libraries that the user's code calls, if such a frame exists."""
+    """Return file, line and function of the innermost frame in the user's code, as opposed to frames of trainspec or of
+    libraries called by it; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)
@@ -589,12 +589,12 @@ def _user_frame(error: Exception) -> tuple[str, int, str] | None:
 
 
 def came_through_user_code(error: BaseException) -> bool:
-    """Return whether the error passed through code of neither trainspec nor a library."""
+    """Return whether the error passed through code that belongs neither to trainspec nor to a library."""
     return any(not _is_library(frame.filename) for frame in _frames_outside(error))
 
 
 def _frames_outside(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the error in files outside of trainspec."""
+    """Return the error's frames in files outside trainspec."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     return [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
 

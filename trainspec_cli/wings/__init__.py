@@ -1,1 +1,2 @@
-"""What the trunk does without: each folder is a wing, which registers what it adds (see core/wings.py)."""
+"""Optional parts that the trunk does not need: each folder is a wing that registers what it adds (see
+core/wings.py)."""

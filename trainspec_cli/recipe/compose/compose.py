@@ -1,10 +1,10 @@
 """Compose a recipe and `key=value` arguments into a plain dict, with the origin of every value and all problems.
 
-Files are merged section by section in the order of conf/trainspec.yaml's `defaults`: one option of each group, then the
-recipe, then the command line. The last value wins.
+Files are merged section by section in the order given by `defaults` in conf/trainspec.yaml: one option per group, then
+the recipe, then the command line. The last value wins.
 
-A mistake is reported and worked around, so that one composition shows all mistakes: a missing option is replaced by the
-previous choice, and a wrong line of a defaults list is skipped.
+Composition continues after a mistake, so that one pass reports all of them: a missing option is replaced by the
+previous choice, and an invalid line of a defaults list is skipped.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from trainspec_cli.recipe.compose.folders import (
 from trainspec_cli.recipe.compose.values import Argument, all_paths, overlaid, parse_arguments, resolve, value_paths
 from trainspec_cli.recipe.field_types import MISSING
 
-# Alternative keys: a value given later replaces the alternatives that were given before.
+# Mutually exclusive keys: setting one replaces the alternatives that were set earlier.
 
 
 SECTION, NAMES = "train", ("max_steps", "tokens", "epochs")
-"""Keys that set the length of a run."""
+"""Keys that set the run length."""
 
 
 def section_of(data: JsonObject) -> JsonObject:
-    """Return the section of the alternatives, or an empty one if the value is not a section (reported elsewhere)."""
+    """Return the section that holds the alternatives, or an empty one if the value is not a section (reported
+    elsewhere)."""
     section = data.get(SECTION)
     return section if isinstance(section, dict) else {}
 
@@ -61,10 +62,10 @@ def given(data: JsonObject) -> list[str]:
 
 
 def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None:
-    """Remove the alternatives that a later file or the command line replaces by another.
+    """Remove the alternatives that a later file or the command line overrides.
 
-    `files`: the configuration files in the order in which they were merged; values from elsewhere rank before them.
-    Alternatives from the same file, or from the same command line, all stay: the reader refuses more than one.
+    `files`: the configuration files in merge order; values from elsewhere come before them.
+    Several alternatives from one file or one command line are all kept, and the reader then rejects them.
     """
     rank_of_file = {file: rank for rank, file in enumerate((*files, COMMAND_LINE))}
     found = {name: origins.get(f"{SECTION}.{name}") for name in given(data)}
@@ -74,33 +75,33 @@ def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None
         origins.pop(f"{SECTION}.{name}", None)
 
 
-# The files of a composition: the recipe, its base recipes, and one option of each group.
+# The files of a composition: the recipe, its base recipes, and one option per group.
 
 
 SELF = "_self_"
 ALL_OF = "`trainspec list {}` shows all"
 """The command that lists the options of a group."""
 _ELSEWHERE = re.compile(r"/?(?P<group>[\w/]+)@(?P<key>[\w.]+)")
-"""An option of another group in a file of a group, and the key that it fills: `/accelerator@accelerator`."""
+"""A reference from one group's file to another group's option, with the key that it fills:
+`/accelerator@accelerator`."""
 COUNTED = (
     re.compile(r"(?P<count>\d+)[x*_]+(?P<chip>.+)", re.IGNORECASE),
     re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
     re.compile(r"(?P<chip>.+)(?P<count>)"),
 )
-"""A number of chips before or after a chip's name, or a name alone: the number in `rtx_4090` is not a number of
-chips."""
+"""A chip count before or after a chip's name, or a name alone: the number in `rtx_4090` is not a chip count."""
 
 
 @dataclass(frozen=True)
 class MergedFile:
-    """One file of a composition."""
+    """One file in a composition."""
 
     read: YamlFile
     package: str = ""
-    """The dotted path at which it is merged; empty for the root."""
+    """The dotted path at which it is merged; empty means the root."""
     replaces: bool = False
-    """Discards all values that were there before: mixing the fields of two accelerators would describe a chip that
-    nobody sells."""
+    """Whether the file discards all earlier values of its section: mixing the fields of two accelerators would describe
+    a chip that does not exist."""
     chosen_at: Origin | None = None
     """The argument, or the line of a recipe, that chose the file; None for a default."""
 
@@ -112,7 +113,7 @@ class Selection:
     recipe: str = ""
     """The recipe's name; empty if it could not be found or read."""
     recipes: list[YamlFile] = field(default_factory=list)
-    """The recipe and its base recipes, in the order in which they are merged."""
+    """The recipe and its base recipes, in merge order."""
     options: dict[str, list[tuple[str, Origin]]] = field(default_factory=dict)
     """Group -> the requested options; the last one has priority."""
     failed: set[str] = field(default_factory=set)
@@ -120,7 +121,7 @@ class Selection:
     problems: list[Problem] = field(default_factory=list)
 
     def choose(self, arguments: Sequence[Argument]) -> list[MergedFile]:
-        """Return the files that a command line composes, in the order in which they are merged."""
+        """Return the files that a command line selects, in merge order."""
         root = self._read(self.folders.find_config(ROOT))
         assert root is not None, "conf/trainspec.yaml ships with the package"
         self.options = {entry.key: [(entry.value, entry.origin)] for entry in root.defaults if entry.key}
@@ -136,8 +137,8 @@ class Selection:
                 if argument.key in self.options:
                     self.options[argument.key].append((option, origin))
                     continue
-                # The options of some groups fill a named section, so the group is not a key of a recipe, as in
-                # `accelerator=rtx_4090`.
+                # Options of some groups fill a section with another name, so the group itself is not a recipe key, as
+                # in `accelerator=rtx_4090`.
                 section = SECTION_NAMED_BY.get(argument.key, "")
                 message = f"`{argument.key}` is a group of options, not a key of a recipe"
                 message += f"; one of them can be the value of `{section}`" if section else ""
@@ -151,7 +152,7 @@ class Selection:
             elif entry.key == RECIPE:
                 parts += map(MergedFile, self.recipes)
             else:
-                # One unreadable option must not hide the errors of the others, so the previous option replaces it.
+                # One unreadable option must not hide errors in the others, so the previous option replaces it.
                 options = self.options[entry.key]
                 while options and (found := self.parts_of(entry.key, *options[-1])) is None:
                     self.failed.add(entry.key)
@@ -201,8 +202,8 @@ class Selection:
         return origin.problem("unknown_recipe", f"there is no recipe `{name}`", hint, RECIPE)
 
     def _add_recipe(self, name: str, within: tuple[str, ...]) -> bool:
-        """Read a recipe and its base recipes, and record the options that they request. Return False if it is
-        unreadable. `within`: the recipes that lead to it."""
+        """Read a recipe and its base recipes, and record the options that they request. Return False if the recipe is
+        unreadable. `within`: the chain of recipes that leads to it."""
         file = self._read(self.folders.find_config(name))
         if file is not None and file.version and (fault := find_fault(file.version[0])):
             origin = file.version[1]
@@ -223,7 +224,7 @@ class Selection:
                 continue
             if problem := self._check_entry(entry, parent, (*within, name)):
                 self.problems.append(problem)
-                # Later errors about a group that this line should have set would only repeat this error.
+                # Later errors about the group that this line was meant to set would only repeat this one.
                 self.failed.add(closest(group, self.folders.groups) or group)
             elif entry.key:
                 options.append((group, entry.value, entry.origin))
@@ -232,13 +233,13 @@ class Selection:
             elif not self._add_recipe(parent, (*within, name)):
                 return False
         self.recipes += [] if stands_itself else [file]
-        # A recipe's own options come after those of its base recipes, whatever their order in its list.
+        # A recipe's own options come after those of its base recipes, regardless of their order in its list.
         for group, option, origin in options:
             self.options[group].append((option, origin))
         return True
 
     def _check_entry(self, entry: YamlEntry, parent: str, within: tuple[str, ...]) -> Problem | None:
-        """Check a line of a recipe's defaults: `_self_`, a recipe's name, or `override /group: option`."""
+        """Check one line of a recipe's defaults list: `_self_`, a recipe name, or `override /group: option`."""
         if not entry.key:
             if entry.value == SELF:
                 return None
@@ -269,7 +270,7 @@ class Selection:
         return None
 
     def _repeated(self, file: YamlFile) -> list[YamlEntry]:
-        """Report and return the lines of a defaults list that repeat a choice of an earlier line."""
+        """Report and return the lines of a defaults list that repeat a choice made by an earlier line."""
         chosen: dict[str, YamlEntry] = {}
         repeated = []
         for entry in file.defaults:
@@ -296,11 +297,11 @@ class Selection:
         package: str | None = None,
         within: tuple[Path, ...] = (),
     ) -> list[MergedFile] | None:
-        """Return the files of an option: its own and those that it builds on. None if one of them cannot be read, which
-        is reported at `origin`.
+        """Return an option's own file and the files that it builds on. Return None if one of them cannot be read; the
+        error is reported at `origin`.
 
         `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills,
-        if its file does not state it. `within`: the files that lead to it.
+        if its file does not state it. `within`: the chain of files that leads to it.
         """
         is_own = option.endswith(SUFFIX) and group in OWN_FILES
         path = self.cwd / expand(option) if is_own else self.folders.find_config(f"{group}/{option}")
@@ -340,7 +341,7 @@ class Selection:
         return parts if whole else None
 
     def _misplaced(self, entry: YamlEntry) -> Problem:
-        """Return the problem of a line of a group's file that does not name an option of the group."""
+        """Return the problem for a line in a group's file that does not name an option of that group."""
         name = entry.key.split()[-1].removeprefix("/").partition("@")[0]
         if name not in self.folders.groups:
             near = closest(name, self.folders.groups)
@@ -379,7 +380,7 @@ class Selection:
             near = name if name in options else None if chip == name else closest(name, options)
             if f"{chip}_x{count}" in options:
                 hint = f"did you mean {group}={chip}_x{count}?"
-            elif chip and near and near.startswith(f"{chip}_x"):  # a cluster of such chips, which conf/ does not have
+            elif chip and near and near.startswith(f"{chip}_x"):  # a cluster of these chips that conf/ does not have
                 hint = f"did you mean {section}={chip}?"
             elif near or chip:
                 number = f" cluster.devices_per_node={count}" if count else ""
@@ -391,7 +392,7 @@ class Selection:
         return hint + (own if group in OWN_FILES else "")
 
     def _read(self, file: Path | None) -> YamlFile | None:
-        """Return a file if its values can be read too; otherwise report its mistakes and return None."""
+        """Return a file if its values can also be read; otherwise report its mistakes and return None."""
         assert file is not None
         try:
             read = read_yaml(file, self.cwd)
@@ -407,12 +408,12 @@ def _has_yml(folders: Sequence[Path], name: str) -> bool:
 
 
 def choices(near: str, group: str, options: Sequence[str]) -> str:
-    """Return the hint `near` and the command that lists the group's options: the whole list would hide the hint.
+    """Return the hint `near` and the command that lists the group's options, because the full list would bury the hint.
     Without `near`, return the options themselves."""
     return f"{near} {ALL_OF.format(group)}" if near else f"options: {', '.join(options)}"
 
 
-# The values: those of the files, those of the command line, and those derived from them.
+# Values from files, values from the command line, and values derived from them.
 
 
 POOLS = "cluster.pools"
@@ -437,38 +438,39 @@ class Composed:
     recipe: str
     """The recipe's name, or "" if it could not be found or read."""
     data: JsonObject
-    """The values with interpolations resolved; `???` for a value that is left open."""
+    """The values with interpolations resolved; `???` marks a value that is not set."""
     origins: Origins
     arguments: tuple[str, ...]
     cwd: Path
     problems: tuple[Problem, ...] = ()
     """All problems that can be found without interpreting the values, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups (and `recipe`, and keys) that could not be read as requested; other problems there may be consequences."""
+    """Groups and keys (including `recipe`) that could not be read as requested; other problems in them may be
+    consequences."""
     chosen_at: Origins = field(default_factory=dict)
-    """Section -> the argument, or the line of a recipe, that chose the option which fills it."""
+    """Section -> the argument or recipe line that chose the option filling it."""
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Add the location of the value to problems that only have a path."""
+        """Add the value's location to problems that have only a path."""
         return locate(problems, self.origins, self.arguments, self.cwd, self.chosen_at)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Values that a recipe takes from something that it names, such as a checkpoint's config.json."""
+    """Values that a recipe takes from something it refers to, such as a checkpoint's config.json."""
 
     values: JsonObject
     source: str
     """The file that the values come from, or the key that they follow from."""
     replaced: frozenset[str] = frozenset()
-    """Groups whose written values are all discarded."""
+    """Groups whose explicitly written values are all discarded."""
     problems: tuple[Problem, ...] = ()
     failed: frozenset[str] = frozenset()
     """Groups and keys that could not be completed."""
 
 
 Complete = Callable[[JsonObject, frozenset[str]], Completion]
-"""Takes the composed values, interpolated as far as possible, and the groups that were left at their defaults."""
+"""Takes the composed values, interpolated as far as possible, and the groups left at their defaults."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
@@ -483,8 +485,8 @@ def compose_arguments(
 ) -> Composed:
     """Compose a command line, which may contain `recipe=NAME`; each of `completions` fills in the values that it knows.
 
-    User errors are not raised: they are listed in `problems`, and `data` holds the rest. `aside`: keys that belong to
-    the command and not to the recipe.
+    User errors are not raised but listed in `problems`; `data` holds everything else. `aside`: keys that belong to the
+    command rather than to the recipe.
     """
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
@@ -497,8 +499,8 @@ def compose_arguments(
     selection = Selection(find_folders(cwd), cwd)
     parts = selection.choose(parsed)
     values = [argument for argument in parsed if argument.key != RECIPE and not selection.is_choice(argument)]
-    # A name in place of a section: in `cluster.accelerator=rtx_4090`, 4090 is part of a name and not a number. The
-    # order of this argument and of keys inside the section does not matter.
+    # A name in place of a section: in `cluster.accelerator=rtx_4090`, 4090 is part of a name, not a number. The order
+    # of this argument and of keys inside the section does not matter.
     named = [
         argument
         for argument in values
@@ -524,10 +526,10 @@ def compose_arguments(
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
     origins = _with_arguments(origins, values)
-    # The remedy for a problem of a whole section is another choice and not an edit of the option's file.
+    # A problem with an entire section is solved by choosing another option, not by editing the option's file.
     chosen = {part.package: part.chosen_at for part in parts if part.chosen_at}
     chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
-    # A later file that gives one alternative of a key replaces the alternative that an earlier file gave.
+    # If a later file sets one of several alternative keys, it replaces the alternative set by an earlier file.
     _keep_last(data, origins, [part.read.start.file for part in parts])
     unchosen = frozenset(
         group
@@ -551,8 +553,8 @@ def compose_arguments(
 
 
 def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions: Iterable[Complete]) -> Composed:
-    """Apply `key=value` arguments to values that were composed before, such as those of a run; each of `completions`
-    fills in the values that follow from them.
+    """Apply `key=value` arguments to previously composed values, such as those of a run; each of `completions` fills in
+    the values that follow from them.
 
     Groups and recipes are not looked up: `model=x` is a value here.
     """
@@ -610,7 +612,7 @@ def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterato
         *above, name = key.split(".")
         section = data
         for depth, word in enumerate(above, 1):
-            # Nothing is known yet about a section that is left open (`???`).
+            # The contents of an unset section (`???`) are not known yet.
             below = {} if section.get(word, MISSING) == MISSING else section[word]
             if not isinstance(below, dict):
                 scalar = ".".join(above[:depth])
@@ -640,8 +642,7 @@ def _delete(data: JsonObject, path: str) -> bool:
 
 
 def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
-    """Expand the short form of each pool (`h100_sxm*8x8`) and the name of its accelerator to their values; return the
-    problems."""
+    """Expand each pool's short form (`h100_sxm*8x8`) and accelerator name to their values; return the problems."""
     cluster = data.get("cluster")
     pools = cluster.get("pools") if isinstance(cluster, dict) else None
     if not isinstance(cluster, dict) or not isinstance(pools, list):
@@ -664,15 +665,14 @@ def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
             problems += selection.problems[before:]
             pool = {**pool, GROUP: _merge(parts or ())[0]}
         whole.append(pool)
-    cluster["pools"] = [] if problems else whole  # do not report consequences of these problems
+    cluster["pools"] = [] if problems else whole  # do not report follow-up problems
     return problems
 
 
 def _complete(
     data: JsonObject, completions: Iterable[Complete], unchosen: frozenset[str], origins: Origins
 ) -> tuple[JsonObject, list[Problem], frozenset[str]]:
-    """Return the values with the additions of each of `completions`, all their problems, and the keys that could not be
-    completed."""
+    """Return the values completed by each of `completions`, all problems, and the keys that could not be completed."""
     resolved, unresolved = resolve(data)
     problems: list[Problem] = []
     failed: frozenset[str] = frozenset()
@@ -692,7 +692,7 @@ def _complete(
 
 
 def _without_references(value: Any) -> Any:
-    """Escape `${` in values from another program's file, so that they are read as plain text."""
+    """Escape `${` in values from another program's file, so that it is read as plain text."""
     if isinstance(value, dict):
         return {key: _without_references(item) for key, item in value.items()}
     if isinstance(value, list):

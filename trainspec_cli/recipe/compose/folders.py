@@ -1,4 +1,4 @@
-"""The files of recipes and groups: their paths, the position of each value in them, and mistakes in their YAML.
+"""Recipe and group files: their paths, the position of each value in them, and mistakes in their YAML.
 
 The user's own ./conf and ./recipes come first, then the shipped folders.
 """
@@ -25,9 +25,10 @@ program)."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 DISTURB = "disturb"
-"""The folder of disturbances, which `trainspec plan` simulates. They are not part of a recipe, and so not a group."""
+"""The folder of disturbances that `trainspec plan` simulates. They are not part of a recipe, so they are not a
+group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
-"""A section that one word may name -> the group whose options are its names."""
+"""A section that a single name may replace -> the group whose options are the valid names."""
 SECTION_NAMED_BY = {group: section for section, group in NAMED_SECTIONS.items()}
 OWN_FILES = ("framework",)
 """Groups whose option may also be the path of a file, as in `framework=./mine.yaml`."""
@@ -41,7 +42,7 @@ class Folders:
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """The group names `cluster`, `data`, ...: the folders below conf."""
+        """The group names (`cluster`, `data`, ...), which are the folders below conf."""
         found = {
             folder.relative_to(conf).as_posix()
             for conf in self.conf
@@ -54,7 +55,7 @@ class Folders:
         return _names(conf / group for conf in self.conf)
 
     def find_config(self, name: str) -> Path | None:
-        """Return the file of `model/llama_6m` or `recipe/tiny`; None if it does not exist or the name leaves the
+        """Return the file of `model/llama_6m` or `recipe/tiny`; None if it does not exist or its path would leave the
         folder."""
         if not all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/")):
             return None
@@ -76,7 +77,7 @@ def find_folders(cwd: Path) -> Folders:
 
 
 def shipped_data() -> Path:
-    """Return `_data` inside an installed wheel, else the checkout."""
+    """Return `_data` inside an installed wheel, or the checkout."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
@@ -126,7 +127,7 @@ Origins = dict[str, Origin]
 
 
 def show_path(path: Path, cwd: Path) -> str:
-    """Return `path` relative to `cwd` if it lies below, else unchanged."""
+    """Return `path` relative to `cwd` if it lies below it, otherwise unchanged."""
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
@@ -137,10 +138,10 @@ def locate(
     cwd: Path,
     chosen_at: Origins | None = None,
 ) -> list[Problem]:
-    """Add to each problem its file, line and column (found by its path), and the text of that line. `chosen_at`:
-    where a whole section was chosen by the name of an option."""
+    """Add to each problem its file, line and column (found by its path), and the text of that line. `chosen_at`: where
+    an entire section was selected by naming an option."""
 
-    @lru_cache(maxsize=1)  # many lines of one large file may have mistakes
+    @lru_cache(maxsize=1)  # a large file may have mistakes on many lines
     def lines_of(file: str) -> Sequence[str]:
         if file == COMMAND_LINE:
             return arguments
@@ -162,7 +163,7 @@ def locate(
 
 
 def find_origin(path: str, origins: Origins) -> Origin | None:
-    """Return the origin of `path`, else of a value below it, else of its parent."""
+    """Return the origin of `path`, or of a value below it, or of its parent."""
     if path in origins:
         return origins[path]
     below = [origin for key, origin in origins.items() if path and key.startswith(f"{path}.")]
@@ -187,10 +188,10 @@ SYNTAX_HINTS = {
 """Part of PyYAML's message -> what to do."""
 
 ABOUT_FILE = ("defaults", VERSION_KEY)
-"""Keys that describe the file and are not values of the recipe."""
+"""Keys that describe the file rather than hold recipe values."""
 
 UNFINISHED = ("could not find expected ':'", "end of stream", "expected ',' or")
-"""Parts of messages about an unfinished element, whose start is in PyYAML's context mark."""
+"""Parts of messages about an unclosed element, whose start is in PyYAML's context mark."""
 
 _NO_SPACE = re.compile(r"\s*[\w-]+:[^\s:]")
 _PACKAGE = re.compile(r"(?:#.*\n|\s)*?#\s*@package:?[ \t]+([\w.]+)[ \t]*(?:\n|\Z)")
@@ -219,15 +220,14 @@ class YamlFile:
     root: yaml.MappingNode | None
     """None in an empty file."""
     version: tuple[object, Origin] | None = None
-    """The version of the training spec that the file states, as YAML reads it (text, if it is written correctly). None
-    if the file states none."""
+    """The training-spec version stated by the file, as YAML reads it (text, if written correctly). None if the file
+    does not state one."""
     package: str | None = None
     """The section that the file's values fill, stated in its first lines (`# @package cluster.fabric`). None: the
-    section named like its folder."""
+    section with the same name as its folder."""
 
     def values(self) -> JsonObject:
-        """Return the file's content as plain values. Raises RecipeError for a value of a type that YAML does not
-        have."""
+        """Return the file's content as plain values. Raises RecipeError if a value has a type that plain YAML lacks."""
         if self.root is None:
             return {}
         with _syntax_checked(self.start.file):
@@ -296,7 +296,7 @@ def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
 def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
     reason = error.problem or error.context or "unreadable"
     unfinished = any(fragment in reason for fragment in UNFINISHED)
-    # For an unfinished element, PyYAML marks where it gave up, far below the line that must be closed.
+    # For an unclosed element, PyYAML marks where it gave up, far below the line that must be closed.
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
@@ -315,7 +315,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -
 
 
 def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
-    """Yield a problem for each key that is not a word, or occurs twice (YAML would silently keep the last)."""
+    """Yield a problem for each key that is not a plain word or occurs twice (YAML would silently keep the last
+    value)."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _check_keys(item, shown)

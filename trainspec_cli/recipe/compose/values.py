@@ -1,9 +1,9 @@
 """Operations on a recipe's values as plain dicts: merging them, resolving their references `${...}`, showing them as
 YAML, and parsing them from the command line.
 
-Each reference is resolved once, and its result is bounded: OmegaConf resolves a reference again wherever it occurs, so
-thirty lines that each double the previous one would fill the memory. `shipped` is the only resolver, so that a recipe
-means the same whenever and wherever it is read.
+Each reference is resolved once, and its result is bounded: OmegaConf resolves a reference again at every occurrence, so
+thirty lines that each double the previous one would fill memory. `shipped` is the only resolver, so that a recipe means
+the same whenever and wherever it is read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trainspec_cli.recipe.field_types import MISSING
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 MAX_CHARS = 100_000
-"""The longest text after its references are resolved."""
+"""The maximum length of a text after its references are resolved."""
 MAX_VALUES = 5_000
-"""The most values in a section after its references are resolved."""
+"""The maximum number of values in a section after its references are resolved."""
 MAX_DEPTH = 40
-"""The deepest chain of references and sections."""
+"""The maximum depth of nested references and sections."""
 SHOWN_CHARS = 200
-"""The longest excerpt of a value that cannot be resolved."""
+"""The maximum length of the excerpt shown for a value that cannot be resolved."""
 WIDEST_ALIGNED = 44
 """Origins are aligned in one column after lines of up to this length."""
 
@@ -45,10 +45,10 @@ Path = tuple[str | int, ...]
 
 
 def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `above` merged over `below`, section by section. A `???` in `above` opens the value again: otherwise a
+    """Return `above` merged over `below`, section by section. A `???` in `above` unsets the value again: otherwise a
     recipe that needs `init.from` would train from scratch.
 
-    Values from `above` are copied, because aliases in its YAML are one object at several paths.
+    Values from `above` are copied, because YAML aliases put the same object at several paths.
     """
     whole = dict(below)
     for key, value in above.items():
@@ -71,7 +71,7 @@ def all_paths(data: JsonObject, prefix: str = "") -> Iterator[str]:
 
 
 def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
-    """Return the values with references resolved (`???` for those that are open or cannot be resolved) and the
+    """Return the values with references resolved (`???` for those that are unset or cannot be resolved) and the
     problems."""
     resolver = Resolver(written)
     problems: list[Problem] = []
@@ -86,7 +86,7 @@ def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
             try:
                 plain[str(key)] = resolver.value(path)
             except InterpolationError as error:
-                # The other values are still checked, so that all mistakes are reported together.
+                # Keep checking the other values, so that all mistakes are reported together.
                 plain[str(key)] = MISSING
                 shown = str(value)
                 hint = did_you_mean(shown.strip("${}"), all_paths(written)) if "not found" in str(error) else ""
@@ -106,7 +106,7 @@ class InterpolationError(ValueError):
 class _Resolved:
     value: JsonValue
     values: int
-    """The number of values that it holds, itself included."""
+    """The number of values in it, itself included."""
 
 
 class Resolver:
@@ -161,7 +161,7 @@ class Resolver:
 
     def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
-        # References can double: thirty lines that each name the previous one twice would fill the memory.
+        # References can multiply: thirty lines that each refer to the previous one twice would fill memory.
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)
@@ -170,7 +170,7 @@ class Resolver:
         counts: list[int] = []
 
         def refer(parsed: Any, memo: object) -> Any:
-            key: str = getattr(parsed, "raw", parsed)  # omegaconf 2.4 hands over a NodeInterpolationKey, 2.3 its text
+            key: str = getattr(parsed, "raw", parsed)  # omegaconf 2.4 passes a NodeInterpolationKey, 2.3 its text
             target = self._resolve(_target(key, path))
             if isinstance(target.value, str) and target.value == MISSING:
                 raise InterpolationError(f"`{key}` has no value")
@@ -222,7 +222,7 @@ def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str]
 
 
 def render_value(value: JsonValue) -> str:
-    """Return a value on one line of YAML; in ASCII if it contains invisible characters."""
+    """Return a value as one line of YAML, in ASCII if it contains invisible characters."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     if not is_printable(text):
         text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
@@ -249,7 +249,7 @@ TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpu
 """Text keys whose value sbatch also accepts as a bare number: `time=90` means minutes. In a file these values are
 quoted, because YAML reads 2:00:00 as the number 7200."""
 MAX_ARGUMENT_CHARS = 16_384
-"""The longest argument. Hydra's grammar parses only some thousand characters per second."""
+"""The maximum length of an argument. Hydra's grammar parses only a few thousand characters per second."""
 SHOWN_KEY_CHARS = 60
 _KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -358,7 +358,7 @@ def assign(key: str, text: str) -> str:
 
 
 def _bad_value(at: Origin, key: str, value: str) -> Problem:
-    # Hydra's parser reports only a column, so find the bracket or quote that was left open.
+    # Hydra's parser reports only a column, so find the unclosed bracket or quote.
     expected: list[tuple[str, str]] = []
     quote = ""
     for character in value:
@@ -378,7 +378,7 @@ def _bad_value(at: Origin, key: str, value: str) -> Problem:
 
 
 def value_paths(key: str, value: JsonValue) -> Iterator[str]:
-    """Yield `key`, and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
+    """Yield `key` and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
     yield key
     if isinstance(value, dict):
         for inner, item in value.items():

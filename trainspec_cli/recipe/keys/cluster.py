@@ -22,7 +22,7 @@ from trainspec_cli.recipe.field_types import (
 
 
 NetworkKind = Literal["infiniband", "roce", "efa", "omnipath", "ethernet", "measured"]
-"""measured: any kind of network; the rate is what collectives reach in a measurement."""
+"""measured: any kind of network; the rate is the one that collectives reached in a measurement."""
 NicWiring = Literal["rails", "one_switch"]
 
 
@@ -39,9 +39,9 @@ class TierSpec:
     """A device's share of the bandwidth through this tier, each way. null: the accelerator's links for the first tier,
     `cluster.nic_gbit_per_s` for the others."""
     oversubscription: Annotated[float, Range(1)] = 1.0
-    """Bandwidth of the devices below an element over the bandwidth that the element passes on; 3 means 3:1."""
+    """Bandwidth of the devices below an element divided by the element's uplink bandwidth; 3 means 3:1."""
     latency_us: NonNegativeFloat | None = None
-    """Latency that each message gains by crossing the tier, one way; null: the planner's default for a hop."""
+    """Latency added to each message that crosses the tier, one way; null: the planner's default for a hop."""
     kind: NetworkKind | None = None
     """The kind of network, which determines the fraction of the bandwidth that collectives reach; null:
     `cluster.nic_kind`. The first tier has no kind."""
@@ -51,28 +51,28 @@ class TierSpec:
 class PlanesSpec:
     """A network of several planes (multipath reliable connection, arXiv:2605.04333).
 
-    Each plane is a complete fabric at a fraction of the NICs' speed, with one port of every NIC; queue pairs spray
-    their packets over paths of all planes.
+    Each plane is a complete fabric at a fraction of the NICs' speed, connected to one port of every NIC; queue pairs
+    spray their packets over paths in all planes.
     """
 
     planes: PositiveInt
-    """Number of planes; 1 is an ordinary fabric, for comparison."""
+    """Number of planes; 1 means an ordinary fabric, for comparison."""
     nic_gbit_per_s: PositiveFloat
-    """Bandwidth of a NIC, all ports together. Each device has one NIC."""
+    """Total bandwidth of a NIC's ports. Each device has one NIC."""
     switch_tbit_per_s: PositiveFloat
-    """Bandwidth of a switch, one direction: its ports times their speed."""
+    """Bandwidth of a switch in one direction: the number of ports times their speed."""
     switch_tiers: Literal[2, 3] = 2
     """Switch tiers in each plane."""
     entropy_values: PositiveInt = 256
-    """Paths that a queue pair sprays over, distributed evenly over the planes."""
+    """Paths over which a queue pair sprays its packets, distributed evenly over the planes."""
     flap_s: PositiveFloat = 60.0
     """Time that a flapping link is down."""
     network_fraction: Fraction = 0.084
     """Fraction of job-ending failures of an ordinary fabric that are caused by links and switches; planes survive
     these."""
     fatal_fraction: Fraction = 0.0
-    """Fraction of those failures in a NIC's own transceiver, which carries all of its ports, so that its queue pairs
-    and the job end. No rate is published; 0 is the best case."""
+    """Fraction of those failures that occur in a NIC's own transceiver; it carries all ports, so its queue pairs and
+    the job fail. No rate is published; 0 is the best case."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class FabricSpec:
     """Tiers of a network, innermost first. Without tiers, one network connects all devices at the NICs' speed."""
 
     name: str = ""
-    """The fabric's name, as plans show it."""
+    """The fabric's name as shown in plans."""
     tiers: tuple[TierSpec, ...] = ()
     """The tiers of links, innermost first; empty: the links within nodes, and the network between nodes."""
     nic_wiring: NicWiring | None = None
-    """How a node's NICs are connected: rails, NIC i of every node to switch i; one_switch, all to the same switch;
+    """How a node's NICs are connected. rails: NIC i of every node to switch i; one_switch: all to the same switch;
     null: unknown."""
     planes: PlanesSpec | None = None
     """The planes of the network; null: an ordinary fabric with one plane."""
@@ -99,7 +99,7 @@ class FabricSpec:
 class AcceleratorSpec:
     """One chip: peak rates from the vendor's data sheet, and measured rates. Rates are dense, without sparsity.
 
-    A rate of 0 means that the chip lacks the format. GB and TB are decimal; the memory is as the vendor states it.
+    A rate of 0 means that the chip lacks the format. GB and TB are decimal; memory is the size stated by the vendor.
     """
 
     name: str
@@ -135,10 +135,10 @@ class AcceleratorSpec:
     cache_mb: NonNegativeFloat = 40.0
     """Size of the last-level cache, which holds small activations between kernels."""
     link_gb_per_s: NonNegativeFloat = 0.0
-    """Bandwidth to the other devices of its scale-up domain, all links together, one direction."""
+    """Bandwidth to the other devices in its scale-up domain, all links together, in one direction."""
     link_kind: Literal["nvswitch", "mesh", "bridge", "pcie", "torus"] = "pcie"
-    """How the links connect devices. mesh and torus reach the full rate only with all peers at once; a bridge connects
-    pairs."""
+    """How the links connect devices. mesh and torus reach the full rate only when all peers communicate at once; a
+    bridge connects pairs."""
     tdp_w: NonNegativeFloat = 0.0
     """Board power limit; 0: unknown."""
     price_usd_per_hour: NonNegativeFloat = 0.0
@@ -149,7 +149,8 @@ class AcceleratorSpec:
 
 @dataclass(frozen=True)
 class ReliabilitySpec:
-    """Failures hit all devices equally and without memory (a Poisson process). The other values are mean durations."""
+    """Failure rates and recovery times. Failures hit all devices equally and independently (a Poisson process); times
+    are means."""
 
     mtbf_device_hours: PositiveFloat = 50_677.0
     """Device-hours between failures that end a synchronous job (a cluster of n devices fails n times as often)."""
@@ -160,12 +161,13 @@ class ReliabilitySpec:
     swap_s: NonNegativeFloat = 120.0
     """Time until a spare node has replaced the failed one."""
     start_s: NonNegativeFloat = 300.0
-    """Time until the first step for processes, communicators and compilation; reading the checkpoint is added to it."""
+    """Time until the first step: starting processes, connecting communicators and compiling. Reading the checkpoint
+    comes on top."""
     repair_s: NonNegativeFloat = 86_400.0
-    """Time until a failed node is a spare again."""
+    """Time until a failed node is available again as a spare."""
     spare_nodes: NonNegativeInt | None = None
-    """Nodes on standby; null: one whenever it is needed. A run that is started node by node, without Slurm, takes this
-    many extra nodes, which wait until they replace a lost node; null: no extra nodes."""
+    """Nodes on standby; null: a spare is always available when needed. A run started node by node, without Slurm, takes
+    this many extra nodes, which wait until they replace a lost node; null: no extra nodes."""
     shrink_stall_s: NonNegativeFloat = 30.0
     """Elastic: time that the survivors stall, from the failure until they continue without the failed replica group."""
     rejoin_stall_s: NonNegativeFloat = 15.0
@@ -187,11 +189,11 @@ class SiteSpec:
     name: str = "world average"
     """The site's name in plans."""
     pue: Annotated[float, Range(1)] = 1.2
-    """Power usage effectiveness: power drawn by the building over power drawn by the machines."""
+    """Power usage effectiveness: power drawn by the building divided by power drawn by the machines."""
     carbon_g_per_kwh: NonNegativeFloat = 475.0
     """Carbon intensity of the local grid (purchased certificates are not counted)."""
     electricity_usd_per_kwh: NonNegativeFloat = 0.08
-    """Electricity price for owned machines; a rent includes electricity."""
+    """Electricity price for owned machines; rental prices include electricity."""
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
@@ -222,12 +224,13 @@ class PowerSpec:
 
 @dataclass(frozen=True)
 class CostSpec:
-    """The price of a device: a rent, or a share of the purchase."""
+    """The price of a device: rent, or a share of the purchase price."""
 
     price_usd_per_device_hour: NonNegativeFloat | None = None
     """Rent; null: the accelerator's price."""
     owned: bool = False
-    """Owned machines: purchase price over their useful hours, plus electricity and operation."""
+    """The machines are owned: their cost is the purchase price spread over their useful hours, plus electricity and
+    operation."""
     device_price_usd: NonNegativeFloat | None = None
     """owned: purchase price of a device with its share of node, network and storage."""
     useful_years: PositiveFloat = 4.0
@@ -235,18 +238,18 @@ class CostSpec:
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
     """Fraction of those years in which a job pays for the device."""
     operation_ratio: NonNegativeFloat = 0.08
-    """Repairs and support per year over the purchase price; it includes staff and space while the next two keys are
-    0."""
+    """Yearly repairs and support as a fraction of the purchase price; it includes staff and space while the next two
+    keys are 0."""
     staff_usd_per_device_year: NonNegativeFloat = 0.0
-    """owned: cost of the staff that runs the machines, per installed device."""
+    """owned: cost of operating staff, per installed device."""
     space_usd_per_device_year: NonNegativeFloat = 0.0
     """owned: cost of floor, racks and the power connection, without electricity."""
     resale_ratio: Fraction = 0.0
-    """owned: fraction of its price that a device is sold for after `useful_years`."""
+    """owned: resale value of a device after `useful_years`, as a fraction of its purchase price."""
     reserved_ratio: NonNegativeFloat = 0.8
-    """Rent of a device reserved for a whole year, used or not, over the hourly rent."""
+    """Rent of a device reserved for a full year, used or not, as a fraction of the on-demand rent."""
     spot_ratio: NonNegativeFloat = 0.67
-    """Rent of a device that the cloud may reclaim (spot), over the hourly rent."""
+    """Rent of a device that the cloud may reclaim (spot), as a fraction of the on-demand rent."""
     spot_mtbf_device_hours: PositiveFloat = 29_220.0
     """Device-hours between reclaims of a node by the cloud; each ends a synchronous job, like a failure."""
     spot_wait_s: NonNegativeFloat = 1800.0
@@ -264,8 +267,7 @@ class SlurmSpec:
     """The Slurm options of a job; null leaves an option at the site's default."""
 
     job_name: str | None = None
-    """The job's name; null: the last part of `run.dir` (of a command: `--dir`), else the recipe's or the script's
-    name."""
+    """The job's name; null: the last part of `run.dir` (`--dir` for a command), or the name of the recipe or script."""
     partition: str | None = None
     """The partition to submit the job to (`--partition`)."""
     account: str | None = None
@@ -276,13 +278,13 @@ class SlurmSpec:
     """The time limit (`--time`) in one of Slurm's formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; 0
     means no limit. It is text, so quote it in YAML, which reads 2:00:00 as a number."""
     gpus_per_node: str | None = None
-    """GPUs per node as type and number (`h100:8`), number (`8`), or type (`h100`) with the number that the run uses;
+    """GPUs per node: type and count (`h100:8`), count (`8`), or type (`h100`, with the count that the run uses);
     null: `cluster.devices_per_node`, if the device is cuda."""
     gpu_request: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
     """The option that requests GPUs at this site: `--gpus-per-node=h100:8`, `--gres=gpu:h100:8`,
     `--gpus-per-task=h100:8` (each node has one task), or none, for partitions that allocate whole nodes."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs per node; null: all CPUs of a whole node (see `exclusive`)."""
+    """CPUs per node; null: all CPUs of the node (see `exclusive`)."""
     mem: str | None = None
     """Memory per node (`--mem`): a whole number with K, M, G or T, such as `512G`; a number without a unit is in
     megabytes; `0` requests all memory. It is text, so quote a plain number."""
@@ -295,7 +297,7 @@ class SlurmSpec:
     dependency: str | None = None
     """A job dependency (`--dependency`), such as `afterok:1234` or `singleton`."""
     array_parallel: PositiveInt | None = None
-    """Jobs of a sweep's array that may run at the same time; null: all."""
+    """Number of jobs in a sweep's array that may run at the same time; null: all."""
     container_runtime: Literal["pyxis", "apptainer", "singularity"] = "pyxis"
     """The program that runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the
     named one (`apptainer exec`)."""
@@ -311,7 +313,7 @@ class SlurmSpec:
     """The image's Python that has torch, by name or path. If the path is in a virtual or conda environment of the
     submitting machine, that environment is mounted too."""
     container_gpus: Literal["auto", "nvidia", "amd", "none"] = "auto"
-    """The option that gives Apptainer's containers access to GPUs: `--nv`, `--rocm`, or none; auto: by the
+    """The option that gives Apptainer containers access to GPUs: `--nv`, `--rocm`, or none; auto: chosen by the
     accelerator's vendor, nvidia if unknown. With pyxis the site's hooks decide."""
     container_env: tuple[str, ...] = ()
     """Environment variables that keep their outside value even if the image sets another, such as `[NCCL_IB_HCA]`;
@@ -320,16 +322,16 @@ class SlurmSpec:
     """Additional options, each copied verbatim after `#SBATCH` into job.sbatch, such as `--mail-type=END`. An option
     that contradicts the script is refused."""
     setup: tuple[str, ...] = ()
-    """Shell commands to run before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the
+    """Shell commands to run before the job starts, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the
     environment that was active at submission is activated after them. A command that fails ends the job (append `||
     true` to prevent that). They run with your permissions, so `trainspec sbatch` shows them, and requires --allow-setup
     for commands from a file that another user owns or that everyone may write. The same applies to `sbatch_lines` and
     `container_image`."""
     warn_s: NonNegativeInt = 120
-    """Time before the time limit (or before a preemption that sends the job's signal) at which the run saves and
-    ends."""
+    """Time before the time limit (or before a preemption that sends the job's signal) at which the run saves a
+    checkpoint and ends."""
     max_requeues: NonNegativeInt = 10
-    """Number of times that a job is requeued and resumes after a time limit, a preemption or a lost node."""
+    """How many times a job may be requeued and resumed after a time limit, a preemption or a lost node."""
 
 
 @dataclass(frozen=True)
@@ -365,8 +367,8 @@ class ClusterSpec:
     """Processes per node, one per device; auto: all GPUs, or on a machine without GPUs the fewest processes that
     `layout` and `resilience` allow, usually one that uses all cores."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
-    """The device to train on. auto: cuda if a GPU is present, else cpu. If `accelerator` names a GPU, a machine without
-    GPUs is refused; cpu trains on its CPUs."""
+    """The device to train on. auto: cuda if a GPU is present, otherwise cpu. If `accelerator` names a GPU, a machine
+    without GPUs is refused; cpu trains on its CPUs."""
     name: str = ""
     """The cluster's name in plans and reports."""
     accelerator: AcceleratorSpec | None = None
@@ -386,8 +388,8 @@ class ClusterSpec:
     nic_kind: NetworkKind = "infiniband"
     """The kind of network between nodes, which determines its latency and its efficiency."""
     oversubscription: Annotated[float, Range(1)] | None = None
-    """Bandwidth of the devices below the network's outermost tier over the bandwidth that the tier passes on; 3 means
-    3:1. null: the value of the fabric's last tier, and 1 for a cluster without tiers, whose only network connects the
+    """Bandwidth of the devices below the network's outermost tier divided by the tier's uplink bandwidth; 3 means 3:1.
+    null: the value of the fabric's last tier, or 1 for a cluster without tiers, whose only network connects the
     nodes."""
     fabric: FabricSpec = field(default_factory=FabricSpec)
     """The tiers of the network, from the fastest links to the slowest."""
@@ -401,10 +403,10 @@ class ClusterSpec:
     efficiency: dict[str, float] | None = None
     """Corrections of the planner's efficiencies for this cluster, as written by `trainspec backtest --fit`."""
     profile: Literal["auto", "off"] = "auto"
-    """auto: plans and launches use the results of `trainspec calibrate` for the cluster of this name, and report that;
-    off: they do not."""
+    """auto: plans and launches use the results of `trainspec calibrate` for the cluster with this name, and say so;
+    off: they ignore them."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
-    """Failure rates of devices, and the time that recovery takes."""
+    """Failure rates of devices and recovery times."""
     site: SiteSpec = field(default_factory=SiteSpec)
     """The building and its electricity."""
     power: PowerSpec = field(default_factory=PowerSpec)
@@ -417,15 +419,15 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as its driver reports it. 0 means that the driver does not report the number."""
+    """A GPU as reported by its driver. 0 means that the driver does not report the value."""
 
     name: str
     memory_bytes: int
-    """The GPU's own memory, or the system's memory for a GPU that uses it."""
+    """The GPU's own memory, or system memory for a GPU that shares it."""
     compute_capability: tuple[int, int]
     """NVIDIA's compute capability; for an AMD GPU its gfx target, such as (9, 0x42) for gfx942."""
     free_bytes: int
-    """Memory of the GPU that no other program uses."""
+    """GPU memory not used by other programs."""
     vendor: Literal["nvidia", "amd"] = "nvidia"
     processors: int = 0
     """Multiprocessors, or compute units."""
@@ -434,7 +436,7 @@ class Gpu:
     memory_gb_per_s: float = 0.0
     power_w: float = 0.0
     nvlink_gb_per_s: float | None = None
-    """Bandwidth of all links that are up, one direction; 0: the GPU has links, and all are down. None: it reports no
+    """Total bandwidth of all active links in one direction; 0: the GPU has links, but all are down. None: it reports no
     links."""
     pcie_gb_per_s: float = 0.0
 
@@ -471,6 +473,6 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     """The driver's report of each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None
-    """The reason why GPUs or other accelerators of this node cannot be used; no GPU is listed then."""
+    """Why this node's GPUs or other accelerators cannot be used; no GPU is then listed."""
     gpu_notes: tuple[str, ...] = ()
     """Harmless facts about this node's GPUs, such as that all are hidden."""

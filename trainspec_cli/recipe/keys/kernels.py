@@ -22,7 +22,7 @@ class Backend:
     extra: str = ""
     """The extra of trainspec that installs the package."""
     options: dict[str, int] = field(default_factory=dict)
-    """Further arguments of the function."""
+    """Additional arguments of the function."""
     since_torch: tuple[int, int] = (2, 11)
     fused: bool = False
     """torch.compile can fuse the plain function."""
@@ -31,7 +31,7 @@ class Backend:
     more_memory: bool = False
     """The backend needs more memory than a plan counts, so `auto` never chooses it."""
     whole_vocabulary: bool = False
-    """The backend cannot work on a vocabulary that is sharded over the ranks of tp."""
+    """The backend cannot handle a vocabulary sharded over tp ranks."""
 
     @property
     def needs_compiler(self) -> bool:
@@ -107,12 +107,12 @@ KERNELS: dict[str, dict[str, Backend]] = {
         "torchao": Backend("kernels.adamw:torchao", package="torchao", extra="float8", compiles=True),
     },
 }
-"""Operation -> backends by name. All backends of an operation have the same inputs and outputs."""
+"""Operation -> backends by name. All backends of an operation take the same inputs and return the same outputs."""
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A backend for each operation, or auto: the fastest correct one, measured once on this machine."""
+    """The backend of each operation; auto: the fastest correct one, measured once on this machine."""
 
     attention: str = TORCH
     """The backend of attention."""
@@ -155,13 +155,13 @@ class KernelTrial:
     """One process's measurement of a backend, forward and backward, at the run's own shapes."""
 
     ratios: tuple[float, ...] = ()
-    """The backend's time over the default's, per round; all backends are measured in each round."""
+    """Ratio of the backend's time to the default's, per round; all backends are measured in each round."""
     error: float | None = None
     """The largest relative error (Euclidean norm) of its output and gradients against fp64; None if it was not tried,
-    failed, or gave a value that is not finite."""
+    failed, or returned a non-finite value."""
     allowed_error: float | None = None
     untried: str = ""
-    """The reason why it was not tried."""
+    """Why it was not tried."""
     failure: str = ""
     """The error it raised."""
 
@@ -181,13 +181,13 @@ Verdict = Literal["default", "chosen", "not faster", "wrong", "failed", "not tri
 
 @dataclass(frozen=True)
 class KernelFigure:
-    """A backend compared with torch's default, over all processes."""
+    """A backend compared with torch's default across all processes."""
 
     verdict: Verdict
     reason: str = ""
-    """For `not faster`, the faster backend; else the cause."""
+    """For `not faster`, the faster backend; otherwise the cause."""
     ratio: float | None = None
-    """The backend's time over the default's, the median over rounds."""
+    """Ratio of the backend's time to the default's, median over rounds."""
     quartiles: tuple[float, ...] = ()
     error: float | None = None
     allowed_error: float | None = None
@@ -195,7 +195,7 @@ class KernelFigure:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The comparison of backends on one machine, with one torch and one run's shapes."""
+    """A comparison of backends on one machine, with one torch version and one run's shapes."""
 
     device: str
     compute: str

@@ -14,11 +14,11 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 ZeroStage = Literal[1, 2, 3]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Sharding = Literal["replicated", "zero1", "zero3"]
-"""What data parallelism shards of a parameter: nothing, the optimizer state (and gradients), or everything."""
+"""What data parallelism shards: nothing, the optimizer state (and gradients), or everything."""
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 ContextMethod = Literal["ring", "ulysses"]
 SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
-"""The backward pass is split in two: the input's gradient first, the weights' gradients later, when a stage would
+"""Schedules that split the backward pass: input gradients first, weight gradients later, when a stage would otherwise
 wait."""
 
 
@@ -27,7 +27,7 @@ class LayoutSpec:
     """The layout that the recipe asks for; the planner resolves `auto`."""
 
     dp_replicate: AutoInt = AUTO
-    """Replicas of the shards: data-parallel ranks that each hold the whole state."""
+    """Number of replicas of the sharded state (replicated data parallelism)."""
     dp_shard: AutoInt = AUTO
     """Data-parallel ranks that the state is sharded over (ZeRO)."""
     cp: AutoInt = 1
@@ -37,13 +37,13 @@ class LayoutSpec:
     pp: AutoInt = 1
     """Stages that the layers are divided into (pipeline parallelism)."""
     ep: AutoInt = 1
-    """Ranks that the experts are divided over (expert parallelism), out of the data-parallel ones."""
+    """Ranks that the experts are divided over (expert parallelism), taken from the data-parallel ranks."""
     zero_stage: ZeroStage | Auto = 3
     """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 also the gradients, 3 also the
     parameters.
 
     In the engine, 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
-    step is done.
+    step.
     """
     etp: AutoInt = 1
     """Tensor parallelism inside each expert."""
@@ -54,8 +54,8 @@ class LayoutSpec:
     virtual_stages: AutoInt = 1
     """Chunks of layers per pipeline stage (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage, in the order of the model; null divides by planned times, so that the rank with
-    the most work (its layers, the embedding, the head) has as little as possible."""
+    """Layers of each pipeline stage, in the order of the model; null: layers are divided by planned time, so that the
+    most loaded rank (layers, embedding, head) has as little work as possible."""
     context_method: ContextMethod = "ring"
     """With cp: keys and values are passed around a ring (arXiv:2310.01889), or exchanged all-to-all (Ulysses,
     arXiv:2309.14509)."""
@@ -63,7 +63,7 @@ class LayoutSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """A resolved layout: no `auto` left."""
+    """A resolved layout, without `auto`."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -77,7 +77,7 @@ class Layout:
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; None: evenly, with the remainder in the first stages."""
+    """Layers of each pipeline stage; None: divided evenly, with the remainder in the first stages."""
     context_method: ContextMethod = "ring"
 
     @property
@@ -93,13 +93,13 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks that a parameter is sharded over: ranks of cp have the same weights, so they share
-        them too."""
+        """Return the number of ranks that a parameter is sharded over, including cp ranks, which have the same
+        weights."""
         return self.dp_shard * self.cp
 
     @property
     def expert_ranks(self) -> int:
-        """Return the number of ranks in one replica and one stage, which `ep` divides."""
+        """Return the number of ranks per stage of one replica, which `ep` divides."""
         return self.dp_shard * self.cp * self.tp
 
     @property
@@ -109,29 +109,29 @@ class Layout:
 
     @property
     def shards_parameters(self) -> bool:
-        """Return whether each micro-batch gathers the parameters and frees them again (ZeRO-3)."""
+        """Return whether each micro-batch gathers and frees the parameters (ZeRO-3)."""
         return self.zero_stage == 3 and self.dp_shard > 1
 
     @property
     def sharding(self) -> Sharding:
-        """Return what is sharded of the state; ranks of cp share it too."""
+        """Return what part of the state is sharded; cp ranks share it too."""
         if self.shards == 1:
             return "replicated"
         return "zero3" if self.zero_stage == 3 else "zero1"
 
     @property
     def keeps_parameters(self) -> bool:
-        """Return whether parameters are kept for all micro-batches of a step (gathered once if they are sharded): below
-        ZeRO-3, and if every rank holds all of them."""
+        """Return whether parameters are kept for all micro-batches of a step (gathered once if sharded): below ZeRO-3,
+        or if every rank holds all of them."""
         return self.zero_stage < 3 or (self.shards == 1 and (self.ep == 1 or self.expert_shards == 1))
 
     @property
     def exchanges_every_backward(self) -> bool:
         """Return whether gradients are reduced after every micro-batch instead of once per step.
 
-        ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas they are exchanged once,
-        because the sum over replicas is the more expensive exchange; the same holds if weight gradients are computed
-        after the backward.
+        ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas, gradients are exchanged
+        once, because the sum over replicas is more expensive; the same holds if weight gradients are computed after the
+        backward.
         """
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
@@ -140,24 +140,24 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the schedule splits the backward. A single stage waits for no other, so its backward is never
-        split."""
+        """Return whether the schedule splits the backward. A single stage never waits for another, so its backward is
+        never split."""
         return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
 
     @property
     def bubble_part(self) -> float:
-        """Return the fraction of the other stages' one micro-batch that a stage waits while the pipeline fills and
-        drains.
+        """Return a stage's wait while the pipeline fills and drains, as a fraction of one micro-batch on all other
+        stages.
 
-        1F1B and GPipe: all of it; interleaved divides it by the chunks per rank (arXiv:2104.04473); ZB-H1 fills it with
-        weight gradients down to a third (arXiv:2401.10241), given at least one micro-batch per stage (`bubble_of`).
+        1F1B and GPipe: all of it; interleaved divides it by the chunks per rank (arXiv:2104.04473); ZB-H1 fills all but
+        a third with weight gradients (arXiv:2401.10241), given at least one micro-batch per stage (`bubble_of`).
         """
         return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
 
     def bubble_of(self, micro_batches: int) -> float:
         """Return `bubble_part` for a step with this many micro-batches. With fewer micro-batches than stages, zero
-        bubble has no other micro-batch's weight gradients to fill the wait with: stages wait for one another's forward
-        and input gradients, two thirds of the work."""
+        bubble has no weight gradients to fill the wait: stages wait for one another's forward and input gradients, two
+        thirds of the work."""
         starved = self.pipeline_schedule == "zero_bubble" and micro_batches < self.pp
         return 2 / 3 if starved else self.bubble_part
 
@@ -170,7 +170,7 @@ class Layout:
         return self.pp * self.chunks_per_rank
 
     def rank_of_stage(self, stage: int) -> int:
-        """Return the rank that holds a stage: round robin, except for zbv, which goes down and up again in a V, so that
+        """Return the rank that holds a stage: round robin, except for zbv, which goes down and back up (a V), so that
         the first rank also holds the last stage."""
         if self._is_a_v and stage >= self.pp:
             return 2 * self.pp - 1 - stage

@@ -1,7 +1,7 @@
 """The models that a recipe can train: one frozen dataclass per family, each with the family's record.
 
-`family` distinguishes them in YAML; `unit` states what a batch counts. docs/adding-a-model.md describes how to add a
-family.
+`family` distinguishes them in YAML; `unit` is the unit in which batches are counted. docs/adding-a-model.md describes
+how to add a family.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeGuard
 
 from trainspec_cli.recipe.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt, Range
 
-# Parts that models are composed of, and fixed sizes of layers: facts by which the engine builds and the planner counts.
+# Model components and fixed layer sizes, used by the engine to build models and by the planner to count.
 
 
 SINK_DIMS = 8
-"""Dimensions added to heads if a sink's logit is stored with the queries: kernels need multiples of 8."""
+"""Dimensions added to each head if sink logits are stored with the queries: kernels need multiples of 8."""
 CONV_TAPS = 4
-"""Tokens that the convolution of a state-space layer sees."""
+"""Kernel size of a state-space layer's convolution, in tokens."""
 SCAN_BLOCK = 128
-"""Tokens per block of a scan: larger blocks make the products within them grow and the states between them shrink."""
+"""Tokens per scan block: larger blocks mean larger products within blocks and fewer states between them."""
 STEM_CHANNELS = 64
 """Channels of a ResNet's first convolution."""
 LOSS_CHUNK_BYTES = 128 * 2**20
-"""Bytes of fp32 logits that the loss holds at a time."""
+"""Bytes of fp32 logits that the loss holds at once."""
 
 
 def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
-    """Return the number of tokens whose logits the loss computes at a time: as many as the bytes allow, at least 64."""
+    """Return the number of tokens whose logits the loss computes at once: as many as fit in `chunk_bytes`, but at least
+    64."""
     return max(64, chunk_bytes // (4 * vocab_rows))
 
 
 Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]
-"""Parts that can follow a norm in a layer of a text model."""
+"""Modules that can follow a norm in a text model's layer."""
 Activation = Literal["silu", "gelu", "relu2"]
 """relu2 is the square of relu (Nemotron)."""
 
@@ -57,23 +58,23 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary frequencies scaled from `original_seq_len` tokens to `factor` times as many."""
+    """Scaling of rotary frequencies from `original_seq_len` tokens to `factor` times as many."""
 
     kind: Literal["llama3", "yarn"]
-    """llama3 (arXiv:2407.21783): long waves are slowed down, short ones kept. yarn (arXiv:2309.00071): waves are scaled
-    by their number of turns within the original length, and scores are softened."""
+    """llama3 (arXiv:2407.21783): long wavelengths are stretched, short ones kept. yarn (arXiv:2309.00071): frequencies
+    are scaled by their number of turns within the original length, and scores are softened."""
     factor: Annotated[float, Range(1)]
-    """Length of sequences over the length that the model was first trained on."""
+    """Ratio of the new sequence length to the original one."""
     original_seq_len: PositiveInt
     """Sequence length in tokens that the model was first trained on."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: waves longer than original_seq_len / this are slowed by the whole factor."""
+    """llama3: wavelengths longer than original_seq_len / this are stretched by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: waves shorter than original_seq_len / this are kept."""
+    """llama3: wavelengths shorter than original_seq_len / this are kept."""
     beta_fast: PositiveFloat = 32.0
     """yarn: frequencies with more turns than this are kept."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: frequencies with fewer turns than this are slowed by the whole factor."""
+    """yarn: frequencies with fewer turns than this are reduced by the full factor."""
     whole_bounds: bool = True
     """yarn: round the bounds between the two to whole frequencies (gpt_oss does not)."""
 
@@ -83,9 +84,9 @@ class ExpertSpec:
     """A mixture of experts that replaces the feed-forward."""
 
     num_experts: PositiveInt
-    """Experts per layer, of which a token visits some."""
+    """Routed experts per layer."""
     top_k: PositiveInt
-    """Experts that a token visits."""
+    """Routed experts per token."""
     expert_ffn_size: PositiveInt
     """Width of an expert."""
     shared_experts: NonNegativeInt = 0
@@ -93,9 +94,9 @@ class ExpertSpec:
     shared_expert_ffn_size: PositiveInt | None = None
     """Width of a shared expert; null: as wide as a routed expert."""
     first_dense_layers: NonNegativeInt = 0
-    """This many leading layers keep the plain feed-forward of `ffn_size`."""
+    """Number of leading layers that keep the dense feed-forward of `ffn_size`."""
     every: PositiveInt = 1
-    """Every n-th layer is an expert layer, the others are plain."""
+    """Every n-th layer is an expert layer; the others are dense."""
     shared_gate: bool = False
     """Scale the output of the shared experts by a learned sigmoid per token (Qwen2-MoE)."""
     bias: bool = False
@@ -112,29 +113,29 @@ class ExpertSpec:
     top_groups: PositiveInt = 1
     """Groups of experts that a token may choose from."""
     balance_rate: NonNegativeFloat = 0.0
-    """Balancing without a loss (arXiv:2408.15664): after each step, the bias of an expert that was visited less than
-    the mean rises by this amount, and that of the others falls; 0: no balancing."""
+    """Balancing without a loss (arXiv:2408.15664): after each step, the bias of each expert with fewer tokens than the
+    mean rises by this amount, and the others' biases fall; 0: no balancing."""
     balance_loss: NonNegativeFloat = 0.0
     """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighted by the sequence's tokens;
     it affects the gradients and is not part of the reported loss."""
     capacity_factor: PositiveFloat | None = None
-    """An expert accepts at most this many times its even share of each sequence, the highest weights first, and drops
-    the rest. null: it accepts all tokens (dropless)."""
+    """An expert accepts at most this many times its even share of each sequence's tokens, highest weights first, and
+    drops the rest. null: it accepts all tokens (dropless)."""
 
 
 class Layer(NamedTuple):
-    """A kind of layer of a text model: the parts that follow its norms, in order."""
+    """A kind of text-model layer: the modules that follow its norms, in order."""
 
     mixers: tuple[Mixer, ...]
     window: int | None = None
-    """Tokens that its attention sees; None: all previous ones."""
+    """Tokens that its attention sees; None: all previous tokens."""
 
 
 @dataclass(frozen=True)
 class FamilyRecord:
     """A model family: the modules for its work, memory and layers, and the features that it cannot be used with.
-    Modules are named and not imported: the planner imports its own, and only the engine, which imports torch, imports
-    the engine's."""
+    Modules are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
+    engine's."""
 
     work: str
     """Planner module: parameters, FLOPs and the work of the layers (`planner.workload.FamilyWork`)."""
@@ -144,7 +145,7 @@ class FamilyRecord:
     """Planner module: `replay(run, pipeline_rank)` counts a step's memory tensor by tensor. Empty: the planner
     estimates it as for other frameworks."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the engine cannot do with such a model, and why: an axis of the layout, or one of `FEATURES`."""
+    """What the engine cannot do with such a model (a layout axis or one of `FEATURES`) -> why."""
 
 
 FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
@@ -154,13 +155,13 @@ FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
 class DecoderModel:
     """Llama-style decoder: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-    The fields below `norm_eps` describe deviations from it.
+    The fields after `norm_eps` describe variations.
     """
 
     num_layers: PositiveInt
     """Layers, each with attention and a feed-forward."""
     hidden_size: PositiveInt
-    """Width of a token's vector between the layers."""
+    """Width of the hidden state between layers."""
     num_heads: PositiveInt
     """Attention heads."""
     num_kv_heads: PositiveInt
@@ -170,7 +171,7 @@ class DecoderModel:
     ffn_size: PositiveInt
     """Width of the feed-forward (gated, as in SwiGLU, it has three matrices of hidden_size x ffn_size)."""
     vocab_size: PositiveInt
-    """Tokens that the model knows."""
+    """Vocabulary size, in tokens."""
     family: Literal["decoder"] = "decoder"
     """The family of models: decoder."""
     name: str = ""
@@ -184,9 +185,9 @@ class DecoderModel:
     gated_mlp: bool = True
     """Gated feed-forward; false: two matrices (GPT, MPT, Nemotron) instead of three."""
     learned_positions: NonNegativeInt = 0
-    """Rows of a learned position table; 0 for rotary or ALiBi."""
+    """Rows of the learned position table; 0 for rotary or ALiBi."""
     sliding_window: PositiveInt | None = None
-    """Tokens that a windowed layer attends to; null: all previous ones."""
+    """Tokens that a windowed layer attends to; null: all previous tokens."""
     global_attention_every: NonNegativeInt = 1
     """With a window: every n-th layer attends to all tokens; 0: no layer does."""
     mla: LatentAttentionSpec | None = None
@@ -199,8 +200,8 @@ class DecoderModel:
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
-    """Limit to which the experts' gate and linear half are clamped; the gate is then weighted by sigmoid(1.702 x), and
-    1 is added to the linear half (gpt_oss). null: no limit."""
+    """Limit to which the gate and the linear half of the experts are clamped; the gate is then weighted by
+    sigmoid(1.702 x), and 1 is added to the linear half (gpt_oss). null: no limit."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Biases of the query, key and value projections (Qwen2), or also of the output projection (gpt_oss)."""
     qk_norm: bool = False
@@ -270,9 +271,9 @@ class HybridModel:
     """
 
     hidden_size: PositiveInt
-    """Width of a token's vector between the layers."""
+    """Width of the hidden state between layers."""
     vocab_size: PositiveInt
-    """Tokens that the model knows."""
+    """Vocabulary size, in tokens."""
     mamba_layers: NonNegativeInt
     """State-space layers (Mamba-2)."""
     attention_layers: NonNegativeInt = 0
@@ -393,9 +394,9 @@ class OwnModel:
     num_layers: PositiveInt
     """Layers, each a user-defined block."""
     hidden_size: PositiveInt
-    """Width of a token's vector between the layers."""
+    """Width of the hidden state between layers."""
     vocab_size: PositiveInt
-    """Tokens that the model knows."""
+    """Vocabulary size, in tokens."""
     block: str = ""
     """The function that makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
@@ -407,7 +408,7 @@ class OwnModel:
     block_mixing_flops_per_token: NonNegativeFloat = 0.0
     """FLOPs per token of a block's forward that involve no weights, such as those of attention scores."""
     block_saved_bytes_per_token: NonNegativeFloat | None = None
-    """Bytes per token that a block keeps for its backward, in bf16; null: as many as a transformer with this many
+    """Bytes per token that a block keeps for its backward, in bf16; null: the same as for a transformer with this many
     parameters."""
     family: Literal["own"] = "own"
     """The family of models: own."""

@@ -25,36 +25,36 @@ FIRST_SITE = 0
 @dataclass(frozen=True)
 class SitesSpec:
     """Training at distant sites (`mode` sites). Each site is a separate run of the same recipe, except for `site`,
-    `batching` and `cluster`. The sites exchange their progress by outer gradients, one fragment of the model at a time
+    `batching` and `cluster`. The sites exchange their progress as outer gradients, one model fragment at a time
     (Streaming DiLoCo, arXiv:2501.18512)."""
 
     count: PositiveInt = 2
-    """Sites that the run begins with; the start waits for all of them."""
+    """Number of sites at the start; the run starts once all have connected."""
     site: NonNegativeInt | None = None
-    """The number of this site, from 0, which each site's command sets. Site 0 runs the meeting point: if it is down,
+    """The number of this site, from 0, set in each site's command. Site 0 runs the meeting point: if it is down,
     the others train to their next exchange and wait for it there."""
     endpoint: str | None = None
-    """HOST:PORT of the meeting point, as all sites can reach it."""
+    """HOST:PORT at which all sites can reach the meeting point."""
     listen: str | None = None
-    """HOST:PORT at which this site (not site 0) listens for outer gradients of the others, as they and its own ranks
-    can reach it. Without it they pass through the meeting point."""
+    """HOST:PORT at which this site (not site 0) listens for the others' outer gradients; they and its own ranks must be
+    able to reach it. null: outer gradients pass through the meeting point."""
     secret: str | None = None
-    """The file of 32 random bytes that all sites share and that nobody else may read. All nodes of a site read it under
+    """The file of 32 random bytes that all sites share and that nobody else may read. All nodes of a site read it from
     the same path."""
     interval_steps: PositiveInt = 100
     """Steps between two exchanges of a fragment (H)."""
     fragments: PositiveInt = 4
-    """Parts of the model that are exchanged in turn: with 4, each holds every fourth layer. `interval_steps` must be a
-    multiple."""
+    """Number of model parts that are exchanged in turn: with 4, each part holds every fourth layer. `interval_steps`
+    must be a multiple of it."""
     delay_steps: NonNegativeInt = 5
     """Steps between sending a sum and applying it (tau) while training continues; at most `interval_steps` /
     `fragments`."""
     format: SiteFormat = "int4"
-    """The format in which outer gradients are exchanged; sums are made in fp32, and the rounding error is added to the
-    next exchange."""
+    """The format in which outer gradients are exchanged; they are summed in fp32, and the rounding error is carried
+    over to the next exchange."""
     keep: Fraction | None = None
-    """Fraction of a site's own weights when each exchange mixes them with the shared ones (Streaming DiLoCo: 0.5).
-    null: own weights move as much as the shared ones, so that a site keeps all progress that it has not sent."""
+    """Fraction of a site's own weights when an exchange mixes them with the shared ones (Streaming DiLoCo: 0.5). null:
+    a site's weights move by the same amount as the shared ones, so that it keeps all unsent progress."""
     outer_lr: PositiveFloat = 1.0
     """The learning rate of the outer optimizer (SGD with Nesterov momentum)."""
     outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.5
@@ -62,10 +62,10 @@ class SitesSpec:
     quorum: PositiveInt = 1
     """The smallest number of sites that can complete an exchange; with fewer, the sites wait."""
     grace_s: NonNegativeFloat = 30.0
-    """Time that an exchange with a quorum waits for connected sites that are late; a site that is late twice in a row
+    """Time that an exchange with a quorum waits for late sites that are connected; a site that is late twice in a row
     is left out until it has caught up."""
     link_gbit_s: PositiveFloat | None = None
-    """Bandwidth of each site's link, each way, for `trainspec plan`; null: the exchange is not planned."""
+    """Bandwidth of each site's link, each way, for `trainspec plan`; null: exchanges are not planned."""
     link_delay_s: NonNegativeFloat = 0.05
     """Delay from one site to another, one way, for `trainspec plan`."""
 
@@ -83,45 +83,45 @@ class ResilienceSpec:
     none: the first failure ends the run.
     """
     replica_groups: AutoInt = AUTO
-    """elastic: number of replica groups, each a set of processes with the whole model in its own layout; auto is
-    `layout.dp_replicate` if that is set, else 2 (the planner tries several).
+    """elastic: number of replica groups, each a set of processes that holds the full model in its own layout; auto is
+    `layout.dp_replicate` if that is set, otherwise 2 (the planner tries several).
 
-    On several nodes each replica group takes whole nodes, or several groups share one. A run does not survive the loss
-    of the first node, which runs the supervisor and the rendezvous server.
+    On several nodes, each replica group takes entire nodes, or several groups share one. A run does not survive the
+    loss of the first node, which runs the supervisor and the rendezvous server.
     """
     min_groups: PositiveInt = 1
     """elastic: with fewer replica groups than this the run waits; if no group can return, it ends."""
     max_restarts_per_hour: NonNegativeInt = 6
-    """The limit for each replica group (elastic) or the whole run (restart, sites); a group that fails more often stays
-    down."""
+    """Maximum restarts per hour of each replica group (elastic) or of the run (restart, sites); a group that fails more
+    often stays down."""
     hang_floor_s: PositiveFloat | None = 120.0
-    """A step that takes this long, and five times as long as the slowest step before it, counts as hung; it ends the
-    run with the ranks' stacks. null waits forever."""
+    """A step counts as hung if it takes this long and five times as long as the slowest step before it; the run then
+    ends and shows the ranks' stacks. null: wait forever."""
     first_step_s: PositiveFloat | None = 1800.0
-    """Time limit of each of the first steps, which compile and connect: until three steps are known, and after an
-    evaluation. If it is exceeded, the run ends with exit code 5 and reports which rank waits for what. null waits
+    """Time limit for each step until three have been timed and for each step after an evaluation, because these compile
+    and connect. If it is exceeded, the run ends with exit code 5 and reports which rank waits for what. null: wait
     forever."""
     heartbeat_timeout_s: PositiveFloat = 3.0
-    """elastic, sites: a replica group or site that is silent for this long counts as dead (its node is off,
-    disconnected, or its process stopped).
+    """elastic, sites: a replica group or site that is silent for this long counts as dead (its node is off or
+    disconnected, or its process has stopped).
 
-    A killed process is noticed immediately because its connection closes. Heartbeats come from a Python thread, which a
-    native call that holds the interpreter lock delays.
+    A killed process is noticed immediately because its connection closes. Heartbeats come from a Python thread, which
+    is delayed by native calls that hold the interpreter lock.
     """
     exchange_timeout_s: PositiveFloat = 60.0
     """elastic: time that a gradient exchange waits for a replica group that is alive but does not take part."""
     sdc_check: PositiveInt | None = None
-    """elastic: steps between comparisons of the groups' parameters (to detect silent data corruption); null never
-    compares."""
+    """elastic: steps between comparisons of the groups' parameters (to detect silent data corruption); null: never."""
     sites: SitesSpec = field(default_factory=SitesSpec)
-    """sites: what they exchange, and when."""
+    """sites: what the sites exchange, and when."""
 
     @property
     def is_one_of_several(self) -> bool:
-        """Return whether other runs train together with this one, which then restarts on its own."""
+        """Return whether other runs train together with this one, which then restarts independently."""
         return self.mode == "sites"
 
     @property
     def keeps_layout(self) -> bool:
-        """Return whether the participants exchange their state part by part, and so keep their initial layout."""
+        """Return whether the participants exchange their state part by part and must therefore keep their initial
+        layout."""
         return self.mode in ("elastic", "sites")

@@ -1,4 +1,4 @@
-"""The whole run: one RunSpec is one composed recipe."""
+"""The complete run: a RunSpec is one composed recipe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenizerSpec:
     vocab_size: Annotated[int, Range(257)] = 4096
     """The size of the vocabulary that is trained."""
     path: str | None = None
-    """A `tokenizer.json` of the `tokenizers` library, which then sets `vocab_size`."""
+    """A `tokenizer.json` file of the `tokenizers` library; it then determines `vocab_size`."""
     end_of_document: str | None = None
     """The token of that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
     code: str = ""
@@ -56,13 +56,13 @@ Documents = Literal["python_stdlib", "text", "jsonl", "parquet", "arrow", "chat"
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One of several sources."""
+    """One source of a mixture or of the validation data."""
 
     source: Documents | str
     path: str | None = None
     text_field: str = "text"
     weight: float = 1.0
-    """Weight of its share of the samples, relative to the sum of all weights."""
+    """Weight of this source; its share of the samples is its weight divided by the sum of all weights."""
     options: dict[str, Option] = field(default_factory=dict)
     """Arguments of the user-defined code, by name."""
 
@@ -74,10 +74,10 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class PhantomSpec:
-    """Synthetic MR images; the same in every run, whatever its seed."""
+    """Synthetic MR images, identical in every run whatever its seed."""
 
     samples: PositiveInt = 1024
-    """Training samples per epoch; held-out samples are additional."""
+    """Training samples per epoch, not counting held-out samples."""
 
 
 SampleSource = Literal["phantom", "images", "volumes"]
@@ -97,13 +97,13 @@ class DataSpec:
     `arrow` is a Hugging Face dataset as written by `save_to_disk`; `nanogpt` and `megatron` are files of token ids,
     read in place; `mixture` draws from several sources by weight. `chat` is conversations (`messages`, ShareGPT or
     Alpaca) or completions (`prompt`, `completion`), each file in one format: JSON lines, a JSON array, or a table.
-    `images` is a folder with a sub-folder of pictures per class, `volumes` a folder of image and label pairs.
+    `images` is a folder with one sub-folder of images per class, `volumes` a folder of image and label pairs.
     User-defined code that yields documents: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package.
     """
     path: str | None = None
     """File, folder or glob; python_stdlib and phantom need no path."""
     text_field: str = "text"
-    """The field of each JSON line, or the column of a table, that holds the text."""
+    """The JSON field or table column that holds the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
     """The tokenizer of the text."""
     heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
@@ -121,7 +121,7 @@ class DataSpec:
     mixture: dict[str, PartSpec] = field(default_factory=dict)
     """The sources by name (mixture only)."""
     validation: dict[str, PartSpec] = field(default_factory=dict)
-    """Additional evaluation texts by name, each used as a whole; their weights are ignored."""
+    """Additional evaluation texts by name, each used in full; their weights are ignored."""
     options: dict[str, Option] = field(default_factory=dict)
     """Arguments of the user-defined code, by name."""
 
@@ -150,13 +150,13 @@ class DataSpec:
         return {key: part for key, part in every.items() if part.is_own}
 
     def with_part(self, part: PartSpec) -> DataSpec:
-        """Return the same data settings for one part alone."""
+        """Return the same data settings for a single part."""
         one = {"source": part.source, "path": part.path, "text_field": part.text_field, "options": part.options}
         return replace(self, **one, mixture={}, validation={})  # type: ignore[arg-type]
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """Return the unit over which a batch's loss is averaged, and in which speed is counted."""
+        """Return the unit over which a batch's loss is averaged and in which speed is measured."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"
 
 
@@ -166,16 +166,16 @@ ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
 MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
 HUGGING_FACE = "hf:"
 DCP_FILE, LITGPT_FILE, NANOGPT_FILE = ".metadata", "lit_model.pth", "ckpt.pt"
-"""Files that identify the weights of other projects, as opposed to a run of trainspec."""
+"""Files that identify weights of other projects, as opposed to a trainspec run."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
     interval_steps: AutoInt | None = AUTO
-    """Steps between checkpoints; null writes only one at the end (and when the run is stopped).
+    """Steps between checkpoints; null: only one at the end (and when the run is stopped).
 
-    auto: the first after a minute of training, so that shorter runs write only the last; then at intervals of one to
-    ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006).
+    auto: the first after a minute of training, so that shorter runs write only the final one; then at intervals of one
+    to ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006).
     """
     mode: Literal["async", "sync"] = "async"
     """async: training waits for a copy in memory, which is then written in the background; sync: training waits until
@@ -188,16 +188,16 @@ class CheckpointSpec:
     take twice the size of the state (four times on two or more nodes) until the run has ended normally.
     """
     keep_last: PositiveInt = 2
-    """Number of complete checkpoints to keep; older ones are removed."""
+    """Number of complete checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
-    """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it in addition to the last
+    """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it in addition to the latest
     ones."""
 
 
 @dataclass(frozen=True)
 class PrecisionSpec:
     compute: ComputeFormat | Auto = AUTO
-    """Compute format. auto: bf16 if it is faster than fp32 (GPUs since Ampere, CPUs with AMX), else fp32."""
+    """The compute format. auto: bf16 if it is faster than fp32 (GPUs since Ampere, CPUs with AMX), otherwise fp32."""
     reduce: Literal["bf16", "fp32"] = "fp32"
     """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"
@@ -233,7 +233,7 @@ class InitSpec:
 
     @property
     def other(self) -> Path | None:
-        """Return the folder of weights from a project other than Hugging Face and trainspec; None for others."""
+        """Return the folder of weights from a project other than Hugging Face or trainspec; None for other weights."""
         folder = self._folder
         files = (DCP_FILE, LITGPT_FILE, NANOGPT_FILE)
         return folder if folder is not None and any(exists(folder / name) for name in files) else None
@@ -251,31 +251,31 @@ class InitSpec:
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: PositiveInt
-    """Steps of `batching.global_batch_size` samples, whose product is the number of samples that the run trains. A
-    batch that changes (`batching.schedule`) trains the same samples in another number of steps. `tokens` or `epochs`
-    can replace it."""
+    """Steps of `batching.global_batch_size` samples; the product is the number of samples that the run trains on. If
+    the batch size changes (`batching.schedule`), the same samples take a different number of steps. `tokens` or
+    `epochs` can replace it."""
     tokens: PositiveInt | None = None
-    """Replaces `max_steps`: tokens that the run trains (samples, for images and volumes), rounded up to whole steps.
+    """Replaces `max_steps`: tokens that the run trains on (samples, for images and volumes), rounded up to full steps.
 
-    The run ends when they are trained, also if steps had fewer samples (`batching.on_loss: shrink`).
+    The run ends when they are trained, even if some steps had fewer samples (`batching.on_loss: shrink`).
     """
     epochs: PositiveFloat | None = None
-    """Replaces `max_steps`: number of times that the run trains every sample of the data, whose samples are counted for
-    that; 0.5 trains half of them. As with `tokens`, the samples determine when the run ends."""
+    """Replaces `max_steps`: number of passes over the data, whose samples are counted for this; 0.5 trains on half of
+    them. As with `tokens`, the samples determine when the run ends."""
     seed: NonNegativeInt = 0
-    """The seed of the weights and the order of samples."""
+    """The seed for the weights and the sample order."""
     max_skipped_steps: PositiveInt = 10
-    """Number of consecutive steps with a loss or gradients that are not finite that end the run; such a step updates
+    """Number of consecutive steps with a non-finite loss or gradient after which the run ends; such a step updates
     nothing."""
     eval_interval_steps: PositiveInt | None = None
     """Steps between evaluations on the held-out text; null: one evaluation at the end."""
     early_stop_evals: PositiveInt | None = None
-    """Number of consecutive evaluations without a new lowest held-out loss that end the run as done; null: it makes all
-    steps."""
+    """Number of consecutive evaluations without a new lowest held-out loss after which the run ends as done; null: all
+    steps are taken."""
     sample_interval_steps: PositiveInt | None = None
-    """Steps between samples of text that the model writes (`sample`); null: one at the end."""
+    """Steps between text samples generated by the model (`sample`); null: one at the end."""
     log_interval_steps: PositiveInt = 10
-    """Steps between log lines if the output is not a terminal."""
+    """Steps between log lines when the output is not a terminal."""
     loss: str = ""
     """A user-defined loss that replaces cross-entropy, called as `loss(logits, targets, **loss_options)`:
     `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package. The held-out loss stays cross-entropy."""
@@ -287,20 +287,20 @@ class TrainSection:
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether the recipe sets the run's length in samples and not in steps."""
+        """Return whether the recipe sets the run length in samples rather than in steps."""
         return self.tokens is not None or self.epochs is not None
 
 
 @dataclass(frozen=True)
 class SampleSection:
-    """Text that the trained model writes at the end."""
+    """Text that the trained model generates at the end."""
 
     prompt: str = ""
     """The text that the sample continues."""
     max_new_tokens: NonNegativeInt = 0
-    """Number of tokens to write; 0 writes no sample."""
+    """Number of tokens to generate; 0: no sample."""
     temperature: NonNegativeFloat = 0.8
-    """Divides the logits before a token is drawn; 0 always takes the likeliest token."""
+    """Divides the logits before a token is sampled; 0: always take the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -312,20 +312,21 @@ class RunSection:
     tags: tuple[str, ...] = ()
     """Words to select runs by, as in `trainspec runs --tag WORD`."""
     stop_grace_s: PositiveFloat = 60.0
-    """A worker that has not ended this long after a stop request is killed."""
+    """A worker that is still running this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
-    """On several nodes: a node that is silent for this long (off, hung, disconnected) is lost, and the job ends."""
+    """On several nodes: a node that is silent for this long (off, hung, disconnected) counts as lost, and the job
+    ends."""
     join_timeout_s: PositiveFloat = 300.0
-    """On several nodes: time limit for nodes to start after the first (a slow prologue, an image to fetch), for a lost
-    node to return, and for the others to wait for the first."""
+    """On several nodes: time limit for nodes to start after the first (a slow prologue, a container image to pull), for
+    a lost node to return, and for the others to wait for the first."""
     preflight: bool = True
-    """Before the workers start, refuse a node without enough memory or disk. On several nodes, measure each for some
+    """Before the workers start, refuse a node without enough memory or disk. On several nodes, measure each for a few
     seconds, and refuse one that is far slower than the others."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Additional trackers that record events; each needs its own extra."""
+    """Additional trackers that record events; each needs its own pip extra."""
 
     tensorboard: bool = False
     """TensorBoard files in the run folder."""
@@ -345,10 +346,10 @@ class ObserveSection:
     """What a run observes of itself in addition to its steps."""
 
     deeper_look: bool = True
-    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one, if steps
+    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one if steps
     take seconds), and the verdict names the line of code or the operations.
 
-    It costs nothing before that. A run profiles eight times at most, once per location, and keeps 1 MiB each time.
+    It costs nothing until then. A run profiles at most eight times, once per location, and keeps 1 MiB each time.
     """
 
 
@@ -361,13 +362,13 @@ class RunSpec:
     optim: OptimSpec
     """The optimizer and the learning rate."""
     batching: BatchingSpec
-    """The batch of a step, and how it is divided."""
+    """The batch size and how a batch is divided."""
     train: TrainSection
     """How long the run trains, and how often it evaluates."""
     description: str = ""
     """A one-line description for `trainspec list recipe`."""
     init: InitSpec = field(default_factory=InitSpec)
-    """The weights that the run begins with."""
+    """The weights that the run starts from."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     """Low-rank adapters, trained instead of all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
@@ -381,7 +382,7 @@ class RunSpec:
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     """The formats in which the run computes, sums and multiplies."""
     comm: CommSpec = field(default_factory=CommSpec)
-    """The formats in which gradients and parameters travel."""
+    """The formats in which gradients and parameters are exchanged."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The implementation of each operation."""
     compile: bool = False
@@ -396,11 +397,11 @@ class RunSpec:
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     """How a run survives failures."""
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
-    """How the run adapts to the measured speeds of the cluster."""
+    """How the run adapts to measured speeds."""
     fault: str = ""
-    """Faults to inject, such as `kill(group=1,step=40)`; several are separated by `;`."""
+    """Faults to inject, such as `kill(group=1,step=40)`; separate several with `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
-    """Text that the trained model writes."""
+    """Text that the trained model generates."""
     tracking: TrackingSection = field(default_factory=TrackingSection)
     """Additional trackers that record events."""
     observe: ObserveSection = field(default_factory=ObserveSection)
@@ -411,5 +412,5 @@ class RunSpec:
     @property
     def ends_by_samples(self) -> bool:
         """Return whether the run ends when its samples are trained, in however many steps, instead of at `max_steps`:
-        if the batch changes, and if the recipe sets how much is trained."""
+        if the batch size changes, or if the recipe sets the amount of data."""
         return self.batching.schedule.kind != "constant" or self.train.counts_samples

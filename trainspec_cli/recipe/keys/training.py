@@ -29,16 +29,16 @@ KeptState = OptimizerName | float
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the training device."""
 STACKED_VALUES = 2**22
-"""muon: small matrices of one shape are orthogonalised together, up to this number of values."""
+"""muon: small matrices with the same shape are orthogonalised together, up to this number of values."""
 BLOCK = 256
-"""adamw8bit: values of a row that share a scale; the last block of a row may be shorter."""
+"""adamw8bit: values in a row that share one scale; the last block of a row may be shorter."""
 QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
 """adamw8bit: tensors with fewer values, or with shorter rows, keep fp32 moments; so do all vectors."""
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Learning rate over the run, a pure function of the step (see `balance/batch/batch.py`)."""
+    """The learning rate over the run, a pure function of the step (see `balance/batch/batch.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     """constant; cosine: falls to `final_lr_ratio` along a half cosine; wsd: constant, then falling over the last
@@ -49,7 +49,7 @@ class ScheduleSpec:
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of the run, over which the rate falls."""
     final_lr_ratio: Fraction = 0.1
-    """The rate at the last step, as a fraction of the peak."""
+    """The learning rate at the last step, as a fraction of the peak."""
 
     @property
     def lowest_lr_ratio(self) -> float:
@@ -63,8 +63,8 @@ class OptimSpec:
     lr: PositiveFloat
     """The peak learning rate."""
     name: OptimizerName | str = "adamw"
-    """The optimizer: adamw (arXiv:1711.05101); sgd; muon, which orthogonalises the momentum of the matrices in the
-    blocks, and trains everything else with adamw at the same rate (arXiv:2502.16982); adamw8bit, with 8-bit moments
+    """The optimizer: adamw (arXiv:1711.05101); sgd; muon, which orthogonalises the momentum of the blocks' matrices and
+    trains everything else with adamw at the same rate (arXiv:2502.16982); adamw8bit, with 8-bit moments
     (arXiv:2110.02861). A user-defined optimizer is `FILE.py:NAME`, `package.module:NAME`, or a name registered by a
     package."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
@@ -78,7 +78,7 @@ class OptimSpec:
     weight_decay: NonNegativeFloat = 0.1
     """Applied only to matrices (not to norms and biases)."""
     grad_clip_norm: PositiveFloat | None = 1.0
-    """The norm over all gradients to which larger ones are clipped; null: no clipping."""
+    """The maximum norm over all gradients; larger ones are clipped to it. null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """The learning rate over the run."""
     options: dict[str, Option] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class RampStage:
     """One stage of a ramp."""
 
     from_tokens: PositiveInt
-    """Tokens trained when the stage begins (samples, for images and volumes)."""
+    """Number of tokens (samples, for images and volumes) after which the stage begins."""
     global_batch_size: PositiveInt
     """Samples per step from this stage on."""
 
@@ -119,9 +119,9 @@ class RampStage:
 class BatchScheduleSpec:
     """How the batch changes over the run (see `balance/batch/batch.py`).
 
-    Every run begins with `batching.global_batch_size` samples per step and trains `train.max_steps` times as many:
-    progress is counted in samples, and a growing batch takes fewer steps for them. The learning rate follows
-    `optim.schedule`, whose steps have the initial size, over the samples, times a factor for the batch.
+    Every run starts with `batching.global_batch_size` samples per step and trains on `train.max_steps` times that many:
+    progress is counted in samples, and a growing batch needs fewer steps for them. The learning rate follows
+    `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size.
     """
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
@@ -133,39 +133,40 @@ class BatchScheduleSpec:
     stages: tuple[RampStage, ...] = ()
     """ramp: the sizes after the initial one, in order."""
     growth: Annotated[float, Range(1.05, 16)] = 1.5
-    """seesaw, noise: each size is the previous one times this factor, rounded to an eighth of the initial size."""
+    """seesaw, noise: each size is the previous one times this factor, rounded to a multiple of an eighth of the initial
+    size."""
     max_global_batch_size: PositiveInt | None = None
-    """seesaw, noise: the largest size; null, allowed only for seesaw: as large as the learning rate implies."""
+    """seesaw, noise: the largest size; null (seesaw only): as large as the learning rate implies."""
     interval_steps: PositiveInt = 100
     """noise: steps between decisions; each changes the size by at most one factor of `growth`."""
     smoothing_steps: PositiveInt = 100
     """noise: steps over which measurements are averaged (exponentially: the newest has weight 1 / smoothing_steps)."""
     noise_fraction: PositiveFloat = 1.0
-    """noise: the target size as a fraction of the noise scale. At 1, a sample is worth half as much as in a small
-    batch; at 0.25, four fifths."""
+    """noise: the target size as a fraction of the noise scale. At 1, a sample contributes half as much progress as in a
+    small batch; at 0.25, four fifths."""
 
 
 @dataclass(frozen=True)
 class BatchingSpec:
     global_batch_size: PositiveInt
-    """Samples per step over all ranks; with a `schedule`, the initial number. Whole samples are divided as evenly as
-    possible over any number of ranks."""
+    """Samples per step over all ranks; with a `schedule`, the initial number. Samples are divided as evenly as possible
+    over any number of ranks."""
     micro_batch_size: AutoInt = AUTO
-    """The most samples that a rank processes in one forward and backward; the rest is gradient accumulation."""
+    """Maximum samples that a rank processes in one forward and backward; gradient accumulation covers the rest."""
     on_loss: OnLoss = "keep"
     """While a replica group is down: keep the global batch (the others also process its samples, in more micro-batches
     if needed), or shrink it in proportion to the remaining groups."""
     shrink_lr: ShrinkRule = "linear"
-    """Factor on the learning rate for a smaller batch: in proportion (arXiv:1706.02677), with its square root
-    (arXiv:2205.10287), or no factor."""
+    """How the learning rate scales with a smaller batch: in proportion (arXiv:1706.02677), with its square root
+    (arXiv:2205.10287), or not at all."""
     schedule: BatchScheduleSpec = field(default_factory=BatchScheduleSpec)
     """How the batch changes over the run."""
 
     def sizes_up_to(self, largest: float) -> tuple[int, ...]:
         """Return the sizes that `seesaw` and `noise` choose from: the initial size times powers of `schedule.growth`.
 
-        They are rounded to eighths of the initial size, or to fourths, halves or wholes if it is not divisible by 8, so
-        that they divide over ranks nearly as well as the initial size.
+        They are rounded to multiples of an eighth of the initial size, or of a quarter, a half or the full size if it
+        is not divisible by 8, so that they divide over ranks nearly as well as the initial size.
         """
         first = self.global_batch_size
         growth = self.schedule.growth
@@ -192,7 +193,7 @@ STAGES = ("pp", "pipeline_schedule", "virtual_stages")
 
 @dataclass(frozen=True)
 class LayoutChangeSpec:
-    """Another layout from a given step on. Keys that are null stay as in `layout`."""
+    """A different layout from a given step on. Keys that are null stay as in `layout`."""
 
     step: PositiveInt
     """Updates made before the change."""
@@ -207,7 +208,8 @@ class LayoutChangeSpec:
     pipeline_schedule: PipelineSchedule | None = None
     virtual_stages: PositiveInt | None = None
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers per stage; if the change names other stages without their layers, layers are divided by planned times."""
+    """Layers per stage; if the change alters the stages without stating their layers, layers are divided by planned
+    time."""
     context_method: ContextMethod | None = None
 
     def of(self, layout: LayoutSpec) -> LayoutSpec:
@@ -224,23 +226,23 @@ class SchedulerSpec:
     mode: SchedulerMode = "advise"
     """off: nothing is measured. advise: report possible changes, and change nothing. auto: apply them.
 
-    If memory runs out, advise and auto both use smaller micro-batches of the same global batch, then recompute and
-    offload, and continue; with off the run ends.
+    If memory runs out, advise and auto both continue with smaller micro-batches of the same global batch, then with
+    recompute and offload; with off, the run ends.
 
-    advise is the default, so that two runs of a recipe compute the same bits whatever the speed of their ranks: other
-    shares sum the same gradients in another order.
+    advise is the default, so that two runs of a recipe are bitwise identical whatever the speed of their ranks:
+    different shares would sum the same gradients in a different order.
     """
     may_change: tuple[Changeable, ...] = ("shares", "layers", "layout", "nodes")
-    """What auto changes and advise reports. shares: samples of the ranks, and of replica groups. layers: layers of
-    pipeline stages. layout: any axis of the layout. nodes: the nodes that take part."""
+    """What auto changes and advise reports. shares: samples per rank and per replica group. layers: layers per pipeline
+    stage. layout: any axis of the layout. nodes: the nodes that take part."""
     change: Annotated[float, Range(0.01, 1)] = 0.1
-    """A rank's speed has changed if several consecutive steps take longer or shorter by this fraction, and by more than
-    the rank's own noise."""
+    """A rank's speed counts as changed if several consecutive steps are slower or faster by this fraction and by more
+    than the rank's own noise."""
     max_micro_batch_size: AutoInt = AUTO
-    """The most samples in a rank's micro-batch; auto: what memory allows, up to twice the plan's number."""
+    """Maximum samples in a rank's micro-batch; auto: what memory allows, up to twice the planned number."""
     max_stage_layers: AutoInt = AUTO
-    """The most layers that a pipeline rank may hold when layers move off a slow rank; auto: what the memory prediction
-    allows (without a prediction no layers move)."""
+    """Maximum layers that a pipeline rank may hold when layers move off a slow rank; auto: what the memory prediction
+    allows (without a prediction, no layers move)."""
     changes: tuple[LayoutChangeSpec, ...] = ()
     """Layouts that the run changes to during training, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
 
@@ -249,11 +251,11 @@ class SchedulerSpec:
 
 
 NF4_BLOCK = 64
-"""Weights of a row that share one scale when quantised to 4 bits."""
+"""Number of weights in a row that share one scale in 4-bit quantisation."""
 NF4_SCALE_BLOCK = 256
-"""Such scales that share one scale when quantised to 8 bits."""
+"""Number of these scales that share one scale when they are quantised to 8 bits."""
 NF4_CHUNK = 2**24
-"""Weights that are dequantised at a time, which limits their memory in fp32."""
+"""Number of weights dequantised at a time, which limits the fp32 memory."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrices of attention and feed-forward, as the engine names them."""
 
@@ -288,9 +290,10 @@ WireFormat = Literal["full", "bf16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class CommSpec:
-    """full: the format in which the values are computed or summed.
+    """Wire formats. full: the format in which the values are computed or summed.
 
-    Sums are made in fp32 in every format, and the rounding error of integer gradients is added to the next gradient.
+    Values are summed in fp32 in every format, and the rounding error of integer gradients is added to the next
+    gradient.
     """
 
     gradients: WireFormat | Auto = "full"
@@ -299,11 +302,10 @@ class CommSpec:
     parameters: WireFormat = "full"
     """Parameters, gathered by the ranks of dp_shard. Norms and biases are always exchanged in full."""
     across_nodes: WireFormat | Auto | None = None
-    """Gradients in exchanges between ranks on several nodes; null: as `gradients`."""
+    """Gradients in exchanges between ranks on several nodes; null: the same as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
-    """On CPUs, the smallest number of bytes of gradients per exchange (GPUs always exchange each block's gradients); 0:
-    each block's gradients. null: the run tries a few sizes in its first steps, or uses each block's gradients if
-    `scheduler` is off."""
+    """On CPUs, the minimum gradient bytes per exchange (GPUs always exchange block by block); 0: block by block. null:
+    the run tries a few sizes in its first steps, or exchanges block by block if `scheduler` is off."""
 
     @property
     def fixed(self) -> WireFormats:
@@ -318,13 +320,13 @@ def _fixed(chosen: WireFormat | Auto) -> WireFormat:
 
 @dataclass(frozen=True)
 class WireFormats:
-    """The formats of a run: no `auto` left."""
+    """The formats of a run, without `auto`."""
 
     gradients: WireFormat = "full"
     parameters: WireFormat = "full"
     across_nodes: WireFormat = "full"
     reason: str = ""
-    """The planner's reason, if it chose the format."""
+    """The planner's reason if it chose the format."""
 
     def describe(self) -> str:
         """Return `int8`, or `full inside nodes and int4 across them`."""
@@ -357,16 +359,17 @@ class Fault:
     """A fault, injected once per run after `step` updates, during the next gradient exchange."""
 
     kind: FaultKind
-    """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises one. slow: it sleeps.
+    """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises that error. slow: it
+    sleeps.
 
     oom with `above`: from `step` on, after every start, the backward of a micro-batch with more samples runs out of
     memory.
 
-    throttle: its passes take `seconds` longer per sample, as on a slower device.
+    throttle: forward and backward take `seconds` longer per sample, as on a slower device.
 
-    bitflip: one bit of a parameter changes. disk_full: no file that it writes grows beyond a page. lighthouse: the
-    rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the state
-    has been moved to another layout.
+    bitflip: one bit of a parameter changes. disk_full: no file that the worker writes can exceed one page. lighthouse:
+    the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the
+    state has moved to another layout.
     """
     step: int
     group: int = 0
@@ -385,7 +388,7 @@ class Fault:
 
 
 class FaultSyntaxError(ValueError):
-    """The text of a fault is wrong; the message states what is allowed."""
+    """A fault's text is invalid; the message states what is allowed."""
 
 
 _ONE = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")

@@ -1,4 +1,4 @@
-"""The communication blueprint of a layout on a fabric: where nodes are placed, and how each exchange is made."""
+"""The communication blueprint of a layout on a fabric: node placement and the algorithm of each exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Algorithm = Literal["ring", "hierarchical", "tree", "direct"]
 """ring: one flat ring through all ranks; hierarchical: a ring in each tier, innermost first and back; tree: up and down
-a tree over nodes; direct: every pair separately (all-to-all, sends)."""
+a tree of nodes; direct: every pair separately (all-to-all, sends)."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class BlueprintTier:
     elements: int
     """Number of such elements in the cluster: scale-up domains, leaf switches, ..."""
     devices: int
-    """Devices below one element, or in the whole cluster if it has fewer."""
+    """Devices below one element, or all devices of the cluster if it has fewer."""
     gbit_per_s: float
-    """A device's share, one way, after oversubscription."""
+    """A device's share of the bandwidth, one way, after oversubscription."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind of exchange of a training step."""
+    """One kind of exchange in a training step."""
 
     axis: str
     operation: Operation
@@ -47,7 +47,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable of the workers, with the reason and its source."""
+    """One environment variable for the workers, with its reason and source."""
 
     name: str
     value: str
@@ -57,14 +57,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class TunerRow:
-    """A line for NCCL's example tuner plugin: the algorithm of a collective between two sizes."""
+    """A line for NCCL's example tuner plugin: the algorithm of a collective for a range of sizes."""
 
     collective: str
     min_bytes: int
     max_bytes: int
     algorithm: Literal["ring", "tree"]
     nodes: int
-    """-1: any number; the same for ranks."""
+    """-1: any number; the same applies to ranks."""
     ranks: int
     reason: str
 
@@ -75,14 +75,14 @@ class Blueprint:
     tiers: tuple[BlueprintTier, ...]
     """Innermost first."""
     order: tuple[str, ...]
-    """Axes with more than one rank, outermost first, as they are placed on the nodes sorted by tier."""
+    """Axes with more than one rank, outermost first, as placed on the nodes sorted by tier."""
     node_places: tuple[int, ...]
-    """For each node by its number in the job, its position among the nodes sorted by tier. Empty: the order of the
-    numbers is equally good."""
+    """Each node's position among the nodes sorted by tier, indexed by its number in the job. Empty: numerical order is
+    just as good."""
     step_s: float
-    """Planned step time with nodes at these positions."""
+    """Planned step time with the nodes at these positions."""
     unplaced_step_s: float
-    """Planned step time with nodes in the order of their numbers."""
+    """Planned step time with the nodes in numerical order."""
     exchanges: tuple[Exchange, ...]
     settings: tuple[Setting, ...] = ()
     tuner: tuple[TunerRow, ...] = ()
@@ -99,7 +99,7 @@ class Blueprint:
         )
 
 
-# Figures of a multi-plane fabric, and the cost of failures of its parts for a job.
+# Figures of a multi-plane fabric, and what failures of its parts cost a job.
 
 
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
@@ -108,18 +108,18 @@ Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
 
 @dataclass(frozen=True)
 class PlanesFigures:
-    """A fabric with this many planes, built of one kind of switch."""
+    """A fabric with this many planes, built from one kind of switch."""
 
     planes: int
     radix: int
-    """Ports of a switch, each at a plane's speed."""
+    """Number of ports of a switch, each at a plane's speed."""
     switch_tiers: int
     port_gbit_per_s: float
     most_nics: int
     """The largest number of NICs that the tiers can connect."""
     switches_per_nic: float
     optics_per_nic: float
-    """Transceivers per NIC, in units of its speed: two ends for each tier of links."""
+    """Transceivers per NIC, in units of its speed: two ends per tier of links."""
     one_hop_nics: int
     """NICs below one T0 switch."""
     lost_speed: dict[Part, float]
@@ -128,19 +128,19 @@ class PlanesFigures:
 
 @dataclass(frozen=True)
 class SprayedEvent:
-    """The effect of failed parts on a job whose queue pairs spray over every plane, from a simulation of counts."""
+    """The effect of failed parts on a job whose queue pairs spray over all planes, from a simulation of path counts."""
 
     name: str
     lowest_speed: float
-    """Fraction of the undisturbed speed after the lost paths are no longer used."""
+    """Lowest speed, as a fraction of the undisturbed speed, once the lost paths are no longer used."""
     slow_s: float
-    """Time until the job has its full speed again."""
+    """Time until the job is back at full speed."""
     lost_s: float
     """Undisturbed training time that is lost."""
     touched: float
     """Fraction of the queue pairs that had a path through the failed parts."""
     most_bad_paths: int
-    """The most entropy values, over all queue pairs, that were unused at the same time."""
+    """Maximum number of entropy values, over all queue pairs, that were unused at the same time."""
     ends_job: bool
 
 
@@ -152,33 +152,33 @@ class PlanesPlan:
     figures: PlanesFigures
     single: PlanesFigures
     t1_switches: int
-    """Switches of the first tier in each plane, as many as the job's NICs need."""
+    """Number of T1 switches in each plane that the job's NICs need."""
     events: tuple[SprayedEvent, ...]
     dips_per_day: float
-    """Network failures per day that cost a dip in speed, and would end a job on a single plane."""
+    """Network failures per day that cause a dip in speed and would end a job on a single plane."""
     dip_share: float
-    """Fraction of the time that the dips cost."""
+    """Fraction of time lost to these dips."""
 
 
-# A plan over pools of different nodes, compared with plans on some of the pools.
+# A plan over pools of different nodes, compared with plans on subsets of the pools.
 
 
 @dataclass(frozen=True)
 class PoolChoice:
-    """The best plan on some of the pools."""
+    """The best plan on a subset of the pools."""
 
     pools: tuple[str, ...]
     devices: int
     division: str
-    """`samples`: every pool has whole replicas, which share a step's samples by speed. `layers`: pipelines pass through
-    the pools, whose stages have layers by speed. `alone`: one pool."""
+    """`samples`: every pool has complete replicas, which share a step's samples by speed. `layers`: pipelines pass
+    through the pools, with layers assigned by speed. `alone`: one pool."""
     layout: Layout | None
     """None if nothing fits."""
     step_time_s: float | None
     tokens_per_s: float | None
     """Samples per second for a model of images."""
     wall_time_s: float | None
-    """Duration of the whole run, failures included."""
+    """Duration of the run, including failures."""
     usd_per_token: float | None
     """None if a price is unknown."""
     joules_per_token: float | None
@@ -187,7 +187,7 @@ class PoolChoice:
 
 @dataclass(frozen=True)
 class PoolsPlan:
-    """The plan on all pools, compared with plans on fewer pools."""
+    """The plan on all pools, compared with plans on subsets of them."""
 
     choices: tuple[PoolChoice, ...]
     """The plan on all pools comes first."""

@@ -1,4 +1,4 @@
-"""A certificate: the measurements of the training spec's clauses, on which machine, under a digest."""
+"""A certificate: measurements of the training spec's clauses and the machine they were made on, with a digest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import number
 
 Figure = Annotated[float, number(-math.inf, math.inf)] | str
-"""A measured number, or text; a certificate stores a number that is not finite as text."""
+"""A measured number, or text; a certificate stores non-finite numbers as text."""
 NOT_FINITE = ("inf", "-inf", "nan")
 
 
@@ -26,7 +26,7 @@ class Finding:
     grade: str = ""
     """A, B or C for a clause with levels, `-` below them; empty for other clauses."""
     machine_sha256: str = ""
-    """Digest of the machine and the software of the measurement, as the certificate describes them."""
+    """Digest of the machine and software of the measurement, as described in the certificate."""
 
     @property
     def measured(self) -> float:
@@ -37,12 +37,12 @@ class Finding:
 
 
 REFUSALS = "LEGAL-1"
-"""The clause whose cases are layouts that validation refuses. None of them is run."""
+"""The clause whose cases are layouts that validation refuses; none of them is run."""
 
 
 @dataclass(frozen=True)
 class ClauseSummary:
-    """One clause, and its worst case."""
+    """One clause with its worst case."""
 
     id: str
     level: str
@@ -60,7 +60,7 @@ class ClauseSummary:
 
 @dataclass(frozen=True)
 class NotOffered:
-    """A case that the engine has declined: it counts neither as kept nor as broken."""
+    """A case that the engine declined; it counts neither as kept nor as broken."""
 
     clause: str
     case: str
@@ -83,35 +83,35 @@ class Certificate:
 
     schema: str
     engine: str = ""
-    """The command of the other engine that the certificate is about; empty: trainspec's own engine."""
+    """The command of the certified engine if it is not trainspec's own; otherwise empty."""
     spec_version: str
     spec_sha256: str = ""
     """Digest of the document that contains the clauses."""
     date: str = ""
-    """The day it was written, in UTC."""
+    """The date on which it was written, in UTC."""
     measured_since: str = ""
-    """The day on which the first of its runs was made."""
+    """The date of its first run."""
     machine: Machine
     machine_id: str = ""
     """Identifies the machine; empty if its system has no identity."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the software, by package."""
     processes: int = 0
-    """The most processes in a case of the matrix."""
+    """Maximum number of processes in a case of the matrix."""
     features: tuple[str, ...] = ()
-    """Kernels (`attention.math`) and formats (`fp8`) that the chip and its packages have instead of the defaults."""
+    """Non-default kernels (`attention.math`) and formats (`fp8`) that the chip and its packages support."""
     recipe: tuple[str, ...] = ()
     """The recipe whose model and loss were measured; empty: the families of the spec."""
     whole: bool
-    """True if every case of the spec was measured, so that the verdict is about the whole spec."""
+    """True if every case of the spec was measured, so that the verdict covers the complete spec."""
     verdict: str
-    """`kept` if every measured MUST holds, else `broken`; `not offered` if all cases were declined."""
+    """`kept` if every measured MUST holds, otherwise `broken`; `not offered` if all cases were declined."""
     clauses: tuple[ClauseSummary, ...]
     findings: tuple[Finding, ...]
     not_offered: tuple[NotOffered, ...] = ()
-    """Cases that the engine has declined."""
+    """Cases that the engine declined."""
     signer: Signer | None = None
-    """None: it is not signed."""
+    """None if it is not signed."""
     digest: str = ""
     """SHA-256 of everything except the signature, as canonical JSON."""
     signature: str = ""

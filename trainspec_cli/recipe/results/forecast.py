@@ -1,4 +1,4 @@
-"""The forecast of a whole run: duration, useful fraction and cost, each with an interval."""
+"""The forecast of a complete run: duration, useful fraction and cost, each with an interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Assumption:
-    """An input of the forecast that the user may know better."""
+    """A forecast input that the user may know better."""
 
     key: str
     """The key that sets it, such as `cluster.site.pue`."""
@@ -35,14 +35,14 @@ class Goodput:
 
     mode: RecoveryMode
     goodput: Interval
-    """Time of kept work over wall time."""
+    """Time spent on work that is kept, as a fraction of wall time."""
     lost: dict[str, float]
     """checkpoint, rework (undone by failures), restart, stall (survivors wait), shrunk (groups are down), dip (a
     network of several planes is slower while a link flaps)."""
     failures: float
     """Number of failures during the run."""
     mtbf_s: float
-    """Mean time between failures of the whole job."""
+    """Mean time between failures of the job."""
     checkpoint_interval_s: float
     """Work time between checkpoints."""
     checkpoint_interval_steps: int
@@ -52,16 +52,16 @@ class Goodput:
     """Time that one checkpoint stalls training."""
     checkpoint_bytes: float
     restart_s: float
-    """Time from a failure to the first new work after a restart."""
+    """Time from a failure until the run does new work after the restart."""
     wall_time_s: float
-    """Expected wall time of the whole run."""
+    """Expected wall time of the run."""
     layout: str = ""
     """The layout, if it differs from the run's."""
 
 
 @dataclass(frozen=True)
 class BatchForecast:
-    """Steps of one size in a run whose batch changes."""
+    """Steps with one batch size, in a run whose batch size changes."""
 
     step_samples: int
     steps: int
@@ -73,7 +73,7 @@ class RunForecast:
     """The run from its first step to its last."""
 
     steps: int
-    """If the batch follows the measured noise scale, the largest possible number of steps."""
+    """Number of steps; the largest possible number if the batch follows the measured noise scale."""
     tokens: float
     """Samples, for a model of images."""
     wall_time_s: Interval
@@ -87,20 +87,20 @@ class RunForecast:
     alternatives: tuple[Goodput, ...] = ()
     """The other recovery modes, for comparison."""
     energy_parts_joules: dict[str, float] = field(default_factory=dict)
-    """accelerators, hosts, building: they sum to the energy."""
+    """Energy of accelerators, hosts and building, which sums to the total."""
     cost_parts_usd: dict[str, float] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
     batches: tuple[BatchForecast, ...] = ()
-    """Batch sizes in order; empty for a constant batch, and for one that depends on measurements of the run."""
+    """Batch sizes in order; empty if the batch is constant or depends on measurements made during the run."""
 
 
-# A disturbed run in simulation: its speed without the scheduler, with it, and at best, and the decisions.
+# A simulated disturbed run: its speed without the scheduler, with it and at best, and the scheduler's decisions.
 
 
 @dataclass(frozen=True)
 class SimulatedPace:
-    """One way to divide the samples, over the whole run."""
+    """The speed of one way to divide the samples, over the whole run."""
 
     wall_s: float
     samples_per_s: float
@@ -114,7 +114,7 @@ class SimulatedDecision:
     step: int
     """The first step that it applies to."""
     kind: str
-    """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline's stages, or
+    """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline stages, or
     another `layout`."""
     group: int | None
     """The replica group, if there are several."""
@@ -123,12 +123,12 @@ class SimulatedDecision:
     micro_batches: int | None
     before_s: float
     """The slowest rank's compute time per step before the decision, by the confirmed speeds; for another layout, the
-    whole step."""
+    complete step."""
     expected_s: float
-    """The same as expected after the decision; with other layers or another layout, after speeds are known again and
-    shares are adapted."""
+    """The time expected after the decision; if layers or the layout change, once speeds are known again and shares
+    adapted."""
     achieved_s: float
-    """The same in the decision's first step."""
+    """The time in the first step after the decision."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Simulation:
     on: SimulatedPace
     """It decides as in a run with `scheduler.mode=auto`."""
     ideal: SimulatedPace
-    """The best division into whole samples by the true speeds, immediately and without cost."""
+    """The best integer division of samples for the true speeds, applied immediately and without cost."""
     ideal_real: SimulatedPace
     """The same if samples could be divided."""
     won_back: float | None
-    """Recovered fraction of the time lost without the scheduler, relative to what whole samples allow; None if nothing
-    can be recovered."""
+    """Fraction of the time lost without the scheduler that is recovered, relative to what whole samples allow; None if
+    nothing can be recovered."""
     won_back_of_real: float | None
     """The same relative to what the speeds alone allow."""
     decisions: tuple[SimulatedDecision, ...]

@@ -1,4 +1,4 @@
-"""A plan: a RunSpec with no `auto` left, and the predictions made before the start."""
+"""A plan: a RunSpec without `auto`, and the predictions made before the start."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class MemoryBreakdown:
     """Peak memory of one device, by cause."""
 
     parameters_bytes: float = 0.0
-    """Weights in the compute format, and gathered copies of sharded ones."""
+    """Weights in the compute format, plus gathered copies of sharded ones."""
     gradients_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     """Master weights and moments."""
     feedback_bytes: float = 0.0
-    """Error feedback: the rounding errors of compressed gradients, which the next step adds."""
+    """Error feedback: the rounding errors of compressed gradients, which are added in the next step."""
     activations_bytes: float = 0.0
     logits_bytes: float = 0.0
-    """Logits, and the loss's values derived from them."""
+    """Logits and the values that the loss derives from them."""
     comm_buffers_bytes: float = 0.0
-    """Staging buffers of collectives, of NCCL and of the framework."""
+    """Staging buffers of collectives, NCCL and the framework."""
     fragmentation_bytes: float = 0.0
-    """Held by the caching allocator but used by no tensor."""
+    """Held by the caching allocator but not used by any tensor."""
     context_bytes: float = 0.0
     """The device's context and kernels, outside the allocator."""
 
@@ -44,11 +44,12 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step by phase. The parts sum to the step; communication counts only what work does not hide."""
+    """One optimizer step by phase. The parts sum to the step time; only communication that is not hidden behind
+    computation counts."""
 
     matmul_s: float = 0.0
     attention_s: float = 0.0
-    """Scores and values (or the state-space scan): the matrix products without weights."""
+    """Matrix products without weights: attention scores and values, or the state-space scan."""
     memory_bound_s: float = 0.0
     """Norms, activation functions, residuals, casts, losses."""
     recompute_s: float = 0.0
@@ -64,7 +65,7 @@ class StepTime:
     optimizer_s: float = 0.0
     data_s: float = 0.0
     host_s: float = 0.0
-    """Time that the device waits for kernel launches, or for the slowest of its peers."""
+    """Time that the device waits for kernel launches or for its slowest peer."""
 
     @property
     def total_s(self) -> float:
@@ -74,7 +75,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step with one size of a batch that changes."""
+    """A step with one of the sizes of a changing batch."""
 
     samples: int
     """Samples over all devices."""
@@ -83,7 +84,7 @@ class SizedStep:
 
 @dataclass(frozen=True)
 class PoolPart:
-    """The part of one pool in a step."""
+    """One pool's part in a step."""
 
     pool: str
     accelerator: str
@@ -97,10 +98,10 @@ class PoolPart:
     micro_batch_size: int
     """Its largest micro-batch."""
     time: StepTime
-    """Its step, including the wait for other pools (in `bubble_s` for a pipeline through several pools, else in
+    """Its step, including the wait for other pools (in `bubble_s` for a pipeline through several pools, otherwise in
     `host_s`)."""
     waiting_s: float
-    """The part of it that the pool waits for other pools."""
+    """How long the pool waits for other pools in that step."""
     peak_memory_bytes: float
     memory_limit_bytes: float
 
@@ -120,24 +121,26 @@ class Candidate:
     """Rate over all devices; samples per second for a model of images."""
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOPs (causal half of attention, no recomputed work) over the chip's peak in the matmul format."""
+    """Model FLOPs utilisation: model FLOPs (causal half of attention, no recomputation) relative to the chip's peak in
+    the matmul format."""
     hfu: float
-    """Executed FLOPs, recomputed work included, over the same peak."""
+    """Executed FLOPs, including recomputation, relative to the same peak."""
     peak_memory_bytes: float
     memory_limit_bytes: float
     fit_probability: float
     """Probability that it fits, given the measured error of predicted memory."""
     expected_step_s: float
-    """The step time that accounts for this probability: a layout that does not fit costs a restart, and continues more
+    """The step time that accounts for this probability: a layout that does not fit costs a restart and then runs more
     slowly with less memory."""
     memory: tuple[MemoryBreakdown, ...]
     """One per pipeline stage."""
     time: StepTime
-    """Times of a step. If the batch changes, they and all other figures are for the size that trains most samples."""
+    """Times of a step. If the batch size changes, these and all other figures are for the size at which most samples
+    are trained."""
     sized_steps: tuple[SizedStep, ...] = ()
     """Steps with the sizes of a changing batch (or a selection of many sizes), smallest first."""
     pools: tuple[PoolPart, ...] = ()
-    """The part of each pool, in a cluster of several pools."""
+    """Each pool's part, in a cluster with several pools."""
 
     @property
     def pipelines_cross_pools(self) -> bool:
@@ -151,7 +154,7 @@ class Candidate:
 
     @property
     def fullest_memory(self) -> MemoryBreakdown:
-        """Return the memory of the pipeline stage that needs most."""
+        """Return the memory of the pipeline stage that needs the most."""
         return max(self.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
 
 
@@ -159,12 +162,12 @@ ALWAYS_ASSUMED = (
     "MFU counts attention over the causal half of the sequence and no recomputed work",
     "ranked by the step to expect with the chance to fit, by the error of memory predicted for published runs",
 )
-"""Assumptions of every plan."""
+"""Assumptions made in every plan."""
 
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """The search result for a cluster: the layouts that fit, best first, and why the others do not."""
+    """The search result for a cluster: the layouts that fit, best first, and why others were rejected."""
 
     params: int
     """Parameters of the model itself, without `adapter_params`."""
@@ -175,20 +178,20 @@ class CapacityPlan:
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
     """Layouts that fit. The first is the chosen one: the simplest of those about as fast as the fastest. The others are
-    sorted by expected step. If nothing fits, the layouts that do not fit."""
+    sorted by expected step time. If nothing fits, these are layouts that do not fit."""
     usual: Candidate | None = None
     """The layout that an expert would start from, by rules of thumb (`planner.capacity.is_usual`); None if no such
     layout fits."""
     safest: Candidate | None = None
-    """The layout that most probably fits, among those whose step is at most a tenth longer than the best one's."""
+    """The layout most likely to fit, among those whose step is at most 10% longer than the best one's."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """Refused layouts, counted by reason."""
+    """Number of refused layouts by reason."""
     advice: tuple[str, ...] = ()
-    """Changes that would make the run fit, if no layout does."""
+    """If no layout fits, changes that would make the run fit."""
     assumptions: tuple[str, ...] = ()
     considered: int = 0
     adapter_params: int = 0
-    """Parameters that a fine-tune with LoRA trains."""
+    """Parameters trained by LoRA fine-tuning."""
 
     @property
     def best(self) -> Candidate | None:
@@ -211,13 +214,13 @@ class PlannedLink:
 @dataclass(frozen=True)
 class LocalPrediction:
     time_s: dict[str, float]
-    """A step's parts, named as in the step events."""
+    """Times of a step's parts, named as in the step events."""
     memory: dict[str, float]
-    """Bytes of one process at its peak, by cause, as a run measures them."""
+    """Peak bytes of one process by cause, as measured by a run."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Bytes that a GPU needs in addition to its allocator's, and that a run does not measure."""
+    """Bytes that a GPU needs beyond its allocator's and that a run does not measure."""
     links: tuple[PlannedLink, ...] = ()
-    """Links of the axes that are observed."""
+    """Links of the observed axes."""
 
     @property
     def step_time_s(self) -> float:
@@ -234,10 +237,10 @@ class LocalPrediction:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout that a run has from a given step on, and its micro-batches."""
+    """A layout that a run uses from a given step on, with its micro-batches."""
 
     step: int
-    """Updates made before it."""
+    """Number of updates before it takes effect."""
     layout: Layout
     micro_batch_size: int
     grad_accum_steps: int
@@ -247,9 +250,9 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class LayoutProposal:
-    """Another layout for a run whose ranks differ in speed, and the time that it is expected to save.
+    """A new layout for a run whose ranks differ in speed, and the time that it is expected to save.
 
-    Seconds are the planner's: without measurements behind them (on a CPU), only their ratio counts.
+    Times come from the planner: if they are not backed by measurements (on a CPU), only their ratio is meaningful.
     """
 
     layout: Layout
@@ -258,16 +261,16 @@ class LayoutProposal:
     """Micro-batches per rank and step, for ranks of equal speed."""
     largest_micro_batch_size: int
     largest_stage_layers: int | None
-    """Layers that memory allows on a pipeline rank; None if none move."""
+    """Maximum layers that fit in a pipeline rank's memory; None if no layers move."""
     before_s: float
-    """A step in the present layout, with the best shares and stages for the measured speeds."""
+    """Step time in the current layout, with the best shares and stages for the measured speeds."""
     expected_s: float
-    """A step in the proposed layout under the same conditions; if planned times are rough, without the time that it
-    would save even on ranks of equal speed."""
+    """Step time in the proposed layout under the same conditions; if planned times are rough, excluding savings that it
+    would bring even on ranks of equal speed."""
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:
-        """Return the layout as one that the run has after `step` updates."""
+        """Return the layout as one that the run uses from `step` updates on."""
         return PlannedLayout(
             step,
             self.layout,
@@ -280,7 +283,7 @@ class LayoutProposal:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan that `launch` writes to `plan.json` and the workers run."""
+    """The plan that `launch` writes to `plan.json` and the workers execute."""
 
     spec: RunSpec
     """The recipe as requested (including `auto`s, for the record)."""
@@ -289,9 +292,9 @@ class Plan:
     num_nodes: int
     devices_per_node: int
     compute: Literal["bf16", "fp32", "fp64"]
-    """fp64 is for references only: no recipe requests it."""
+    """fp64 is for reference runs only; recipes cannot request it."""
     micro_batch_size: int
-    """Samples of the largest micro-batch."""
+    """Samples in the largest micro-batch."""
     grad_accum_steps: int
     """Micro-batches per rank and step."""
     recompute: Recompute
@@ -300,29 +303,28 @@ class Plan:
     flops_per_token: float
     """Model FLOPs of forward and backward per token: 6 per matmul parameter, and attention over the causal half."""
     peak_flops: float | None = None
-    """FLOP/s of one device, as the base of MFU; None: the workers measure their best matmul."""
+    """FLOP/s of one device, the basis of MFU; None: the workers measure their best matmul."""
     peak_source: str = ""
 
     adapter_params: int = 0
-    """Parameters that a fine-tune with LoRA trains, in addition to the model's own `params`."""
+    """Parameters trained by LoRA fine-tuning, in addition to the model's own `params`."""
 
     replica_groups: int = 1
-    """Groups of processes, each with the whole model in `layout`; with more than one, a group survives the loss of
+    """Number of process groups, each with the full model in `layout`; with more than one, a group survives the loss of
     others."""
 
     largest_micro_batch_size: int | None = None
     """The largest size that memory allows, limited to what the scheduler needs; None if unknown."""
 
     memory_ladder: tuple[MemorySetting, ...] = ()
-    """The settings that a run tries in turn when its memory runs out (`run/recovery/memory.py`), each with less memory
-    than the previous one; if empty, the run ends."""
+    """The settings that a run tries in turn when it runs out of memory (`run/recovery/memory.py`), each using less
+    memory than the previous one; if empty, the run ends."""
 
     largest_stage_layers: int | None = None
-    """Layers that memory allows on a pipeline rank, limited to what the scheduler needs; None if unknown."""
+    """Maximum layers that fit in a pipeline rank's memory, limited to what the scheduler needs; None if unknown."""
 
     layer_flops: tuple[float, ...] = ()
-    """Operations of a micro-batch's forward by layer, which the scheduler uses to move layers; empty without a
-    pipeline."""
+    """FLOPs of a micro-batch's forward by layer, which the scheduler uses to move layers; empty without a pipeline."""
     head_flops: float = 0.0
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
@@ -331,11 +333,11 @@ class Plan:
     comm: WireFormats = field(default_factory=WireFormats)
 
     steps: int | None = None
-    """Steps of a run whose batch changes; the largest possible number if the batch depends on measurements. None:
+    """Number of steps if the batch size changes; the largest possible number if it depends on measurements. None:
     `train.max_steps`."""
 
     changes: tuple[PlannedLayout, ...] = ()
-    """Layouts that the recipe changes to during the run, in the order of their steps."""
+    """Layouts that the recipe switches to during the run, in step order."""
 
     prediction: LocalPrediction | None = None
     """Memory and time of a run on this machine's CPU; None without a suitable probe."""
@@ -358,18 +360,18 @@ class Plan:
 
     @property
     def group_backend(self) -> str:
-        """Return the backend of exchanges between replica groups: the devices' own
+        """Return the backend for exchanges between replica groups: the native one of the devices
         (`engine/elastic/cross_group.py`)."""
         return {"cpu": "gloo", "cuda": "nccl"}[self.device]
 
     def nodes_of_group(self, group: int) -> range:
-        """Return the nodes of a replica group: several whole ones, or one that several groups share."""
+        """Return the nodes of a replica group: several complete nodes, or one that several groups share."""
         first = group * self.num_nodes // self.replica_groups
         return range(first, first + max(1, self.num_nodes // self.replica_groups))
 
     @property
     def as_one_group(self) -> Plan:
-        """Return a plan of the same work by one group whose replicas are the groups."""
+        """Return a plan of the same work with one group, whose replicas are the groups."""
         layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
         return replace(self, layout=layout, replica_groups=1)
 
@@ -390,6 +392,6 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a step of the initial size, or its samples for models of samples, whose `seq_len` is
-        1."""
+        """Return the tokens of a step of the initial size, or its samples for image and volume models, whose `seq_len`
+        is 1."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

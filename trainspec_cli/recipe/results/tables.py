@@ -1,4 +1,4 @@
-"""A backtest of the planner: its errors over a table of measured runs. Errors are fractions: 0.1 is 10%."""
+"""A backtest of the planner: its errors on a table of measured runs. Errors are fractions: 0.1 is 10%."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class ErrorSummary:
 
 @dataclass(frozen=True)
 class Ranking:
-    """A sweep: runs of one source, model and machine with different layouts."""
+    """A sweep: runs from one source, with the same model and machine but different layouts."""
 
     source: str
     model: str
     gpu: str
     layouts: int
     loss: float
-    """Fraction by which the layout that was predicted fastest was slower than the fastest one, both measured."""
+    """How much slower the layout predicted to be fastest was than the fastest one, as a fraction of measured times."""
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A row of the table, with its prediction and measurement."""
+    """A table row with its prediction and measurement."""
 
     id: str | None
     predicted_step_time_s: float | None
@@ -59,9 +59,9 @@ class PredictedRow:
     """The predicted figure that corresponds to the measured one."""
     measured_memory_bytes: float | None
     assumed: tuple[str, ...]
-    """Figures that the row does not state."""
+    """Values that the row does not state and that were assumed."""
     refused: str | None
-    """The reason if the row cannot be predicted."""
+    """Why the row cannot be predicted; None if it can."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class BacktestSummary:
     step_time_median_ape: float | None
     bias: float | None
     judged: int
-    """Rows that count: those with a measured step time."""
+    """Number of rows that count, which are those with a measured step time."""
     memory_mape: float | None
     memory_worst_under: float | None
     fitted: ErrorSummary | None
-    """Step times of the sources that the shipped efficiencies were fitted to; None with other efficiencies."""
+    """Errors in step time for the sources that the shipped efficiencies were fitted to; None with other
+    efficiencies."""
     unseen: ErrorSummary | None
-    """Step times of all other sources."""
+    """Errors in step time for all other sources."""
     refused_by_reason: dict[str, int]
     by_source: dict[str, ErrorSummary]
     by_model: dict[str, ErrorSummary]
@@ -95,7 +96,7 @@ class BacktestReport:
     rows: tuple[PredictedRow, ...]
 
 
-# The budget of a portfolio of runs over some years: buying machines, and three ways of renting them.
+# The budget of a portfolio of runs over several years: buying machines, and three ways of renting them.
 
 
 Way = Literal["owned", "on_demand", "reserved", "spot"]
@@ -108,15 +109,15 @@ class BudgetedRun:
 
     name: str
     per_year: tuple[float, ...]
-    """How often it is made in each year."""
+    """Number of such runs in each year."""
     devices: int
     wall_s: float
     spot_wall_s: float | None
-    """Its time on devices that the cloud reclaims now and then; None if it would never end."""
+    """Its wall time on devices that the cloud may reclaim; None if it would never end."""
     tokens: float
     energy_joules: float
     usd: dict[str, float]
-    """Cost of one such run by way of acquisition: its share of all device-hours."""
+    """Cost of one such run for each way of acquisition, by its share of all device-hours."""
     usd_per_million_tokens: dict[str, float]
 
 
@@ -130,16 +131,16 @@ class BudgetYear:
     bought_devices: int
     sold_devices: int
     utilisation: float
-    """Fraction of the fleet's hours in which a run uses them."""
+    """Fraction of the fleet's device-hours that runs use."""
     owned_usd: dict[str, float]
-    """Cash of the year by cause; income from a sale is negative."""
+    """The year's cash costs by cause; income from a sale is negative."""
     usd: dict[str, float]
-    """Cash of the year, by way of acquisition."""
+    """The year's cash costs for each way of acquisition."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Total cost of each way of acquisition with one input at its bounds."""
+    """Total cost for each way of acquisition with one input at its bounds."""
 
     key: str
     low: float
@@ -155,15 +156,15 @@ class Budget:
     runs: tuple[BudgetedRun, ...]
     years: tuple[BudgetYear, ...]
     usd: dict[str, float]
-    """Total of all years by way of acquisition; for owned machines, minus their value at the end."""
+    """Total over all years for each way of acquisition; for owned machines, minus their final value."""
     worth_usd: float
-    """Value of the machines at the end: a straight line between price and resale."""
+    """Value of the machines at the end, interpolated linearly between purchase and resale price."""
     break_even_months: float | None
-    """Months after which buying has cost less cash than renting by the hour; None: not within `useful_years`."""
+    """Months after which buying has cost less than renting by the hour; None: not within `useful_years`."""
     break_even_utilisation: float | None
     """Utilisation of a device over its life above which buying costs less than renting by the hour; None: never."""
     cumulated_usd: dict[str, tuple[float, ...]]
-    """Cash up to the end of each month, by way of acquisition, from the beginning."""
+    """Cumulative cash costs at the end of each month for each way of acquisition."""
     sensitivities: tuple[Sensitivity, ...]
 
     @property
@@ -183,7 +184,7 @@ class Calibrated:
     """Its 90% bounds."""
     high: float
     informed: bool
-    """False if the measurements contain no information about it, so that the shipped value stays."""
+    """False if the measurements contain no information about it, so that the shipped value is kept."""
 
 
 @dataclass(frozen=True)
@@ -191,16 +192,16 @@ class ClusterProfile:
     cluster: str
     """The cluster's name (`cluster.name`)."""
     device: str
-    """The accelerator, or the processor, of the measurement."""
+    """The measured accelerator or processor."""
     kind: str
-    """gpu: factors of the planner's efficiencies; cpu: factors of a step's parts."""
+    """gpu: factors on the planner's efficiencies; cpu: factors on the parts of a step."""
     date: str
     rows: int
     """Number of measured steps in the fit."""
     torch: str
     trainspec: str
     error_before: float
-    """Mean error of the rows' step times with the shipped values."""
+    """Mean error of the predicted step times with the shipped values."""
     error_after: float
     """The same with the fitted values."""
     known_within: float
@@ -213,7 +214,7 @@ class ClusterProfile:
 
     @property
     def kept(self) -> list[str]:
-        """Return the parameters that the measurements contain no information about."""
+        """Return the parameters about which the measurements contain no information."""
         return [name for name, found in self.parameters.items() if not found.informed]
 
 
@@ -222,10 +223,10 @@ class ClusterProfile:
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """The settings that decide a step's peak memory without changing its result."""
+    """The settings that determine a step's peak memory without changing its result."""
 
     micro_batch_size: int
-    """The most samples that a rank processes together."""
+    """Maximum samples that a rank processes together."""
     recompute: Recompute
     offload: Offload
 
@@ -247,13 +248,13 @@ class Shortage:
     failed: MemorySetting
     """The active setting, with the samples of the micro-batch that failed."""
     layout: str
-    """The axes of the active layout, which a run may change between two steps."""
+    """The axes of the active layout, which may change between steps."""
     used_bytes: int | None = None
     """Memory that the process used; None if unknown."""
     limit_bytes: int | None = None
     """Memory that the process is allowed to use."""
     was_killed: bool = False
-    """The kernel killed a process; otherwise an allocation failed."""
+    """True if the kernel killed a process; False if an allocation failed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The requests to the engine's tools and their results. Each is sent as JSON from one process to another."""
+"""Requests to the engine's tools, and their results. Each is sent as JSON between processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Compute = Literal["bf16", "fp32", "fp64"]
 REQUEST = "request.json"
 RESULT = "tool_result.json"
 DRAWN_BATCHES, DRAWN_TOKENS = "batches.npz", "tokens"
-"""The file of the batches that a certification run was asked to save, and its array."""
+"""The file and the array in which a certification run saves its batches on request."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """Try every backend with the shapes of a plan."""
+    """Try every backend with a plan's shapes."""
 
     plan: Plan
 
@@ -51,12 +51,12 @@ class BlockRequest:
 class BlockCount:
     params: int = 0
     problem: Problem | None = None
-    """The block's problem; None if it was counted."""
+    """The problem with the block; None if it was counted."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Count one rank's step of a plan with fake tensors."""
+    """Trace one rank's step of a plan with fake tensors."""
 
     plan: Plan
     rank: int
@@ -64,7 +64,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TraceResult:
-    """Counts tensors, excluding the allocator's fragmentation and the device's context."""
+    """Memory and communication of tensors, excluding allocator fragmentation and the device context."""
 
     rank: int
     state_bytes: float
@@ -75,10 +75,10 @@ class TraceResult:
     comm_bytes: dict[str, float]
     """Bytes by mesh axis and collective: `dp_shard all_gather`."""
     seconds: float = 0.0
-    """Time that the trace took."""
+    """Duration of the trace."""
     peak_reserved_bytes: float = 0.0
-    """Bytes that PyTorch's CUDA allocator would reserve for these tensors by its rules; real devices have more streams,
-    each with its own blocks, and free blocks when they are full."""
+    """Bytes that PyTorch's CUDA allocator would reserve for these tensors. Real devices have more streams, each with
+    its own blocks, and free cached blocks when memory is full."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class ExportRequest:
     """All weights with LoRA adapters merged in, only the adapters as PEFT's file, or the base weights."""
     format: Literal["safetensors", "dcp", "litgpt"] = "safetensors"
     naming: Literal["hf", "torchtitan", "megatron", "litgpt"] = "hf"
-    """The naming scheme of the tensors; schemes other than Hugging Face's only for formats other than safetensors."""
+    """The naming scheme of the tensors; schemes other than Hugging Face's are only for formats other than
+    safetensors."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class AllReduceRate:
     bytes: int
     seconds: float
     bus_bytes_per_s: float
-    """Bytes times 2(n-1)/n over the time, as in nccl-tests."""
+    """Bytes times 2(n-1)/n divided by the time, as in nccl-tests."""
 
 
 @dataclass(frozen=True)
@@ -174,51 +175,52 @@ class CheckpointRatesRequest:
 
 @dataclass(frozen=True)
 class CheckpointRates:
-    """The fastest of several repetitions; the slowest process counts."""
+    """The fastest of several repetitions, each timed by its slowest process."""
 
     bytes: int
     """Size of a checkpoint, over all processes."""
     write_s: float
     """Time until everything is on disk."""
     read_s: float
-    """Time until everything is verified and loaded; the system does not cache it."""
+    """Time until everything is verified and loaded, without the page cache."""
 
 
 @dataclass(frozen=True)
 class CertifyRun:
-    """A plan to train on samples drawn from its seed."""
+    """A plan to train, on samples generated from its seed."""
 
     plan: Plan
     steps: int
     gradients: bool
     """Save the full gradients of the first step's batch."""
     clip_from: int | None
-    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and its batch is repeated;
-    None: never."""
+    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and from which that step's
+    batch is repeated; None: never."""
     clip_norm: float
     save_at: int | None
     """The step after which to write a checkpoint."""
     resume: bool
     """Train the steps after `save_at` again, from the checkpoint."""
     continues: str | None
-    """The run with whose checkpoint this one begins."""
+    """The run from whose checkpoint this one starts."""
     exchanges: int = 1
-    """How often those gradients are computed and exchanged without an update; their mean is saved."""
+    """Number of times that those gradients are computed and exchanged without an update; their mean is saved."""
     weights: tuple[float, ...] = ()
-    """The shares of the data-parallel ranks of each batch, in any unit; empty: equal shares."""
+    """Each data-parallel rank's share of a batch, in any unit; empty: equal shares."""
     inputs: bool = False
     """Save first.stage*.npz, the weights before the first step, and `DRAWN_BATCHES`."""
     live: bool = False
-    """Run the trainer as in a launch, with the plan's layout changes and faults; its gradients are those of the batch
+    """Run the trainer as in a launch, with the plan's layout changes and faults; its gradients are those for the batch
     after the last step."""
     killed_at: int | None = None
-    """Kill a live run in the middle of its layout change after this many updates, and start it again."""
+    """Kill a live run in the middle of its layout change after this many updates, then restart it."""
 
 
 @dataclass(frozen=True)
 class CertifyRequest:
     folder: str
-    """In it, each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and weights.stage*.npz."""
+    """The folder in which each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and
+    weights.stage*.npz."""
     runs: dict[str, CertifyRun]
     """Runs by name, in order."""
 
@@ -226,27 +228,27 @@ class CertifyRequest:
 @dataclass(frozen=True)
 class TrainedSteps:
     losses: tuple[float | None, ...]
-    """None for a loss that is not finite."""
+    """One per step; None for a non-finite loss."""
     least_clipped_norm: float | None
-    """The smallest norm of a gradient that was to be clipped; None without such a gradient, or if it is not finite."""
+    """The smallest norm of a gradient that was to be clipped; None if there was none or it is not finite."""
     weights_sha256: str
     taken: tuple[tuple[int, ...], ...] = ()
-    """The sorted positions of the samples that all ranks together trained in each step; a sample that several ranks
-    trained is repeated."""
+    """The sorted positions of the samples trained in each step over all ranks; a sample trained by several ranks is
+    repeated."""
 
 
 @dataclass(frozen=True)
 class LiveSteps:
-    """The figures of a run of the trainer."""
+    """Measurements of a trainer run."""
 
     starts: tuple[int, ...]
     """Number of updates before each start of the run."""
     layouts: tuple[Layout, ...]
     """The layout of each step."""
     largest_micro_batches: tuple[int, ...]
-    """The most samples that the first rank processed together in each step."""
+    """Maximum samples that the first rank processed together in each step."""
     written_bytes: int
-    """Bytes by which the run folder grew, without logs, while no checkpoint was due."""
+    """Bytes by which the run folder grew, excluding logs, while no checkpoint was due."""
 
 
 @dataclass(frozen=True)
@@ -261,19 +263,19 @@ class CertifyResult:
     runs: int
 
 
-# The results of a short probe of a machine without GPUs, with all processes of a run active at the same time.
+# Results of a short probe of a machine without GPUs, with all processes of a run active at once.
 
 
 PROBED_TOKENS = 1024
 """Tokens in the probed matrix products and attention."""
 PROBED_HEADS = 4
 PROBED_HEAD_SIZES = (16, 64)
-"""Sizes of the probed heads: a head costs scores and softmax independent of its size, and products that grow with
-it."""
+"""Sizes of the probed heads: the cost of scores and softmax does not depend on head size, while that of the products
+grows with it."""
 
 
 BUSY = 0.1
-"""A probe that is preempted for a larger fraction of its time measures other processes as much as the machine."""
+"""A probe preempted for a larger fraction of its time measures other processes as much as the machine."""
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,8 @@ class Curve:
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Return the seconds at a size: linear between two points on logarithmic axes; beyond the last point
-        proportional to size."""
+        """Return the seconds for a size: log-log interpolation between two points; beyond the last point, proportional
+        to size."""
         if size <= self.sizes[0]:
             return self.seconds[0]
         if size >= self.sizes[-1]:
@@ -296,7 +298,7 @@ class Curve:
         return math.exp(math.log(y0) + share * math.log(y1 / y0))
 
     def beyond_call(self, size: float) -> float:
-        """Return the cost of the size in addition to the cost of the call."""
+        """Return the cost of a size beyond the cost of the call itself."""
         return max(0.0, self.at(size) - self.seconds[0])
 
 
@@ -310,7 +312,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class MatmulCurves:
-    """The three products of training by a matrix's elements, for `PROBED_TOKENS` tokens; CPUs differ in them."""
+    """The three matrix products of training, as curves over a matrix's elements, for `PROBED_TOKENS` tokens; CPUs
+    differ in them."""
 
     forward: Curve
     input_gradient: Curve
@@ -319,13 +322,13 @@ class MatmulCurves:
 
 @dataclass(frozen=True)
 class Reference:
-    """A medium-sized model, trained for some steps throughout the probe."""
+    """A medium-sized model, trained for a few steps at times spread over the probe."""
 
     plan: Plan
     parts_s: dict[str, float]
-    """Times of a step's parts, with the names in step events."""
+    """Times of a step's parts, named as in step events."""
     grown_bytes: float
-    """Resident memory that it added to the process."""
+    """Resident memory that it adds to the process."""
 
 
 @dataclass(frozen=True)
@@ -333,28 +336,29 @@ class MachineProbe:
     processes: int
     compute: str
     empty_step_s: dict[str, float]
-    """The parts of a step of a nearly empty model without its blocks: host time, small collectives."""
+    """Parts of a step of a nearly empty model, without its blocks: host time and small collectives."""
     empty_block_s: dict[str, float]
     """The time that each of its blocks adds."""
     small: Reference
     large: Reference
     matmul: MatmulCurves
     attention: Passes
-    """Attention by sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, with the larger head size."""
+    """Attention as a function of sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, with the larger head
+    size."""
     attention_narrow: Passes
     """Attention with the smaller head size."""
     norm: Passes
-    """This and the following curves are by elements."""
+    """This and the following curves are functions of the number of elements."""
     rope: Passes
     swiglu: Passes
     loss: Curve
-    """Indexed by logits, including their gradient."""
+    """As a function of the number of logits, including their gradient."""
     add: Curve
     cast: Curve
     optimizer: Curve
-    """The gradients' norm and the update, by parameters."""
+    """Gradient norm and update, as a function of the number of parameters."""
     all_reduce: Curve
-    """Collectives by bytes, after each process had work of its own."""
+    """Collectives as a function of bytes, after each process has done separate work."""
     all_gather: Curve
     reduce_scatter: Curve
     bare_bytes: float
@@ -362,7 +366,7 @@ class MachineProbe:
     displaced: float
     """Fraction of the time that a process was ready to run while another had the core."""
     peak_flops: float
-    """FLOP/s of a process's best matrix product, as the base of MFU."""
+    """FLOP/s of a process's best matrix product, the basis of MFU."""
 
     @property
     def is_disturbed(self) -> bool:

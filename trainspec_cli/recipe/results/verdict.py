@@ -1,5 +1,4 @@
-"""Verdicts: the causes that slow a run, and their locations. `diagnose --json` prints them, and `verdicts.jsonl` holds
-them."""
+"""Verdicts: what slows a run, and where. `diagnose --json` prints them, and `verdicts.jsonl` stores them."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """One cause with its location, cost and evidence. Without a rank, node or link it concerns the whole run."""
+    """One cause with its location, cost and evidence. Without a rank, node or link, it concerns the whole run."""
 
     cause: Cause
     rank: Count | None = None
@@ -63,13 +62,13 @@ class RunVerdict:
     confidence: Annotated[float, number(0, 1)] = 0.0
     evidence: tuple[str, ...] = ()
     code: str | None = None
-    """The line of code that profiling has found, `FILE:LINE (FUNCTION)`."""
+    """The line of code found by profiling, `FILE:LINE (FUNCTION)`."""
     advice: str = ""
-    """A command, or a key of the recipe."""
+    """A command or a recipe key."""
     full_step: Count | None = None
     """For a leak, the step at which memory runs out."""
     what_if: tuple[WhatIf, ...] = ()
-    """Changes that would speed up a run that goes as planned, most effective first."""
+    """Changes that would speed up a run that is going as planned, most effective first."""
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -92,10 +91,10 @@ Share = Annotated[float, number(0, 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class LookOrder:
-    """A request of the supervisor: the rank that profiles itself, and the verdict that caused the request."""
+    """A request from the supervisor: the rank that is to profile itself, and the verdict that caused the request."""
 
     number: Count
-    """Requests of a run are numbered from 1, over all of its starts."""
+    """Requests in a run are numbered from 1 across restarts."""
     looker: Count
     """The rank that profiles itself, numbered over all replica groups."""
     cause: Cause
@@ -105,7 +104,7 @@ class LookOrder:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return the location of the verdict, as `RunVerdict.place`."""
+        """Return the location of the verdict, like `RunVerdict.place`."""
         return self.cause, self.rank, self.node, self.link
 
 
@@ -119,19 +118,19 @@ class OperationTime:
     calls: Seconds
     """Calls per step, on average."""
     on_device: bool = False
-    """True if it ran on the GPU, else it ran on the host."""
+    """True if it ran on the GPU, False if it ran on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeLine:
-    """A line of Python at which samples of a thread were taken."""
+    """A line of Python code at which a thread was sampled."""
 
     file: str
     line: Count
     function: str
     text: str
     share: Share
-    """The fraction of the samples in which the thread did not wait for other ranks."""
+    """The fraction of samples at this line, among those in which the thread was not waiting for other ranks."""
 
     @property
     def position(self) -> str:
@@ -140,18 +139,18 @@ class CodeLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """The findings of a rank in the steps that it profiled."""
+    """A rank's findings in the steps that it profiled."""
 
     order: LookOrder
     first_step: Count
     last_step: Count
-    """If the rank hung and made no step, the step before `first_step`."""
+    """If the rank hung and completed no step, the step before `first_step`."""
     operations: tuple[OperationTime, ...] = ()
-    """The operations that took most time, in descending order."""
+    """The operations that took the most time, in descending order."""
     operations_share: Share = 0.0
     """The fraction of the steps' time in which an operation ran on the host."""
     lines: tuple[CodeLine, ...] = ()
-    """Code lines sampled outside of operations, in descending order."""
+    """Code lines sampled outside operations, in descending order."""
     samples: Count = 0
     sampled_by: Literal["trainspec", "py-spy"] = "trainspec"
     cost_s: Seconds = 0.0
@@ -159,7 +158,7 @@ class Look:
     file: str | None = None
     """The trace in the run folder; None if it could not be written."""
     notes: tuple[str, ...] = ()
-    """Parts of the profiling that failed, and why."""
+    """Parts of the profiling that failed, with reasons."""
 
 
 # Links between ranks as measured by a run: the workers' reports, and the basis of decisions.
@@ -167,7 +166,7 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink:
-    """Ranks that exchange along an axis; for a pipeline (`pp`), two neighbours."""
+    """Ranks that exchange data along an axis; for a pipeline (`pp`), two neighbours."""
 
     axis: str
     ranks: tuple[Count, ...]

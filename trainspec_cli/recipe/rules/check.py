@@ -1,4 +1,4 @@
-"""All checks of a recipe: on its own, for the engine, and on a machine.
+"""All checks of a recipe: on its own, against the engine, and against a machine.
 
 A rule yields problems. A rule that uses an unknown value (`records.UNKNOWN`: missing, mistyped or out of range) stops
 there, so that one wrong number does not hide the problems of other keys, and no rule divides by zero.
@@ -59,10 +59,10 @@ from trainspec_cli.recipe.rules.run import (
 )
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
-"""Sources that read no file, and what to type for sources that do."""
+"""Sources that read no file -> what to set for a source that does."""
 OF_FOLDERS = ("tokens", "images", "volumes")
 OF_IDS = ("tokens", "nanogpt", "megatron")
-"""Sources that are already tokenised."""
+"""Sources that contain token ids."""
 OF_TABLES = ("parquet", "arrow")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 Rule = Callable[[RunSpec], Iterable[Problem]]
@@ -70,7 +70,7 @@ Rule = Callable[[RunSpec], Iterable[Problem]]
 
 # Recipe keys that belong to a wing. The recipe format is a protocol, so these keys are known and checked even if the
 # wing's folder is deleted; only the wing interprets them. A recipe uses a wing if the wing's key has the wing's value.
-# Parts of other wings are not loaded for it.
+# Parts of unused wings are not loaded.
 
 
 RULES: Point[Iterable[Callable[[RunSpec], Iterable[Problem]]]] = Point("rules")
@@ -84,16 +84,17 @@ class WingKeys:
     wing: str
     key: str
     value: str
-    """The recipe uses the wing if `key` has this value."""
+    """A recipe uses the wing if `key` has this value."""
     otherwise: str
-    """What to type instead of using the wing."""
+    """What to set instead of using the wing."""
     section: str
     """The section of the wing's settings, which have no meaning without the wing."""
     defaults: object
     of_one_start: tuple[str, ...]
-    """Keys of `section` that differ from start to start: refused without the wing, and in a sweep."""
+    """Keys of `section` that differ between starts; they are refused without the wing and in a sweep."""
     files: tuple[str, ...]
-    """Keys among these that name a file, which every process of the run must find: a relative path is made absolute."""
+    """Those of the keys that name a file; relative paths are made absolute, so that every process of the run finds the
+    file."""
 
     @property
     def paths_of_one_start(self) -> list[str]:
@@ -142,12 +143,12 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
 
 
 def check(spec: RunSpec) -> list[Problem]:
-    """Return all problems that can be found without a machine."""
+    """Return all problems that can be found without inspecting a machine."""
     rules: list[Rule] = [*MODEL_RULES, world_size, schedule, vocabulary, data_path, tokenizer, uncertainty, ownership]
     rules += [half_precision, largest_micro_batch, keys_of_wings]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
-    # If the key that selects a wing is wrong, whether the wing is used is unknown.
+    # If the key that selects a wing is invalid, it is unknown whether the wing is used.
     with contextlib.suppress(UnknownTouched):
         rules += [rule for of_wing in parts_for(RULES, spec) for rule in of_wing]
     known, problems = forget_out_of_range(spec)
@@ -160,12 +161,12 @@ def check_engine(spec: RunSpec) -> list[Problem]:
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
-    """Return the parts of the model and its layout that the engine cannot build, on any machine."""
+    """Return what the engine cannot build of the model and its layout on any machine."""
     return apply(BUILT, spec)
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
-    """Return what this machine lacks to run a recipe that is correct in itself."""
+    """Return what this machine lacks to run an otherwise correct recipe."""
     here: list[Rule] = [partial(rule, machine=machine) for rule in (gpus, matrix_units, check_kernels)]
     return apply([*here, packages, compiler, shared_memory], spec)
 
@@ -181,7 +182,7 @@ def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
 
 
 def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
-    """Apply `rules` to values that are all in range. Searches do so for many layouts of one recipe."""
+    """Apply `rules` to values that are all in range. Searches do this for many layouts of one recipe."""
     problems: list[Problem] = []
     for rule in rules:
         with contextlib.suppress(UnknownTouched):
@@ -190,7 +191,7 @@ def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
 
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
-    """Require that the product of the axes is the number of processes (of a replica group). If an axis is auto, the
+    """Require that the product of the axes equals the number of processes (per replica group). If an axis is auto, the
     product of the others must divide it."""
     devices = spec.cluster.devices_per_node
     if devices == AUTO:
@@ -198,7 +199,7 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     processes = spec.cluster.num_nodes * devices
     every = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
     sizes = {axis: size for axis, size in every.items() if size != AUTO}
-    # Each replica group has its own mesh. A number of groups that does not divide the processes has its own rule.
+    # Each replica group has its own mesh. Another rule refuses a number of groups that does not divide the processes.
     groups = fixed_groups(spec)
     if processes % groups == 0:
         processes //= groups
@@ -212,7 +213,7 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     nodes += f" for each of {groups} replica groups" if groups > 1 else ""
     layout = f"{axes}, which does not divide the processes" if free else f"{axes}, which makes {product}"
     message = f"the cluster has {nodes} (nodes x devices), but the layout asks for {layout}"
-    # Point to the largest axis, as the likeliest mistake, and to the axis that usually grows if all are 1.
+    # Point to the largest axis as the likeliest mistake, or, if all are 1, to the axis that usually grows.
     path = f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}"
     others = product // max(sizes.values())
     hint = f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
@@ -237,10 +238,10 @@ def schedule(spec: RunSpec) -> Iterator[Problem]:
 
 
 def vocabulary(spec: RunSpec) -> Iterator[Problem]:
-    """Require a row in the embedding for every token."""
+    """Require an embedding row for every token."""
     if spec.model.unit == "samples":
         return
-    # The size is known here only for a tokenizer that is still to be trained; others are read with the data.
+    # The size is known here only for a tokenizer that has yet to be trained; others are read with the data.
     wanted = spec.data.tokenizer.vocab_size
     rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
@@ -289,7 +290,8 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
 
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
-    """Require that a named tokenizer file exists, and refuse a mixture whose parts would each train a tokenizer."""
+    """Require that a named tokenizer file exists, and refuse a mixture whose parts would each train their own
+    tokenizer."""
     path = spec.data.tokenizer.path
     sources = {part.source for part in spec.data.mixture.values()}
     if spec.data.source == "mixture" and spec.data.tokenizer.is_trained and not sources <= set(OF_IDS):
@@ -309,7 +311,7 @@ def _missing_file(path: str, value: str, kind: str) -> Problem:
 
 
 def uncertainty(spec: RunSpec) -> Iterator[Problem]:
-    """Require that each key of `known_within` is a number of its section, with a factor of at least 1."""
+    """Require that each key of `known_within` names a numeric key of its section, with a factor of at least 1."""
     for section in ("reliability", "site", "power", "cost"):
         values = getattr(spec.cluster, section)
         for key, factor in values.known_within.items():
@@ -344,7 +346,7 @@ def half_precision(spec: RunSpec) -> Iterator[Problem]:
 
 
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a limit below the micro-batch that every rank starts with: the scheduler could not keep it."""
+    """Refuse a limit below every rank's initial micro-batch: the scheduler could not respect it."""
     usual = spec.batching.micro_batch_size
     most = spec.scheduler.max_micro_batch_size
     if usual != AUTO and most != AUTO and most < usual:
@@ -354,9 +356,9 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Refuse a machine without the usable GPUs that a recipe requests by `cluster.device` or by naming the accelerator.
+    """Refuse a machine that lacks the usable GPUs requested by `cluster.device` or by the accelerator's name.
 
-    Without this rule, a run on a node with a broken driver would train on its CPUs for days unnoticed.
+    Without this rule, a run on a node with a broken driver could train on its CPUs for days unnoticed.
     """
     cluster = spec.cluster
     found = len(machine.gpu_names)
@@ -382,7 +384,7 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Refuse formats that the GPUs cannot multiply. A CPU emulates them."""
+    """Refuse formats that the GPUs cannot multiply. CPUs emulate them."""
     if spec.cluster.device == "cpu" or not machine.gpu_names:
         return
     if spec.precision.compute == "bf16" and not machine.bf16:
@@ -403,14 +405,14 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
     of_wings = [needed for of_wing in parts_for(PACKAGES, spec) for needed in of_wing]
     for path, value, package, extra in (*tracked, *tables, *scaled, *of_wings):
-        # Located without importing: some of them take seconds to load.
+        # Locate them without importing, because some take seconds to load.
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {value}, but the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"run pip install 'trainspec[{extra}]'")
 
 
 def compiler(spec: RunSpec) -> Iterator[Problem]:
-    """Require a C++ compiler: torch.compile writes C++ for a CPU, and a C launcher for each GPU kernel."""
+    """Require a C++ compiler: torch.compile generates C++ for CPUs and a C launcher for each GPU kernel."""
     if spec.compile and not find_compiler():
         message = "`compile` is true, but no C++ compiler (g++, clang++) is on the PATH"
         yield _lacking("missing_compiler", "compile", message, "set compile=false, or install one (apt install g++)")
@@ -427,7 +429,7 @@ def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
     return Problem(code=code, path=path, message=message, hint=hint, environment=True)
 
 
-# Which backends a run can use, and what its machine needs for them.
+# Which backends a run can use, and what they need from its machine.
 
 
 def known_backends(spec: RunSpec) -> Iterator[Problem]:
@@ -441,7 +443,7 @@ def known_backends(spec: RunSpec) -> Iterator[Problem]:
 
 
 def used_operations(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a backend for an operation that the run does not have."""
+    """Refuse a backend for an operation that the run does not use."""
     for op, backend in _named(spec):
         if not backend_is_used(spec, op):
             message = f"`kernels.{op}` is {backend}, but this run has no such operation"
@@ -460,7 +462,7 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
         return model.experts is not None
     if op == "rope":
         return model.rotates
-    # Ring attention has its own kernel, which passes keys and values on while it computes.
+    # Ring attention has its own kernel, which passes on keys and values while it computes.
     ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
     return op != "attention" or not ring
 
@@ -503,10 +505,10 @@ def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def lacking(backend: Backend, *, on_gpu: bool) -> str:
-    """Return a name for what the backend needs and this machine lacks; "" if nothing is missing."""
+    """Return the name of a requirement of the backend that this machine lacks; "" if nothing is missing."""
     if backend.on == "cuda" and not on_gpu:
         return "CUDA"
-    from importlib.metadata import version  # takes long to load, and few recipes name a kernel
+    from importlib.metadata import version  # slow to load, and few recipes name a kernel
 
     if tuple(map(int, version("torch").split(".")[:2])) < backend.since_torch:
         return "torch"
@@ -546,11 +548,11 @@ def find_compiler() -> str | None:
 
 
 def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield operations with a backend that is neither the default, nor left open, nor unknown."""
+    """Yield operations whose backend is known and is neither the default nor `auto`."""
     return ((op, name) for op, name in spec.kernels.changed.items() if name in KERNELS[op])
 
 
-# Values that can be written and planned but not trained yet: the engine refuses them instead of ignoring them.
+# Values that can be stated and planned but not trained yet: the engine refuses them rather than ignoring them.
 
 
 TRAINED = {"compute": ("bf16", "fp32", AUTO), "matmul": ("compute", "fp8")}
@@ -573,7 +575,7 @@ def close_axes(spec: RunSpec) -> RunSpec:
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse to start other frameworks than trainspec's own engine; they can be planned."""
+    """Refuse to launch frameworks other than trainspec's own engine; they can only be planned."""
     if not spec.framework.counted:
         message = f"`framework` is {spec.framework.name}, whose runs can be planned but not started"
         hint = "leave `framework` out, or run `trainspec plan`; `trainspec emit` writes other engines' configurations"
@@ -581,7 +583,7 @@ def own_framework(spec: RunSpec) -> Iterator[Problem]:
 
 
 def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
-    """Require images or volumes for models of samples, and tokens for text models."""
+    """Require images or volumes for convolutional models, and tokens for text models."""
     model = spec.model
     data = spec.data
     if model.unit == "samples" and data.unit == "tokens":
@@ -612,7 +614,8 @@ def elastic_model(spec: RunSpec) -> Iterator[Problem]:
 
 
 def float8(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse fp8 linear layers if the family does not allow them, or a rank's matrices do not fit the kernels."""
+    """Refuse fp8 linear layers if the family does not allow them or the kernels do not support the shapes of a rank's
+    matrices."""
     if spec.precision.matmul != "fp8":
         return
     refused = spec.model.record.refuses.get("fp8")

@@ -1,5 +1,5 @@
-"""Rules for the model and the requirements of its layout: axes, sizes, networks, pools, exchange formats, replica
-groups and layout changes. Values that are `auto` are left to the planner."""
+"""Rules for the model and its layout: axes, sizes, networks, pools, exchange formats, replica groups and layout
+changes. Values that are `auto` are left to the planner."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainspec_cli.recipe.records import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
-    """Return the size of an axis. An axis that is left to the planner restricts nothing yet, so it counts as 1."""
+    """Return the size of an axis. An axis left to the planner restricts nothing yet, so it counts as 1."""
     size = getattr(layout, axis)
     return 1 if size == AUTO else int(size)
 
 
 def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
-    """Return the layout of the pipeline only, with open axes as in a run without a pipeline."""
+    """Return the layout of the pipeline alone, with `auto` axes as in a run without a pipeline."""
     schedule = layout.pipeline_schedule
     return Layout(
         pp=size_of(layout, "pp"),
@@ -36,7 +36,7 @@ def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
 
 
 def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
-    """Require that each rank of tp gets whole heads, and equal parts of the feed-forward and the vocabulary."""
+    """Require that each tp rank gets complete heads and equal parts of the feed-forward and the vocabulary."""
     tp = size_of(spec.layout, "tp")
     if tp == 1:
         return
@@ -46,12 +46,12 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
     if spec.train.loss:
         yield _spread_alone("tp", f"it shards the vocabulary, but {spec.train.loss} (`train.loss`) needs all logits")
     for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
-        # A family without such a size has nothing to shard there.
+        # A family without this size has nothing to shard there.
         size = getattr(spec.model, field, 0)
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
     if spec.layout.sequence_parallel:
-        # Each rank of cp has a part of the sequence, which the ranks of tp divide once more.
+        # Each cp rank has a part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
             message = "a table of positions is added to whole sequences, but sequence parallelism divides them"
@@ -62,13 +62,13 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def adapters(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse adapters where they cannot be added as plain layers to frozen ones."""
+    """Refuse adapters if they cannot be added to frozen layers as plain layers."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
             message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
             yield Problem("contradiction", message, "lora.base", "set lora.rank=16, or lora.base=full")
         return
-    # Each family lists what it refuses, so a new family needs no edit here.
+    # Each family lists what it refuses, so new families need no changes here.
     if reason := spec.model.record.refuses.get("lora"):
         message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
@@ -85,7 +85,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
 
 
 def quantised_base(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse 4-bit matrices outside dense layers, and rows that tp does not divide into whole blocks."""
+    """Refuse 4-bit matrices outside dense layers, and rows that tp does not divide into complete blocks."""
     model = spec.model
     if not spec.lora.is_quantised or not isinstance(model, DecoderModel):
         return
@@ -103,7 +103,7 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
         if size % 2:
             message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
             yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
-        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides rows of these
+        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides the rows of these
             # The suggested value must pass this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
@@ -111,7 +111,7 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse document masks for models and layouts that do not support them."""
+    """Refuse document masks for models or layouts that do not support them."""
     if not spec.data.masks_documents:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
@@ -138,7 +138,7 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
             if heads % (cp * tp):
                 yield _indivisible("cp", cp * tp, f"model.{field}", heads)
     else:
-        # A causal mask gives later tokens more work, so each rank takes one early chunk and one late chunk.
+        # A causal mask makes later tokens more expensive, so each rank takes one early chunk and one late chunk.
         yield from _sequence(spec, 2 * cp, "2 x cp, the chunks of the zigzag")
         for field in ("sliding_window", "mla", "attention_sinks"):
             if getattr(model, field, None):
@@ -171,7 +171,7 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         got = f"`{path}` is {chunks}, but the schedule {schedule} sets the chunks of layers per rank itself"
         hint = f"set layout.pipeline_schedule=interleaved, or {path}=1"
         yield Problem("illegal_layout", got, path, hint)
-    # A stage without layers would have nothing to send to the next stage.
+    # A stage without layers would have nothing to send to the next one.
     layers = spec.model.num_layers
     wanted = spec.layout.stage_layers
     layout = pipeline_of(spec.layout, size_of(spec.layout, "virtual_stages"))
@@ -207,7 +207,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
         return
     if experts.num_experts % ep:
         yield _indivisible("ep", ep, "model.experts.num_experts", experts.num_experts)
-    # Experts are distributed over the ranks of one replica and stage, whose number is known only if no axis is open.
+    # Experts are distributed over the ranks of one replica and stage, whose number is known only if no axis is `auto`.
     axes = ("dp_shard", "cp", "tp")
     sizes = [getattr(spec.layout, axis) for axis in axes]
     if AUTO not in sizes and (sizes[0] * sizes[1] * sizes[2]) % ep:
@@ -217,7 +217,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def capacity(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a capacity per sequence if the layout divides sequences over ranks."""
+    """Refuse a per-sequence capacity if the layout divides sequences over ranks."""
     experts = spec.model.experts
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:
@@ -249,11 +249,11 @@ def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
     return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
 
 
-# Rules for a model's sizes: for all models, for those of one family, and what the engine can train.
+# Rules for a model's sizes: for all models, for one family, and for what the engine can train.
 
 
 MAX_PHANTOM_CLASSES = 8
-"""The most kinds of tissue or lesion in phantoms that differ clearly enough."""
+"""Maximum number of tissue or lesion types in phantoms that are still clearly distinguishable."""
 
 
 def expert_choice(spec: RunSpec) -> Iterator[Problem]:
@@ -265,7 +265,7 @@ def expert_choice(spec: RunSpec) -> Iterator[Problem]:
 
 
 def expert_groups(spec: RunSpec) -> Iterator[Problem]:
-    """Require groups of equal size, and enough experts in the groups that a token may visit."""
+    """Require groups of equal size and enough experts in the groups available to a token."""
     experts = spec.model.experts
     if experts is None or experts.num_groups == 1:
         return
@@ -279,7 +279,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
             f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) must hold a token's "
             f"{experts.top_k} experts, but a group has {number // groups}"
         )
-        # Rounded up: these groups must hold at least a token's experts.
+        # Rounded up: these groups must hold at least as many experts as a token visits.
         fewest = min(groups, -(-experts.top_k * groups // number))
         allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
         hint = f"set model.experts.top_groups={allowed}"
@@ -287,7 +287,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
 
 
 def expert_width(spec: RunSpec) -> Iterator[Problem]:
-    """Require rows of whole 16 bytes for grouped matrix products."""
+    """Require rows in multiples of 16 bytes for grouped matrix products."""
     experts = spec.model.experts
     if experts is None:
         return
@@ -330,7 +330,7 @@ def rotary_width(spec: RunSpec) -> Iterator[Problem]:
 
 
 def layer_pattern(spec: RunSpec) -> Iterator[Problem]:
-    """Require one letter in the pattern per layer of each kind."""
+    """Require one letter in the pattern for each layer of each kind."""
     model = spec.model
     if not isinstance(model, HybridModel) or not model.layer_pattern:
         return
@@ -374,7 +374,7 @@ def fitting_input(spec: RunSpec) -> Iterator[Problem]:
     if dims not in ((2, 3) if model.segments else (2,)):
         allowed = "a unet takes 2 or 3" if model.segments else f"a {model.architecture} takes 2"
         yield Problem("out_of_range", f"`model.input_size` has {dims} dimensions; {allowed}", "model.input_size")
-    # Each level halves the size in every dimension, and the way up must match the way down.
+    # Each level halves the size in every dimension, and sizes on the way up must match those on the way down.
     shrinks_by = 2 ** len(model.widths)
     if model.segments and any(extent % shrinks_by for extent in model.input_size):
         message = f"`model.input_size` is {list(model.input_size)}; {len(model.widths)} levels halve every size"
@@ -397,7 +397,7 @@ MODEL_RULES = (
     *(heads, rotary_width, layer_pattern, mamba_heads),
 )
 TRAINING_RULES = (prediction_layers, known_architecture, fitting_input, phantom_classes)
-"""For models that the engine should train; a model that it cannot train can still be planned."""
+"""Rules for models to be trained by the engine; a model that it cannot train can still be planned."""
 
 
 def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
@@ -406,13 +406,13 @@ def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
 
 
 def divisors(number: int, most: int = 8) -> list[Any]:
-    """Return all divisors of a number; of a large number, only the smallest few."""
-    # Sizes may be as large as 1e9, and nobody uses more ranks than this.
+    """Return all divisors of a number, or only the smallest few if the number is large."""
+    # Sizes may be as large as 1e9, but nobody uses more ranks than this.
     found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
     return found if len(found) <= most else [*found[:most], "..."]
 
 
-# Rules for a network: each tier holds more than the one below and the last one holds every device; planes connect all
+# Rules for a network: each tier holds more devices than the one below, and the last one holds all; planes connect all
 # NICs.
 
 
@@ -420,7 +420,7 @@ TIERS = "cluster.fabric.tiers"
 
 
 def tiers(spec: RunSpec) -> Iterator[Problem]:
-    """Require a scale-up domain and at least one network tier, with sizes that grow in whole nodes up to all
+    """Require a scale-up domain and at least one network tier, with sizes that are full nodes and grow up to all
     devices."""
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
@@ -441,7 +441,7 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
 def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
     per_node = spec.cluster.devices_per_node
     known = [(place, tier.name, tier.devices) for place, tier in enumerate(described) if tier.devices is not None]
-    # The first tier is the scale-up domain: if the tier does not state its size, the cluster's keys do.
+    # The first tier is the scale-up domain: if the tier does not state its size, the cluster's keys determine it.
     domain = spec.cluster.scaleup_devices or (None if per_node == AUTO else per_node)
     if described and described[0].devices is None and domain is not None:
         known.insert(0, (0, described[0].name, domain))
@@ -476,8 +476,7 @@ def network(spec: RunSpec) -> Iterator[Problem]:
 
 
 def planes(spec: RunSpec) -> Iterator[Problem]:
-    """Require a whole, even number of ports per switch, half of which go up, and tiers that connect every device's
-    NIC."""
+    """Require an even number of ports per switch, half of them uplinks, and tiers that connect every device's NIC."""
     found = spec.cluster.fabric.planes
     per_node = spec.cluster.devices_per_node
     if found is None:
@@ -493,7 +492,8 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
             "not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide evenly"
         )
         return
-    # Half of a switch's ports go up, except in the last tier: radix^2 / 2 NICs in two tiers, radix^3 / 4 in three.
+    # Half of a switch's ports are uplinks, except in the last tier: radix^2 / 2 NICs in two tiers, radix^3 / 4 in
+    # three.
     most = round(radix) ** found.switch_tiers // (2 if found.switch_tiers == 2 else 4)
     nics = None if per_node == AUTO else spec.cluster.num_nodes * per_node
     if nics is not None and nics > most:
@@ -506,16 +506,16 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
 FABRIC_RULES = (tiers, network, planes)
 
 
-# Rules for a cluster of several pools: keys that must not be set, and features that pools exclude.
+# Rules for a cluster with several pools: keys that must not be set, and features that pools exclude.
 
 
 POOLS = "cluster.pools"
 MOST = 4
-"""Pipelines are tried through the pools in every order: 24 orders for four pools."""
+"""Maximum number of pools. Pipelines are tried through the pools in every order: 24 orders for four pools."""
 
 
 def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse keys of an ordinary cluster together with pools, which describe the nodes themselves."""
+    """Refuse keys of an ordinary cluster alongside pools, which describe the nodes themselves."""
     cluster = spec.cluster
     if not cluster.pools:
         if cluster.pool_link_gbit_per_s is not None:
@@ -527,7 +527,7 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{POOLS}` names the accelerators, but `cluster.accelerator` is {cluster.accelerator.name}"
         yield Problem("unsupported", message, POOLS, "set cluster=auto, and set these keys in each pool")
         return
-    # A rule cannot distinguish a key with its default value from a key that was not written.
+    # A rule cannot distinguish a key set to its default value from a key that was not set.
     set_besides = {
         "num_nodes": (cluster.num_nodes, 1),
         "devices_per_node": (cluster.devices_per_node, AUTO),
@@ -660,11 +660,11 @@ COMM_RULES = (fp32_sums, parameter_format, several_nodes)
 
 
 ELASTIC_WITHOUT_NUMBER = 2
-"""Groups if neither `resilience.replica_groups` nor `layout.dp_replicate` states their number."""
+"""Number of groups if neither `resilience.replica_groups` nor `layout.dp_replicate` states it."""
 
 
 def wanted_groups(spec: RunSpec) -> int:
-    """Return the number of replica groups of a launch."""
+    """Return the number of replica groups in a launch."""
     if spec.resilience.mode != "elastic":
         return 1
     if spec.resilience.replica_groups != AUTO:
@@ -674,14 +674,13 @@ def wanted_groups(spec: RunSpec) -> int:
 
 
 def fixed_groups(spec: RunSpec) -> int:
-    """Return the number of groups in addition to the layout's axes: `layout.dp_replicate` may count the groups
-    itself."""
+    """Return the number of groups outside the layout's axes: `layout.dp_replicate` may already count the groups."""
     counted_by_layout = spec.resilience.replica_groups == AUTO and spec.layout.dp_replicate not in (AUTO, 1)
     return 1 if counted_by_layout else wanted_groups(spec)
 
 
 def groups(spec: RunSpec) -> Iterator[Problem]:
-    """Require at least two groups, with equal numbers of processes."""
+    """Require at least two groups with the same number of processes."""
     path = "resilience.replica_groups"
     number = spec.resilience.replica_groups
     if spec.resilience.mode != "elastic":
@@ -711,13 +710,13 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
-    """Refuse a placement in which the loss of one node takes parts of several replica groups."""
+    """Refuse a placement in which losing one node would take down parts of several replica groups."""
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"
     message = f"{num_nodes} nodes do not divide over {number} replica groups, nor the groups over the nodes"
     fitting = [n for n in range(2, 2 * num_nodes + 1) if num_nodes % n == 0 or n % num_nodes == 0]
-    # The values nearest to the request, in ascending order.
+    # The values nearest to the requested one, in ascending order.
     near = sorted(fitting, key=lambda n: abs(n - number))[:3]
     yield Problem("not_divisible", message, path, f"set {path}={' or '.join(map(str, sorted(near)))}")
 
@@ -755,10 +754,9 @@ def changed_specs(spec: RunSpec) -> list[RunSpec]:
 
 
 def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """Require that each layout that the run changes to is legal, and builds only on axes that are known before the
-    search."""
+    """Require that each layout that the run switches to is legal and depends only on axes known before the search."""
     for place, (changed, change) in enumerate(zip(changed_specs(spec), spec.scheduler.changes, strict=False)):
-        # The planner searches before the run begins, for one layout, so a change must name the axes that it builds on.
+        # The planner searches for one layout before the run starts, so a change must state the axes that it depends on.
         open_axes = [axis for axis in ("cp", "tp", "pp", "ep") if getattr(changed.layout, axis) == AUTO]
         if open_axes:
             message = f"the layout from step {change.step} leaves {', '.join(open_axes)} to the planner"
@@ -773,14 +771,14 @@ def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
 
 
 def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
-    """Require changes in ascending order of steps, before the last step."""
+    """Require changes in ascending step order, before the last step."""
     changes = spec.scheduler.changes
     for place, (before, change) in enumerate(pairwise(changes), 1):
         if change.step <= before.step:
             message = f"`{PATH}.{place}.step` is {change.step}, but the change before it is at {before.step}"
             hint = f"order the changes by step: {before.step + 1} or more"
             yield Problem("out_of_range", message, f"{PATH}.{place}.step", hint)
-    # A batch that changes makes another number of steps, so the last step is unknown.
+    # A changing batch size changes the number of steps, so the last step is unknown.
     late = [place for place, change in enumerate(changes) if change.step >= spec.train.max_steps]
     if late and spec.batching.schedule.kind == "constant":
         message = f"`{PATH}.{late[0]}.step` is {changes[late[0]].step}, in a run of {spec.train.max_steps} steps"
@@ -788,7 +786,8 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def one_replica_group(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse layout changes with replica groups, which heal from one another part by part and so need one layout."""
+    """Refuse layout changes with replica groups, which heal from one another part by part and therefore need the same
+    layout."""
     if spec.scheduler.changes and spec.resilience.mode == "elastic":
         message = "replica groups (`resilience.mode` is elastic) keep their layout: they heal from one another"
         yield Problem("unsupported", message, PATH, f"set resilience=restart, or ~{PATH}")

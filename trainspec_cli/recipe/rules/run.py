@@ -53,7 +53,7 @@ def run_name(spec: RunSpec) -> Iterator[Problem]:
 
 
 def local_folder(spec: RunSpec) -> Iterator[Problem]:
-    """Require a run folder on this machine or on a file system that it mounts."""
+    """Require a run folder on this machine or on a file system mounted by it."""
     if spec.run.dir and how_to_copy(spec.run.dir):
         message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
         yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy it when the run is over")
@@ -78,7 +78,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
     """Refuse layout values that the framework does not have."""
     facts = spec.framework
     layout = spec.layout
-    # For one rank, or an axis that is still open, a ZeRO stage or a schedule has no effect yet.
+    # For a single rank or an axis that is still `auto`, a ZeRO stage or a schedule has no effect yet.
     pinned = {
         "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
         "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
@@ -94,14 +94,14 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
 
 
-# Rules for what an optimizer does not train, or cannot be combined with.
+# Rules for what an optimizer cannot train or be combined with.
 
 
 NAME = "optim.name"
 
 
 def muon_models(spec: RunSpec) -> Iterator[Problem]:
-    """Require whole matrices of hidden layers for Muon."""
+    """Require complete matrices of hidden layers for Muon."""
     if spec.optim.name != "muon":
         return
     why = spec.model.record.refuses.get("muon", "")
@@ -138,7 +138,7 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
     """Return why 8-bit state made under `tp` cannot be read under `other_tp`; "" if it can.
 
     tp divides rows of some matrices, and each rank quantises its part in its own blocks. They are the same under
-    another tp only if every part of either is a whole number of blocks.
+    another tp only if every part in both cases is a whole number of blocks.
     """
     if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model) or tp == other_tp:
         return ""
@@ -150,9 +150,9 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
 
 
 def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
-    """Return the lengths of the rows that tp divides and whose moments are kept in 8 bits, by the keys that determine
+    """Return the lengths of rows that tp divides and whose moments are kept in 8 bits, by the keys that determine
     them."""
-    # tp divides the rows of matrices that lead back to the hidden size; other matrices it divides between rows.
+    # tp divides the rows of matrices that project back to the hidden size; it splits other matrices between rows.
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
     decoder = model.as_decoder
     experts = model.experts
@@ -175,8 +175,8 @@ def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
 OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
-# Rules for user-defined code: it exists, it can be called as the engine does, and the recipe states what it needs. None
-# of it is executed: `user_code.find` reads the source.
+# Rules for user-defined code: it exists, it accepts the engine's call, and the recipe states what it needs. None of it
+# is executed: `user_code.find` reads the source.
 
 
 BLOCK_PARAMS = "model.block_params"
@@ -206,7 +206,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
 
 
 def block(spec: RunSpec) -> Iterator[Problem]:
-    """Require the block of a model of user-defined blocks, and its number of parameters."""
+    """Require the block of a model with user-defined blocks, and its parameter count."""
     model = spec.model
     if not isinstance(model, OwnModel):
         return
@@ -240,7 +240,7 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
 
 
 TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
-"""Sources that a user-defined tokenizer can encode, or has encoded."""
+"""Sources that a user-defined tokenizer can encode or has encoded."""
 
 
 def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
@@ -296,7 +296,7 @@ def _source(data: DataSpec | PartSpec, where: str, built_in: Sequence[str]) -> I
 OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)
 
 
-# Rules for single values: the range of a number, and text that becomes a line of a batch script or a folder's path.
+# Rules for single values: ranges of numbers, and text that becomes a line of a batch script or a folder path.
 
 
 def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Problem]]:
@@ -320,7 +320,7 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
         elif value is not UNKNOWN and value is not None and value != AUTO and field.name in ranges:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(map(ranges[field.name].holds, numbers)):
-                # Rules that use it stop there, so none divides by zero or loops over 1e18 layers.
+                # Rules that use the value stop there, so none divides by zero or loops over 1e18 layers.
                 changes[field.name] = UNKNOWN
                 problems.append(_out_of_range(path, value, ranges[field.name]))
     return replace(section, **changes) if problems else section, problems
@@ -337,9 +337,9 @@ def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -
 
 
 def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse control characters: a line break would begin a new line in job.sbatch, and others could hide text in it.
+    """Refuse control characters: a line break would start a new line in job.sbatch, and others could hide text in it.
 
-    `setup` is shell, which may have several lines.
+    `setup` is shell code, which may have several lines.
     """
     slurm = spec.cluster.slurm
     for field in fields(slurm):
@@ -351,7 +351,7 @@ def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
-    if not isinstance(text, str):  # a number, or a value of a wrong type, which is reported elsewhere
+    if not isinstance(text, str):  # a number, or a value of the wrong type, which is reported elsewhere
         return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return
@@ -373,7 +373,7 @@ _TIME = re.compile(
 )
 TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 NO_LIMIT = ("unlimited", "infinite")
-"""Words that Slurm accepts for no time limit."""
+"""Words that Slurm accepts for "no time limit"."""
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:(?P<type>[\w.+-]*[A-Za-z_][\w.+-]*)(?::(?P<typed>[1-9]\d*))?|(?P<number>[1-9]\d*))", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -390,7 +390,7 @@ OF_SCRIPT = {
     "requeue": f"{PREFIX}.max_requeues",
     "no-requeue": f"{PREFIX}.max_requeues=0",
 }
-"""Options that every script has -> where they are set."""
+"""Options present in every script -> where they are set."""
 KEYS = {
     "partition": "partition",
     "account": "account",
@@ -406,7 +406,7 @@ KEYS = {
     "exclusive": "exclusive",
     "oversubscribe": "exclusive",
 }
-"""Options that contradict a key of `cluster.slurm` that is set -> the key."""
+"""Options that would contradict a key of `cluster.slurm`, if it is set -> that key."""
 OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
 SHORT = {
     "J": "job-name",
@@ -429,7 +429,7 @@ SHORT = {
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds of a time in one of Slurm's formats, infinity for no limit; None for any other text."""
+    """Return the seconds in a time given in one of Slurm's formats, infinity for no limit; None for any other text."""
     if text.lower() in NO_LIMIT:
         return float("inf")
     found = _TIME.fullmatch(text)
@@ -447,8 +447,8 @@ def time_limit_s(text: str) -> float | None:
 
 
 def gpus_of_node(text: str, devices: int) -> str | None:
-    """Return the GPUs of a node as Slurm writes them, `h100:8` or `8`; a type without a number gets `devices`. None if
-    the text is neither a type, a number nor both."""
+    """Return a node's GPUs in Slurm's format, `h100:8` or `8`; a type without a number gets `devices`. None if the text
+    is not a type, a number or both."""
     found = _GPUS.fullmatch(text)
     if found is None:
         return None
@@ -498,7 +498,7 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{path}` is `{text}`, but `{PREFIX}.gpu_request` is none, which requests no GPUs"
         yield Problem("unsupported", message, path, f"remove one of them, or set {PREFIX}.gpu_request=gres")
     elif spec.cluster.device == "cuda" and isinstance(devices, int):
-        # A type without a number requests as many GPUs as the run uses.
+        # A type without a number requests the number of GPUs that the run uses.
         asked = int(found["typed"] or found["number"] or devices)
         if asked < devices:
             message = f"`{path}` requests {asked} GPUs per node, but `cluster.devices_per_node` uses {devices}"
@@ -532,10 +532,10 @@ def container(spec: RunSpec) -> Iterator[Problem]:
 
 
 def further_options(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse additional options that the script already has, because sbatch silently takes the last one."""
+    """Refuse additional options that the script already has, because sbatch silently uses the last one."""
     slurm = spec.cluster.slurm
     path = f"{PREFIX}.sbatch_lines"
-    # An option whose key is not set is not in the script, so nothing contradicts it.
+    # An option whose key is not set does not appear in the script, so nothing contradicts it.
     set_keys = {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
     owners = {**OF_SCRIPT, **set_keys}
     if slurm.gpu_request != "none" and (spec.cluster.device == "cuda" or slurm.gpus_per_node is not None):
@@ -556,7 +556,7 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
     """Yield the options of a line by their long names, each with its value."""
     try:
         words = shlex.split(line, comments=True)
-    except ValueError:  # an unmatched quotation mark, which sbatch itself refuses
+    except ValueError:  # an unmatched quote, which sbatch itself refuses
         return
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
@@ -570,19 +570,19 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
 SLURM_RULES = (times, memory, gpus, container, further_options)
 
 
-# Rules for a batch that changes during the run.
+# Rules for a batch size that changes during the run.
 
 
 SCHEDULE_PATH = "batching.schedule"
 LARGEST = f"{SCHEDULE_PATH}.max_global_batch_size"
 WITH_LARGEST = ("seesaw", "noise")
-"""Schedules with a largest size."""
+"""Schedules with a maximum batch size."""
 
 
 def largest_size(spec: RunSpec) -> float:
-    """Return the limit of the batch under `seesaw` or `noise`; infinity if nothing limits it.
+    """Return the limit of the batch size under `seesaw` or `noise`; infinity if nothing limits it.
 
-    Seesaw never exceeds the batch that the lowest learning rate implies.
+    Seesaw never exceeds the batch size that the lowest learning rate implies.
     """
     batching = spec.batching
     largest = math.inf
@@ -620,7 +620,7 @@ def ramp(spec: RunSpec) -> Iterator[Problem]:
 
 
 def bounds(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a largest size for a schedule without one, and a largest size that leaves the batch no room to grow."""
+    """Refuse a maximum size for a schedule without one, and a maximum that leaves the batch no room to grow."""
     schedule = spec.batching.schedule
     start = spec.batching.global_batch_size
     largest = schedule.max_global_batch_size
@@ -651,7 +651,8 @@ def _falls(spec: RunSpec) -> bool:
 
 
 def seesaw(spec: RunSpec) -> Iterator[Problem]:
-    """Require a falling learning rate and a rule for the rate, because seesaw replaces the fall by a growing batch."""
+    """Require a falling learning rate and a rule for scaling it, because seesaw replaces the fall with a growing
+    batch."""
     if spec.batching.schedule.kind != "seesaw":
         return
     if not _falls(spec):
@@ -669,8 +670,8 @@ def seesaw(spec: RunSpec) -> Iterator[Problem]:
 
 
 def noise(spec: RunSpec) -> Iterator[Problem]:
-    """Require two data-parallel ranks, between which noise is measured; `measurable_noise` checks what only the plan
-    knows."""
+    """Require two data-parallel ranks, because noise is measured between them; `measurable_noise` checks what only the
+    plan knows."""
     devices = spec.cluster.devices_per_node
     axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
     if spec.batching.schedule.kind != "noise" or devices == AUTO or AUTO in axes:
@@ -684,7 +685,7 @@ def noise(spec: RunSpec) -> Iterator[Problem]:
 def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro_batches: int) -> str:
     """Return why the gradient noise cannot be measured in a layout; "" if it can.
 
-    It is measured between the gradients of different samples before they are summed. If each of a rank's
+    Noise is measured between the gradients of different samples before they are summed. If each of a rank's
     `micro_batches` is exchanged separately, each counts as one part.
     """
     turns = micro_batches if layout.exchanges_every_backward else 1
@@ -701,7 +702,7 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
 
 
 def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
-    """Refuse a batch that should follow the gradient noise if the layout does not allow measuring it."""
+    """Refuse a batch that follows the gradient noise if the layout does not allow measuring it."""
     if spec.batching.schedule.kind != "noise":
         return
     why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)

@@ -1,4 +1,5 @@
-"""A folder that installs trainspec and trains without a network: wheels, recipes, data and a list of its files."""
+"""A folder from which trainspec can be installed and used for training offline: wheels, recipes, data and a list of its
+files."""
 
 from trainspec_cli.wings.bundle.installer import (
     INSTALLER,

@@ -2,7 +2,7 @@
 
     python3 install.py [--check] [VENV]
 
-Every file is first compared with bundle.json. This file is copied into each bundle as install.py, so it imports only
+Every file is first checked against bundle.json. This file is copied into each bundle as install.py, so it imports only
 the standard library. `trainspec bundle OUT --check` also calls `examine`.
 """
 
@@ -34,12 +34,12 @@ MAX_RECORD_BYTES = 64 * 2**20
 EXIT_USAGE, EXIT_LACKING = 2, 4
 """trainspec's own exit codes."""
 _PLATFORM = re.compile(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)")
-"""Family, version in two numbers, and processor."""
+"""Family, two-part version, and processor."""
 
 
 @dataclass(frozen=True)
 class BundleFault:
-    """A problem of a bundle, or of the machine it is installed on."""
+    """A problem with a bundle or with the machine it is installed on."""
 
     code: str
     message: str
@@ -54,7 +54,7 @@ class BundledFile:
 
 @dataclass(frozen=True)
 class BundleRecord:
-    """The content of bundle.json: the systems a bundle is for, and the digest of every other file in it."""
+    """The content of bundle.json: the systems that a bundle supports and the digest of every other file in it."""
 
     version: str
     """The version of trainspec."""
@@ -81,7 +81,7 @@ class DamagedRecordError(Exception):
 
 
 def read_bundle(folder: Path) -> BundleRecord:
-    """Return the content of bundle.json. Raises DamagedRecordError for content that trainspec does not write."""
+    """Return the content of bundle.json. Raises DamagedRecordError for content that trainspec would not write."""
     try:
         with (folder / RECORD).open("rb") as file:
             content = json.loads(file.read(MAX_RECORD_BYTES))
@@ -144,7 +144,7 @@ def examine(folder: Path) -> list[BundleFault]:
         if found != entry.sha256:
             message = f"{path} has changed: its sha256 is {found}, but {RECORD} lists {entry.sha256}"
             faults.append(BundleFault("altered_file", message, again))
-    # Only in the bundle's folders: users may keep other files, such as runs, next to them.
+    # Look only in the bundle's folders: users may keep other files, such as runs, next to them.
     for top in sorted({name.partition("/")[0] for name in record.files if "/" in name}):
         for path in sorted(path for path in (folder / top).rglob("*") if not path.is_dir() or path.is_symlink()):
             if path.relative_to(folder).as_posix() not in record.files:
@@ -166,7 +166,7 @@ def sha256_of(path: Path) -> str:
 
 
 def machine_faults(record: BundleRecord) -> list[BundleFault]:
-    """Return why this Python on this machine cannot use the bundle's wheels."""
+    """Return the reasons why this Python on this machine cannot use the bundle's wheels."""
     faults = []
     here = "{}.{}".format(*sys.version_info[:2])
     if here != record.python:
@@ -207,7 +207,7 @@ def platform_here() -> str:
 def install(folder: Path, record: BundleRecord, target: Path) -> None:
     """Create the virtual environment `target`, which must not exist; it is removed if that fails.
 
-    pip runs from its wheel, because some Pythons have no ensurepip. It reads no settings, because they may name an
+    pip runs from its wheel, because some Pythons lack ensurepip. It ignores user settings, because they may name an
     index.
     """
     try:

@@ -1,4 +1,4 @@
-"""Make a bundle: wheels, recipes and the files their runs read, in a folder that appears once it is complete.
+"""Make a bundle: wheels, recipes and the files that their runs read, in a folder that appears only when complete.
 
 A run reads recipes, token files, tokenizers, weights and the user's own code. The copies have other paths, so the
 arguments that launch a recipe from the bundle's folder set the keys with those paths.
@@ -36,7 +36,7 @@ DATA = "data"
 TOKENIZERS = "tokenizers"
 WEIGHTS = "weights"
 OF_RECIPES = (SUFFIX, ".json", ".jsonl")
-"""Suffixes of the files of recipes and their groups."""
+"""Suffixes of recipe and group files."""
 GENERATED_SOURCES = ("python_stdlib", "phantom")
 """Sources that every machine can generate. In a mixture with other sources, their tokens are copied too, because all
 parts share a tokenizer."""
@@ -64,14 +64,14 @@ does only that. pip reads no settings and no index.
 
 
 OnPart = Callable[[str, float], None]
-"""Takes the name of the current work, and which fraction of all work is done."""
+"""Takes the name of the current task and the fraction of all work that is done."""
 
 
 @dataclass(frozen=True)
 class WantedRecipe:
     name: str
     words: tuple[str, ...]
-    """`recipe=NAME` and the keys that are changed."""
+    """`recipe=NAME` and the keys that it overrides."""
     spec: RunSpec
 
 
@@ -82,15 +82,15 @@ class WantedBundle:
     extras: tuple[str, ...]
     recipes: tuple[WantedRecipe, ...]
     wheels: Path | None
-    """The folder with the wheels; None: pip downloads them, by its settings."""
+    """The folder with the wheels; None: pip downloads them according to its settings."""
     command: str
 
 
 def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tuple[BundleRecord, list[str]]:
-    """Write `folder`, which must not exist or be empty; return its record, and notes on what its recipes also need.
+    """Write `folder`, which must be missing or empty; return its record and notes on what else its recipes need.
 
-    Raises FileExistsError if another process filled it meanwhile, MachineError for missing wheels or a full disk, and
-    the errors of `copy_run_files` and `download`; the folder is removed then.
+    Raises FileExistsError if another process has filled it meanwhile, MachineError for missing wheels or a full disk,
+    and the errors of `copy_run_files` and `download`; the folder is then removed.
     """
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
@@ -141,13 +141,13 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
                 path.relative_to(bundle).as_posix(): BundledFile(sha256_of(path), path.stat().st_size) for path in files
             },
         )
-        # Last, because it holds the digests of all others.
+        # Last, because it contains the digests of all other files.
         write_json(bundle / RECORD, to_plain(record))
     return record, notes
 
 
 def _part_of(recipe: str, on_progress: OnPart) -> OnProgress:
-    """Return a callback that reports a recipe's data as the part between 0.7 and 0.9 of all work."""
+    """Return a callback that reports progress on a recipe's data as 0.7 to 0.9 of all work."""
     return lambda phase, done, _: on_progress(f"{recipe}: {phase}", 0.7 + 0.2 * done)
 
 
@@ -165,7 +165,7 @@ class CopiedRun:
 
 
 def copy_recipes(folders: Folders, bundle: Path) -> None:
-    """Copy trainspec's recipes and groups; the user's own replace those of the same name."""
+    """Copy trainspec's recipes and groups; the user's own replace those with the same name."""
     for name, found in (("conf", folders.conf), ("recipes", folders.recipes)):
         for root in reversed(found):
             for file in sorted(root.rglob("*")):
@@ -176,7 +176,7 @@ def copy_recipes(folders: Folders, bundle: Path) -> None:
 def copy_run_files(
     name: str, words: Sequence[str], spec: RunSpec, bundle: Path, on_progress: OnProgress | None
 ) -> CopiedRun:
-    """Copy the files that the run of `spec` reads into folders of this name in `bundle`.
+    """Copy the files read by a run of `spec` into folders of this name in `bundle`.
 
     Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights must be exported.
     """
@@ -205,7 +205,7 @@ def copy_run_files(
 
 
 def _copy_tokens(name: str, data: DataSpec, bundle: Path, on_progress: OnProgress | None) -> Iterator[str]:
-    """Copy the tokens of each source, or token files unchanged; yield the keys to set."""
+    """Copy each source's tokens (token files unchanged); yield the keys to set."""
     groups = {"data": {"": data.parts[""]}} if "" in data.parts else {"data.mixture": dict(data.mixture)}
     groups["data.validation"] = dict(data.validation)
     parts = {(group, key): part for group, of_group in groups.items() for key, part in of_group.items()}
@@ -231,7 +231,7 @@ def _copy_tokens(name: str, data: DataSpec, bundle: Path, on_progress: OnProgres
 
 def _copy_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
     """Copy the user's own files from this folder to the same path in the bundle, where recipes expect them; yield a
-    note for each one elsewhere. Data sources are not copied, because their tokens are."""
+    note for each file elsewhere. Data sources are not copied, because their tokens are."""
     for extension in worker_code_of(spec):
         source = find(extension)
         here = Path.cwd().resolve()
@@ -245,7 +245,7 @@ def _copy_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy the regular files. The target of a link is copied as a file, because caches of checkpoints contain links."""
+    """Copy the regular files. Link targets are copied as files, because checkpoint caches contain links."""
     for file in sorted(source.rglob("*")):
         if file.is_file():
             _copy(file, target / file.relative_to(source))

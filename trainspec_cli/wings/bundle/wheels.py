@@ -1,4 +1,4 @@
-"""The wheels of a bundle: for which Python and platforms, how pip downloads them, and whether any is missing."""
+"""The wheels of a bundle: their Python version and platforms, downloading them with pip, and finding missing ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from trainspec_cli.core.reading.files import unreadable
 NAME = "trainspec"
 CHECKOUT = Path(__file__).resolve().parents[3]
 PIP = "pip"
-"""A bundle also contains pip, because some Pythons have no ensurepip."""
+"""A bundle also contains pip, because some Pythons lack ensurepip."""
 SOURCE_ONLY = ("antlr4-python3-runtime==4.9.*",)
-"""Dependencies that indexes have only as source: omegaconf 2.3 needs this one, which is pure Python."""
+"""Dependencies available only as source: omegaconf 2.3 needs this one, which is pure Python."""
 MAX_ROUNDS = 5
-"""pip evaluates markers for the machine it runs on, so requirements of another platform need further rounds."""
+"""Maximum download rounds: pip evaluates markers for the machine it runs on, so requirements of other platforms need
+more."""
 MAX_METADATA_BYTES = 2**22
 
 LEGACY = {(2, 17): "manylinux2014", (2, 12): "manylinux2010", (2, 5): "manylinux1"}
@@ -51,11 +52,11 @@ class WheelTarget:
     python: str
     """Major and minor version, such as 3.12."""
     platform: str
-    """The newest platform tag that the machines support, such as manylinux_2_28_x86_64."""
+    """The newest platform tag supported by the machines, such as manylinux_2_28_x86_64."""
 
     @cached_property
     def platforms(self) -> tuple[str, ...]:
-        """The tags of all platforms whose wheels run there, newest first; pip does not add older ones by itself."""
+        """The tags of all platforms whose wheels run there, newest first; pip does not add older ones itself."""
         if found := _MACOS.fullmatch(self.platform):
             return tuple(mac_platforms((int(found[1]), int(found[2])), found[3]))
         found = _LINUX.fullmatch(self.platform)
@@ -80,7 +81,7 @@ class WheelTarget:
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """The environment in which a requirement's markers are evaluated."""
+        """The environment for evaluating requirement markers."""
         found = _LINUX.fullmatch(self.platform) or _MACOS.fullmatch(self.platform)
         assert found, self.platform
         is_mac = self.platform.startswith("macosx")
@@ -122,7 +123,7 @@ def python_here() -> str:
 class Wheel:
     file: Path
     name: str
-    """In lower case with dashes, as in package indexes."""
+    """The package name in lower case with dashes, as in package indexes."""
     version: str
     tags: frozenset[Tag]
 
@@ -142,7 +143,7 @@ class Wheel:
             ) from error
 
     def requirements(self, extras: Iterable[str], target: WheelTarget) -> list[Requirement]:
-        """Return what the wheel requires on the target with these extras."""
+        """Return the wheel's requirements on the target with these extras."""
         wanted = []
         for text in self.metadata.get_all("Requires-Dist") or ():
             try:
@@ -156,7 +157,7 @@ class Wheel:
 
 
 def read_wheel(file: Path) -> Wheel:
-    """Raises UnreadableFileError if the file does not have the name of a wheel."""
+    """Raises UnreadableFileError if the file's name is not that of a wheel."""
     try:
         name, version, _, tags = parse_wheel_filename(file.name)
     except InvalidWheelFilename as error:
@@ -165,7 +166,7 @@ def read_wheel(file: Path) -> Wheel:
 
 
 def missing_requirements(wheels: Iterable[Wheel], wanted: Requirement, target: WheelTarget) -> list[Requirement]:
-    """Return the direct and indirect requirements of `wanted` on the target that none of the wheels meets."""
+    """Return the direct and indirect requirements of `wanted` on the target that no wheel satisfies."""
     fitting: dict[str, list[Wheel]] = {}
     for wheel in wheels:
         if target.supports(wheel.tags):
@@ -200,9 +201,9 @@ def download(
 ) -> None:
     """Fill `folder` with the wheels of trainspec and its dependencies for each target.
 
-    pip downloads them by its settings, or takes them only from the folder `source`. Built wheels are written to the
-    empty folder `staging`. Raises RecipeError for a Python or an extra that trainspec does not support, MachineError
-    for missing wheels.
+    pip downloads them according to its settings, or takes them only from the folder `source`. Built wheels are written
+    to the empty folder `staging`. Raises RecipeError for an unsupported Python or extra, MachineError for missing
+    wheels.
     """
     if find_spec(PIP) is None:
         message = f"{sys.executable} has no pip, which is needed to download wheels"
@@ -222,13 +223,14 @@ def download(
         here = (python_here(), sys.platform, platform.machine())
         is_this_system = here == (target.python, target.markers["sys_platform"], target.markers["platform_machine"])
         requested = [f"{own.file}{of_extras}", PIP]
-        # pip evaluates markers for the machine it runs on. Repeat with what is missing on the target, until nothing is.
+        # pip evaluates markers for the machine it runs on. Repeat with what the target still lacks until nothing is
+        # missing.
         for _ in range(MAX_ROUNDS):
             on_step(f"wheels for {target.platform}")
             _pip(["download", "--dest", str(folder), *aim, *sources, *requested], on_step, target)
             wheels = [read_wheel(file) for file in folder.glob("*.whl")]
             missing = missing_requirements(wheels, Requirement(f"{NAME}{of_extras}"), target)
-            # Without markers: they are true on the target, but may be false on this machine.
+            # Drop the markers: they are true on the target but may be false on this machine.
             more = [f"{one.name}{_bracketed(one.extras)}{one.specifier}" for one in missing]
             if not missing or is_this_system or set(more) <= set(requested):
                 break
@@ -248,8 +250,8 @@ def _bracketed(extras: Iterable[str]) -> str:
 
 
 def own_wheel(staging: Path, source: Path | None, on_step: OnLine) -> Wheel:
-    """Return trainspec's wheel: from `source`, else built from this checkout, else this version downloaded by pip.
-    Raises RecipeError if `source` has several, MachineError if pip has none."""
+    """Return trainspec's wheel: from `source`, or built from this checkout, or this version downloaded by pip. Raises
+    RecipeError if `source` has several, MachineError if pip finds none."""
     found = sorted(source.glob(f"{NAME}-*.whl")) if source is not None else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
@@ -304,7 +306,7 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
                 elif line.startswith("ERROR: "):
                     errors.append(line.removeprefix("ERROR: ").strip())
         except BaseException:
-            # A running pip would create the folder again after it is removed.
+            # A running pip would recreate the folder after it is removed.
             pip.kill()
             pip.wait()
             raise

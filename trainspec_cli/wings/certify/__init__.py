@@ -1,1 +1,2 @@
-"""The open training spec and its judge: every clause measured by real runs of the engine, which is not imported."""
+"""The open training spec and its judge: every clause is measured with real runs of the engine, which is not
+imported."""

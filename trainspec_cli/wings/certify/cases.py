@@ -1,7 +1,7 @@
-"""The matrix of runs that the clauses are measured on. A case is one plan; the rules of recipes refuse illegal ones.
+"""The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules refuse illegal ones.
 
-Its axes are the families, the layouts, the ways to save memory or bits, the kernels that this chip offers besides the
-defaults, and the changes that a run of the trainer goes through.
+Its axes are model families, layouts, ways to save memory or bits, non-default kernels that this chip offers, and
+changes during a trainer run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Optimizer = Literal["sgd", "adamw", "even_adamw"]
 STEPS = 20
 SAVE_AT = 10
 CLIP_FROM = 10
-"""The first step that clips, under plain gradient descent."""
+"""The first step with clipping, under plain gradient descent."""
 CLIP_NORM = 0.1
 """Smaller than the gradient norm of any family."""
 RAMP = ((0, 4), (12, 8), (28, 12))
@@ -54,14 +54,14 @@ RAMP = ((0, 4), (12, 8), (28, 12))
 RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
 """The batch sizes of the steps in that schedule."""
 LIVE_STEPS = 14
-"""Steps of a live run, in which the trainer goes through changes."""
+"""Steps of a live run, during which the trainer makes changes."""
 EVERY_STEPS = 2
 """Steps between its changes."""
 SAVE_EVERY_STEPS = 3
 """A killed run has a checkpoint of the step before its second change, in the layout after its first."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
-"""The step whose change fails, and the step whose change is interrupted by a kill."""
+"""The step whose change fails or is interrupted by a kill."""
 SHORT_AT = 5
 """The step at which memory runs out."""
 FITTING_SAMPLES = 2
@@ -73,7 +73,7 @@ class Live:
     """The changes of a live run."""
 
     changes: tuple[Layout, ...] = ()
-    """The later layouts, in order, each for `EVERY_STEPS` steps and the last one to the end."""
+    """The later layouts, in order, each for `EVERY_STEPS` steps and the last one until the end."""
     disturbance: Literal["none", "killed", "move_oom", "oom"] = "none"
 
     def fault(self, ranks: int) -> str:
@@ -95,18 +95,18 @@ class Case:
     offload: Offload = "none"
     compile: bool = False
     micro_batch_size: int = 4
-    """Samples of a micro-batch, or of a rank if those are fewer."""
+    """Samples per micro-batch, or per rank if that is less."""
     optimizer: Optimizer = "sgd"
     unequal_shares: bool = False
-    """The first data-parallel rank takes nearly all samples, so that other ranks have empty micro-batches."""
+    """Give nearly all samples to the first data-parallel rank, so that other ranks have empty micro-batches."""
     ramp: bool = False
     """The batch grows during the run."""
     gradients: WireFormat = "full"
     """The format in which gradients are exchanged."""
     kernel: tuple[str, str] | None = None
-    """An operation, and the backend that replaces its default one."""
+    """An operation and the backend that replaces its default."""
     live: Live | None = None
-    """The changes of a live run, which the trainer makes as in a launch; None for a run of the certify worker."""
+    """The changes in a live run, made by the trainer as in a launch; None for a run of the certify worker."""
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -165,7 +165,7 @@ def name_layout(layout: Layout) -> str:
 
 
 def layouts(num_layers: int) -> tuple[Layout, ...]:
-    """Return the layouts of the matrix: every axis by itself, in each of its variants, and combinations of axes."""
+    """Return the layouts of the matrix: every axis alone, in each of its variants, and combinations of axes."""
     uneven = (num_layers - 1, 1)
     return (
         Layout(dp_replicate=2),
@@ -206,7 +206,7 @@ COMBINED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_shard=2, tp=2),
 )
-"""Layouts that are combined with recomputation, offload, compiling and bf16."""
+"""Layouts to combine with recomputation, offload, compiling and bf16."""
 RAMPED = (
     Layout(dp_replicate=2),
     Layout(dp_shard=2),
@@ -238,12 +238,12 @@ TOURS = (
         *(Layout(dp_shard=2, pp=2, pipeline_schedule="zbv"), Layout(dp_shard=4, ep=2)),
     ),
 )
-"""Layouts that a run goes through in order, without those that are illegal for its family."""
+"""Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts in which memory runs out. With gpipe, all messages between stages arrive before the first backward, so that
-a restart inside the process leaves none behind."""
+"""Layouts in which memory runs out. With gpipe, all messages between stages arrive before the first backward, so that a
+restart within the process leaves none behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
-"""Compression does not depend on the model, except that experts have an exchange of their own: two families suffice."""
+"""Compression does not depend on the model, except that experts have a separate exchange: two families suffice."""
 
 
 LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
@@ -253,7 +253,7 @@ FP8_FAMILY = "dense"
 
 
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
-    """Return the legal cases of each clause that has cases of its own, on at most `max_processes`.
+    """Return the legal cases of each clause that has its own cases, on at most `max_processes`.
 
     `with_fp8`: torchao is installed, so that linear layers can compute in fp8.
     """
@@ -304,13 +304,13 @@ def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, L
 
 
 def moves(layout: Layout, num_layers: int) -> tuple[Layout, ...]:
-    """Return the stage splits of a two-stage pipeline in order: layers move one way, the other way, and back."""
+    """Return the stage splits of a two-stage pipeline in order: layers move one way, then the other way, then back."""
     cuts = ((num_layers - 1, 1), (1, num_layers - 1), None)
     return tuple(replace(layout, stage_layers=cut) for cut in cuts)
 
 
 def _keeps_micro_batches(family: str) -> bool:
-    """Return whether a family has batch normalisation, whose results depend on the micro-batch size."""
+    """Return whether a family uses batch normalisation, whose results depend on the micro-batch size."""
     return FAMILIES[family].unit == "samples"
 
 
@@ -340,14 +340,14 @@ def refusals(case: Case) -> tuple[Problem, ...]:
 # Kernels as an axis of the matrix
 
 UPDATE = "adamw"
-"""The operation that updates weights; all others take part in the gradients."""
+"""The operation that updates weights; all others affect the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
 """The family that measures an operation in several layouts; `dense` for all other operations."""
 FP8 = "fp8"
 
 
 EMULATED = "emulated"
-"""The feature of a certificate that was measured on the emulated accelerator, which compiles nothing."""
+"""The feature listed in a certificate measured on the emulated accelerator, which compiles nothing."""
 
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
@@ -363,9 +363,9 @@ def features_here(*, on_gpu: bool) -> tuple[str, ...]:
 
 
 def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: bool = False) -> Iterator[Case]:
-    """Yield the legal cases of the kernels that gradients depend on, or of the optimizer's kernels.
+    """Yield the legal cases for the kernels that affect gradients, or for the optimizer's kernels.
 
-    Compiling takes long: compiled kernels are measured in one family, in one process.
+    Compiling is slow, so compiled kernels are measured in one family and one process.
     """
     for family, model in FAMILIES.items():
         for operation in KERNELS:
@@ -385,7 +385,8 @@ def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: b
 
 
 def _has(model: ModelSpec, operation: str) -> bool:
-    """Return whether a model has an operation. Rules of recipes refuse all but attention and SwiGLU where they miss."""
+    """Return whether a model uses an operation. For a model that lacks it, recipe rules refuse all but attention and
+    SwiGLU."""
     if operation not in ("attention", "swiglu"):
         return True
     if not has_layer_list(model):
@@ -403,7 +404,7 @@ def _has(model: ModelSpec, operation: str) -> bool:
 _OPTIMIZERS = {
     "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
     "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
-    # AdamW scales a gradient of nearly 0 to a full update. With this eps the update stays small, and moments matter.
+    # AdamW scales near-zero gradients to full updates. With this eps, their updates stay small, and moments matter.
     "even_adamw": OptimSpec(
         name="adamw", lr=1e-3, eps=1e-2, weight_decay=0.0, grad_clip_norm=1.0, schedule=ScheduleSpec(kind="constant")
     ),
@@ -449,7 +450,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     spec = build_spec(case)
     largest = RAMP[-1][1] if case.ramp else SAMPLES
     most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
-    # Batch norm shares statistics over all samples of a micro-batch, over all ranks: a step must have exactly one.
+    # Batch norm shares statistics over all samples of a micro-batch on all ranks, so a step must have exactly one.
     keeps_micro_batches = _keeps_micro_batches(case.family)
     micro = most if keeps_micro_batches else min(case.micro_batch_size, most)
     plan = Plan(

@@ -1,9 +1,8 @@
 """Write, sign and verify certificates.
 
-`derive` computes every statement of a certificate that follows from its measurements, both when it is written and when
-it is read. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its user may read, as
-`ssh-keygen -t ed25519` makes it; a public key is one line in OpenSSH's format, and its fingerprint is the one that
-`ssh-keygen -l` prints.
+`derive` computes every statement in a certificate that follows from its measurements, both on writing and on reading.
+Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its user may read, as created by
+`ssh-keygen -t ed25519`; a public key is one line in OpenSSH format, with the fingerprint printed by `ssh-keygen -l`.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "trainspec.certificate/3"
 FIRST_SCHEMA = "trainspec.certificate/1"
-"""The first schema has no signer, and its findings lack figures that later ones have."""
+"""The first schema has no signer, and its findings lack figures that later schemas have."""
 MAY_BE_MISSING = ("PERF-1",)
-"""Clauses that a whole certificate may lack: the planner may have no prediction for the machine."""
+"""Clauses that a complete certificate may lack: the planner may have no prediction for the machine."""
 
 
 def write_certificate(
@@ -129,12 +128,12 @@ def derive(raw: Certificate) -> Certificate:
 
 
 def _number(value: float | str) -> float | str:
-    """Return the number as JSON can hold it: JSON has no infinity."""
+    """Return the number in a form that JSON can hold, because JSON has no infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_whole(made: Certificate) -> bool:
-    """Return whether the certificate has exactly one finding for each case of the spec on this many processes."""
+    """Return whether the certificate has exactly one finding for each case of the spec with its number of processes."""
     launched = set() if made.engine else {*SECURITY, *LEVELS}
     found = [(finding.clause, finding.case) for finding in made.findings if finding.clause not in launched]
     of_launches = {finding.clause for finding in made.findings if finding.clause in launched}
@@ -160,7 +159,7 @@ def digest(body: JsonObject) -> str:
 MAX_KEY_BYTES = 2**14
 FINGERPRINT = "SHA256:"
 PURPOSE = b"trainspec certificate\n"
-"""Prefix of the signed content, so that a signature of a certificate is valid for nothing else."""
+"""Prefix of the signed content, so that a certificate's signature is not valid for anything else."""
 MAKE_KEY = "ssh-keygen -t ed25519 -N '' -f FILE"
 
 
@@ -201,7 +200,7 @@ def read_key(file: Path) -> Ed25519PrivateKey:
 
 
 def read_fingerprint(wanted: str) -> str:
-    """Return `wanted` if it is a fingerprint, or else the fingerprint of the public key in the file of that name.
+    """Return `wanted` if it is a fingerprint, otherwise the fingerprint of the public key in the file with that name.
 
     Raises RecipeError if it is neither.
     """
@@ -245,12 +244,12 @@ def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certif
 
 
 def _signed_content(body: JsonObject) -> bytes:
-    """Return the content to sign: the canonical JSON of everything but the signature."""
+    """Return the content to sign: the canonical JSON of everything except the signature."""
     return PURPOSE + canonical_json({key: value for key, value in body.items() if key != "signature"}).encode()
 
 
 def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
-    """Return whether the signer made this signature of the certificate.
+    """Return whether this signature of the certificate was made by the signer.
 
     Raises NoKeyError if its public key is invalid, MachineError if the package for signatures is missing.
     """
@@ -274,7 +273,7 @@ def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
 
 
 def verify(file: Path, signed_by: str = "") -> Certificate:
-    """Return the certificate in `file` after computing every statement again from its measurements.
+    """Return the certificate in `file` after recomputing every statement from its measurements.
 
     `signed_by`: the fingerprint of the key that must have signed it; empty accepts any key and no signature. Raises
     RecipeError if the file is not a certificate, was altered, contradicts itself or has another signer; MachineError
@@ -296,9 +295,9 @@ def verify(file: Path, signed_by: str = "") -> Certificate:
         raise _refused(file, "was altered: its digest does not match its content")
     try:
         certificate = read_record(Certificate, body)
-    except FieldError as error:  # a valid digest proves nothing: anybody can compute one
+    except FieldError as error:  # a valid digest proves nothing: anyone can compute one
         raise _refused(file, f"is damaged: {error}") from error
-    if schema == FIRST_SCHEMA:  # it has no such fields, even if the file does
+    if schema == FIRST_SCHEMA:  # this schema has no such fields, even if the file does
         certificate = replace(certificate, machine_id="", signer=None, signature="")
     signer = certificate.signer
     if signer is None and certificate.signature:

@@ -70,7 +70,7 @@ def _describe_verdict(found: Certificate) -> str:
 
 
 def describe_trust(found: Certificate) -> str:
-    """Return who signed a certificate, whose signature the caller has checked."""
+    """Return who signed a certificate. The caller must have checked the signature."""
     if found.signer:
         accept = "--verify FILE --key KEY accepts only that key"
         return f"signed by {found.signer.fingerprint} (anybody can make a key: {accept})"

@@ -1,7 +1,7 @@
-"""The clauses of SPEC.md, and how the figures of a finding decide whether its clause is kept, and its grade.
+"""The clauses of SPEC.md, and how a finding's figures determine whether its clause is kept and with which grade.
 
-`make_finding` derives a finding from its figures, both when it is measured and when a certificate is verified. A
-certificate can therefore state nothing that its figures contradict.
+`make_finding` derives a finding from its figures, both on measurement and on verification of a certificate, so a
+certificate cannot state anything that its figures contradict.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def spec_sha256() -> str:
 
 @lru_cache
 def read_clauses() -> dict[str, Clause]:
-    """Return the clauses by id, in the order of the document."""
+    """Return the clauses by id, in document order."""
     found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
     return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
 
@@ -65,7 +65,7 @@ EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
 EXCHANGES = 64
 """Number of exchanges in COMM-2."""
 WAITING = 8
-"""The loss that may remain to be added after those exchanges, in exchanges."""
+"""Maximum rounding loss still to be added after those exchanges, in units of one exchange."""
 
 SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
 AS_THEY_MUST_BE = "as they must be"
@@ -104,7 +104,7 @@ LEVELS = {
     "PERF-4": Levels("recovery_s", (30.0, 120.0, 600.0)),
     "PERF-5": Levels("slower_gb_per_s", (1.0, 0.25, 0.05), rises=True),
 }
-"""The graded clauses, with the bounds that the training spec states."""
+"""The graded clauses with the bounds stated in the training spec."""
 
 _FORMAT = re.compile(r"-(bf16|int8|int4)_gradients(?:-|$)")
 _EXCHANGES = re.compile(r"-(\d+)-exchanges(?:-|$)")
@@ -112,9 +112,9 @@ _PROCESSES = re.compile(r"^(\d+)-processes$")
 
 
 def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: bool = False) -> Finding:
-    """Return the finding that follows from the figures, with the figure that is compared with the bound first.
+    """Return the finding that follows from the figures; the figure compared with the bound comes first.
 
-    A figure that follows from others is computed here, whatever `figures` states. A missing figure breaks the clause.
+    A figure that follows from others is computed here, regardless of `figures`. A missing figure breaks the clause.
     `of_engine`: another engine was measured, whose protocol reports fewer figures.
     """
     numbers = _Numbers(figures)
@@ -128,7 +128,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
     if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
         return _bounded(finding, "worst_gradient_error", numbers["worst_gradient_error"], GRADIENT_BOUND)
     if clause == "NUM-2":
-        # Every later step must clip: a gradient clipped by the norm of one part would only differ there.
+        # Every later step must clip: only then does a gradient clipped by the norm of one part differ.
         clipped = of_engine or CLIP_NORM < numbers["least_clipped_norm"] < math.inf
         return _bounded(finding, "worst_loss_error", numbers["worst_loss_error"], LOSS_BOUND, kept=clipped)
     if clause == "CKPT-2":
@@ -143,7 +143,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
         kept = clause != "NUM-8" or figures.get("samples") == "each once"
         return _bounded(finding, "worst_of_bound", worst, 1.0, kept=kept)
     if clause in ("COMM-1", "COMM-2"):
-        # The case's name states the format and the exchanges; a name without a format keeps no bound.
+        # The case's name states the format and the exchanges; without a format in the name, no bound is kept.
         form = _FORMAT.search(case)
         exchanges = _EXCHANGES.search(case)
         count = int(exchanges.group(1)) if exchanges else 1
@@ -188,7 +188,7 @@ class _Numbers:
 
 
 def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: bool = True) -> Finding:
-    """Return the finding with `value` first, compared with the bound; `kept`: all other conditions hold."""
+    """Return the finding with `value` first and compared with the bound; `kept`: all other conditions hold."""
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)

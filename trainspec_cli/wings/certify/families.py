@@ -1,4 +1,4 @@
-"""The models that the clauses are measured on: small ones with every feature of their family."""
+"""The models on which the clauses are measured: small ones with every feature of their family."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _decoder = partial(
 _hybrid = partial(HybridModel, hidden_size=64, vocab_size=256, mamba_head_dim=16, mamba_state_size=16, mamba_groups=2)
 
 FAMILIES: dict[str, ModelSpec] = {
-    # Llama and Qwen3: grouped-query attention, norms of queries and keys
+    # Llama and Qwen3: grouped-query attention, query and key norms
     "dense": _decoder(qk_norm=True),
     "tied": _decoder(tied_embeddings=True),
     # Mixtral and Qwen3-MoE, balanced by a bias and by a loss
     "moe": _decoder(
         experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, balance_rate=0.001, balance_loss=0.01),
     ),
-    # DeepSeek-V3: latent attention, groups of experts, a shared one
+    # DeepSeek-V3: latent attention, expert groups, a shared expert
     "latent": _decoder(
         num_kv_heads=4,
         mla=LatentAttentionSpec(
@@ -82,7 +82,7 @@ PLAIN_DECODER = _decoder()
 
 
 def measure_alone(name: str, model: ModelSpec, loss: TrainSection | None = None) -> None:
-    """Measure the clauses of this process on this model only. `loss`: the recipe section that may name a user-defined
+    """In this process, measure the clauses on this model only. `loss`: the recipe section that may name a user-defined
     loss."""
     FAMILIES.clear()
     LOSSES.clear()

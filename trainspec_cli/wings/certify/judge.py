@@ -1,4 +1,4 @@
-"""For each clause: the runs that it needs, the figures that they measured, and the finding that follows."""
+"""For each clause: the runs it needs, the figures they produce, and the resulting finding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class ClauseCheck:
-    """A clause on a case, and the runs that it needs."""
+    """A clause applied to a case, and the runs that it needs."""
 
     clause: str
     run: Run
@@ -47,7 +47,7 @@ class ClauseCheck:
     def runs(self) -> tuple[Run, ...]:
         case = self.run.case
         if self.clause == "NUM-3":
-            # Runs in one process: in the case's format, which show the error of the format itself, and in fp64.
+            # Runs in one process: one in the case's format, which shows the format's own error, and one in fp64.
             exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
             return (self.run, Run(case.reference, losses=False), Run(exact, losses=False))
         if self.clause == "NUM-6":
@@ -61,7 +61,7 @@ class ClauseCheck:
 
 
 def undisturbed(case: Case) -> Case:
-    """Return the case to compare a live run with: the same changes without the kill, or a run without changes."""
+    """Return the case to which a live run is compared: the same changes without the kill, or a run without changes."""
     assert case.live is not None
     killed = case.live.disturbance == "killed"
     return replace(case, live=Live(case.live.changes if killed else ()))
@@ -72,7 +72,7 @@ def checks(
 ) -> list[ClauseCheck]:
     """Return the checks of the matrix, or those whose clause, case or family matches a pattern of `only`.
 
-    `features`: the kernels and formats that a machine has, as its certificate states them; None: those of this machine.
+    `features`: the kernels and formats listed in a machine's certificate; None: those of this machine.
     """
     found = []
     given = features_here(on_gpu=on_gpu) if features is None else features
@@ -116,7 +116,7 @@ def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[Claus
 
 
 KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
-"""Layouts whose runs are repeated, and stopped and resumed."""
+"""Layouts whose runs are repeated and also stopped and resumed."""
 MOVES = (
     (Layout(dp_shard=2), Layout(tp=2)),
     (Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv")),
@@ -130,7 +130,7 @@ MOVES = (
 
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
-    """Return the finding of a check from what its runs measured."""
+    """Return a check's finding from its runs' measurements."""
     return make_finding(check.clause, check.run.name, _figures(check, results))
 
 
@@ -162,15 +162,15 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     if clause == "CKPT-2":
         return {"worst_loss_error": loss_error(found.losses, reference.losses[SAVE_AT:])}
     if clause in ("COMM-1", "COMM-2"):
-        # The loss of a compressed block is spread over all parameters in it, so only the whole gradient is bounded.
+        # A compressed block's error is spread over all parameters in it, so only the full gradient is bounded.
         return {"gradient_error": whole_error(found.gradients, reference.gradients)}
     if clause == "NUM-7":
-        # Gradients of small parameters (norms before a convolution) are sums that cancel: judge the whole gradient.
+        # Gradients of small parameters (norms before a convolution) are sums that cancel: judge the full gradient.
         gradient_error = whole_error(found.gradients, reference.gradients)
         return {"gradient_error": gradient_error, **_training_figures(found, reference)}
     figures = _training_figures(found, reference)
     if clause == "NUM-8":
-        # Every sample is taken once, and the steps have the sizes of the ramp.
+        # Every sample is used once, and the batch sizes are those of the ramp.
         in_order = [position for step in trained.taken for position in step] == list(range(sum(RAMP_SIZES)))
         once = in_order and tuple(map(len, trained.taken)) == RAMP_SIZES
         figures["samples"] = "each once" if once else "not each once"
@@ -184,7 +184,7 @@ def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
 
 
 def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
-    """Return the error of the parameter with the worst ratio to the format's own error."""
+    """Return the error of the parameter whose error is largest relative to the format's own error."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
     usual = sorted(of_format.values())[len(of_format) // 2]
@@ -201,7 +201,7 @@ def _training_figures(found: Measured, reference: Measured) -> Figures:
 
 
 def _judge_live(check: ClauseCheck, results: Results) -> Figures:
-    """Return the figures of a live clause: the facts that must hold in the run, and its errors or digests."""
+    """Return the figures of a live clause: facts that must hold in the run, and its errors or digests."""
     case = check.run.case
     found, reference = (results[run] for run in check.runs)
     live = found.result.live
@@ -221,11 +221,11 @@ def _judge_live(check: ClauseCheck, results: Results) -> Figures:
         newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
         facts["starts"] = live.starts == (0, newest)
     elif check.clause == "LIVE-4":
-        # The failed change leaves the layout as it was.
+        # The failed change leaves the layout unchanged.
         facts["starts"] = live.starts == (0,)
         facts["layouts"] = set(live.layouts) == {plan.layout}
     else:
-        # From the step in which memory ran out on, micro-batches fit, and no step is lost.
+        # From the out-of-memory step on, micro-batches fit, and no step is lost.
         sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
         facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
         facts["micro-batches"] = live.largest_micro_batches == sizes
@@ -249,7 +249,7 @@ def planned_layouts(case: Case) -> tuple[Layout, ...]:
 
 
 def judge_refusals(max_processes: int) -> list[Finding]:
-    """Return the findings of LEGAL-1: each illegal layout of the matrix is refused with a reason and a hint."""
+    """Return the findings for LEGAL-1: each illegal layout in the matrix is refused with a reason and a hint."""
     found = []
     for name, problems in refused(max_processes).items():
         shown = next((one for one in problems if not (one.message and one.hint)), problems[0])

@@ -1,7 +1,7 @@
-"""Measure the clauses that need runs as a user launches them: security, and the levels of performance.
+"""Measure the clauses that need user-style launches: security and performance levels.
 
-For security, an untrusted client connects to the ports of a run, and its files are altered. For performance, short
-runs, links and disks each get a grade.
+For security, an untrusted client connects to a run's ports, and the run's files are altered. For performance, short
+runs, links and disks are each graded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHORT = (
     *("sample.prompt=", "train.eval_interval_steps=null", "checkpoint.keep_last=1"),
     "optim.schedule.kind=constant",
 )
-"""Overrides that skip what takes time and is not measured; so few steps are too short for a warm-up schedule."""
+"""Overrides that skip slow, unmeasured work; so few steps are too short for a warm-up schedule."""
 TIMEOUT_S = 900.0
 
 ATTACKED_STEPS = 40
@@ -59,7 +59,7 @@ IDLE = 32
 """Idle connections that the untrusted client holds open at each port."""
 ATTACKED_RECIPE = (
     *("recipe=tiny", f"train.max_steps={ATTACKED_STEPS}", "scheduler=off", "run.preflight=false", "resilience=none"),
-    # A slow rank keeps the run alive long enough for every connection of the attack.
+    # A slow rank keeps the run alive long enough for all of the attack's connections.
     *("checkpoint.keep_last=1", "fault=slow(rank=0,step=1,seconds=0.1,steps=1000)"),
 )
 CONNECT_S = 10.0
@@ -70,7 +70,7 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class Bench:
-    """The machine, the recipe and the folder with which launched runs are measured."""
+    """The machine, recipe and folder used to measure launched runs."""
 
     folder: Path
     machine: Machine
@@ -82,7 +82,7 @@ class Bench:
 
 
 def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> None:
-    """Run `trainspec launch` to its end. Raises MachineError with its last lines if it fails."""
+    """Run `trainspec launch` to completion. Raises MachineError with its last lines if it fails."""
 
     def tick() -> None:
         bench.on_tick()
@@ -105,7 +105,7 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
     """Measure the given clauses. Raises MachineError if a run fails, Interrupted if a stop was requested."""
     if not clauses:
         return []
-    # One run of all processes serves the speed clauses and PERF-4: one rank is killed late in it.
+    # One run with all processes serves both the speed clauses and PERF-4: one rank is killed near its end.
     killed = f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})"
     more = (killed, f"checkpoint.interval_steps={SAVE_EVERY}")
     together = _launched(bench, "together", bench.processes, bench.batch, more)
@@ -135,7 +135,7 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
         lost_steps = float(first.lost_steps or 0)
         figures["PERF-4"] = {"recovery_s": first.stall_s, "lost_steps": lost_steps, "kind": first.kind}
     if "PERF-5" in clauses:
-        # The disk under test is the one that holds the folder of the certification.
+        # The disk under test is the one with the certification folder.
         plan = read_plan(together).as_one_group
         request = CheckpointRatesRequest(plan, str(bench.folder.absolute() / "performance" / "checkpoints"))
         rates = run_tool(CHECKPOINT_RATES, request, torchrun(plan, bench.machine), on_tick=bench.on_tick)
@@ -147,7 +147,7 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
 
 
 def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequence[str] = ()) -> RunDir:
-    """Launch the recipe for a few steps, or return the run if an earlier certification has finished it."""
+    """Launch the recipe for a few steps, or return the run if an earlier certification finished it."""
     run = RunDir(bench.folder.absolute() / "performance" / name)
     if run.result_json.is_file():
         return run
@@ -160,12 +160,13 @@ def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequenc
 
 
 def _steps(run: RunDir) -> list[StepEvent]:
-    """Return the steps of a run without its first ones, which compile and allocate."""
+    """Return a run's steps except the first ones, which compile and allocate."""
     return [event for event in read_sound(run.events(0)) if isinstance(event, StepEvent)][WARMUP_STEPS:]
 
 
 def _scaling(bench: Bench, together: RunDir) -> Figures:
-    """Measure weak scaling: one process alone gets as many samples and cores as each process of the run of all."""
+    """Measure weak scaling: a single process gets the same number of samples and cores as each process of the full
+    run."""
     share = max(1, bench.batch // bench.processes)
     with _on_cores(bench):
         alone = _launched(bench, "alone", 1, share)
@@ -177,7 +178,7 @@ def _scaling(bench: Bench, together: RunDir) -> Figures:
 
 @contextmanager
 def _on_cores(bench: Bench) -> Iterator[None]:
-    """Limit processes started in the block to one process's share of the cores, if processes share them."""
+    """Limit processes started in the block to one process's share of the cores if processes share them."""
     if bench.machine.gpu_names or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -207,7 +208,7 @@ class UntrustedClient:
         self._held: list[socket.socket] = []
 
     def poll(self) -> None:
-        """Attack the run once it is far enough; call this repeatedly while it runs."""
+        """Attack the run once it has progressed far enough; call this repeatedly while it runs."""
         if self.ports or not self._run.events(0).exists():
             return
         steps = (event.step for event in read_sound(self._run.events(0)) if isinstance(event, StepEvent))
@@ -237,7 +238,7 @@ class UntrustedClient:
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """Return the address and port of every socket at which a process or one of its descendants listens."""
+    """Return the address and port of every socket on which a process or one of its descendants listens."""
     found: set[tuple[str, int]] = set()
     for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
@@ -305,8 +306,8 @@ def judge_modes(root: Path) -> Figures:
 
 
 def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
-    """Alter a certificate, a checkpoint and a plan in one place each, and try to verify or resume them."""
-    # Anybody can compute the digest of a certificate with another verdict.
+    """Alter a certificate, a checkpoint and a plan in one place each, and try to verify them or resume from them."""
+    # Anyone can compute the digest of a certificate with a different verdict.
     body = to_plain(write_certificate((), bench.machine, date="2026-01-01")) | {"verdict": "broken"}
     certificate = folder / "certificate.json"
     certificate.write_text(json_text(body | {"digest": digest(body)}), encoding="utf-8")
@@ -316,7 +317,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
-        # Each alteration gets its own copy of the run, so that a resume meets exactly one.
+        # Each alteration gets its own copy of the run, so that a resume encounters exactly one.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

@@ -1,6 +1,6 @@
-"""Certify another engine through a small protocol: trainspec's engine computes the reference for comparison.
+"""Certify another engine through a small protocol; trainspec's engine computes the reference.
 
-Requests and answers are JSON records, with tensors in safetensors files; the model and its tensors have Hugging Face's
+Requests and answers are JSON records, with tensors in safetensors files; the model and its tensors use Hugging Face
 names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input: every field is checked.
 """
 
@@ -47,21 +47,21 @@ SCHEMA = "trainspec.engine/1"
 REQUEST = "request.json"
 ANSWER = "answer.json"
 READ = "read.json"
-"""Marks the folder of a run whose answer was read and found complete."""
+"""Marks a run's folder once its answer has been read and found complete."""
 MODEL = "model"
 BATCHES = "batches.safetensors"
 TOKENS = "tokens"
 CHECKPOINT = "checkpoint"
 RUN_S = 1800.0
-"""Time limit of a run. Every run has at most 20 steps of a small model, so an engine that needs longer, compiling
-included, hangs."""
+"""Time limit of a run. Every run has at most 20 steps of a small model, so an engine that needs longer, including
+compilation, is hanging."""
 
 Asked = Literal["losses", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
 class EngineOptimizer:
-    """The optimizer, as torch defines the one of that name. All parameters share these settings."""
+    """The optimizer, as defined by torch under that name. All parameters share these settings."""
 
     name: Literal["sgd", "adamw"]
     lr: float
@@ -81,18 +81,19 @@ class EngineRequest:
     device: Device
     processes: int
     layout: Layout
-    """The parallelism degrees over the processes."""
+    """The parallelism degrees."""
     compute: Literal["fp32", "bf16"]
     recompute: Recompute
     compile: bool
     model: str
-    """The folder with the model and its first weights, in Hugging Face's format."""
+    """The folder with the model and its initial weights in Hugging Face format."""
     batches: str
-    """A file with the tensor `tokens`, (steps, samples, length + 1), int64; targets are the tokens shifted by one."""
+    """A file with the int64 tensor `tokens` of shape (steps, samples, length + 1); targets are the tokens shifted by
+    one."""
     first_step: int
-    """Steps that the run of the checkpoint made before; 0 for a new run."""
+    """Number of steps already taken by the checkpoint's run; 0 for a new run."""
     steps: int
-    """The run ends after this many steps, including those before its first."""
+    """The run ends after this many steps in total, including those before `first_step`."""
     optimizer: EngineOptimizer
     clip_from: int | None
     """The first step (counted from 0) whose gradient is clipped by its global norm to `clip_norm`; null: never."""
@@ -107,17 +108,17 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """The content of answer.json: the results of a run, or why it was declined."""
+    """The content of answer.json: a run's results, or why it was declined."""
 
     schema: str
     declined: str = ""
-    """The reason why the engine does not support this run; empty if it made the run."""
+    """Why the engine does not support this run; empty if it made the run."""
     losses: tuple[float, ...] = ()
-    """The mean loss over all tokens of each step, before its update."""
+    """Each step's mean loss over all tokens, before its update."""
     gradients: str = ""
-    """A file with the gradients of the first step in fp32, before any update or clipping."""
+    """A file with the first step's fp32 gradients, before any update or clipping."""
     weights: str = ""
-    """A file with the weights after the last step in fp32."""
+    """A file with the fp32 weights after the last step."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the engine and its libraries, for the record."""
 
@@ -133,7 +134,7 @@ LAYOUTS = (
     Layout(cp=2),
     Layout(pp=2),
 )
-"""One process, and each axis by itself."""
+"""A single process, and each axis alone."""
 KEPT = (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))
 """Layouts whose runs are repeated, and stopped and resumed."""
 MOVES = ((Layout(dp_replicate=2), Layout()), (Layout(dp_shard=2), Layout(dp_replicate=2)))
@@ -173,16 +174,16 @@ class ProtocolRun:
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """A clause on a run."""
+    """A clause applied to a run."""
 
     clause: str
     run: ProtocolRun
     baseline: ProtocolRun | None = None
-    """The engine's run to compare with; None: compare with the reference of trainspec's engine."""
+    """The engine's own run to compare with; None: compare with the reference from trainspec's engine."""
 
     @property
     def runs(self) -> tuple[ProtocolRun, ...]:
-        """The runs that the check needs, in the order in which they are made."""
+        """The runs that the check needs, in execution order."""
         return tuple(run for run in (self.baseline, self.run) if run is not None)
 
 
@@ -231,12 +232,12 @@ class EngineToCheck:
 
     @property
     def runs(self) -> list[ProtocolRun]:
-        """Each run once, after the run whose checkpoint it needs."""
+        """All runs without duplicates, each after the run whose checkpoint it needs."""
         return list(dict.fromkeys(run for check in self.checks for run in check.runs))
 
 
 def select_checks(command: str, only: Sequence[str], processes: int) -> EngineToCheck:
-    """Return the command and the checks, and restrict this process to a plain Llama, which other engines know.
+    """Return the command and the checks, and restrict this process to a plain Llama, which other engines support.
 
     Raises RecipeError if the command cannot be run or a pattern matches nothing.
     """
@@ -269,7 +270,7 @@ def select_checks(command: str, only: Sequence[str], processes: int) -> EngineTo
 def measure_engine(
     wanted: EngineToCheck, folder: Path, machine: Machine, on_done: Callable[[int], None]
 ) -> tuple[list[Finding], list[NotOffered]]:
-    """Return the findings and the declined checks; `on_done` gets the number of finished runs.
+    """Return the findings and the declined checks; `on_done` receives the number of finished runs.
 
     Raises WorkerError if an answer is wrong, MachineError if a run or the command cannot be started, Interrupted if a
     stop was requested.
@@ -277,7 +278,7 @@ def measure_engine(
     results = measure((REFERENCE, OWN_BF16, EXACT), folder / "reference", machine, lambda done: None)
     model = PLAIN_DECODER
     root = folder / "engine"
-    # Every request refers to these files: the model with its first weights, and the batches of all steps.
+    # Every request refers to these files: the model with its initial weights, and the batches of all steps.
     (root / MODEL).mkdir(parents=True, exist_ok=True)
     write_json(root / MODEL / "config.json", write_config(model, SEQ_LEN, "float32"))
     first = to_hugging_face(results[REFERENCE].first_weights, model)
@@ -297,7 +298,7 @@ def measure_engine(
 
 
 def to_hugging_face(arrays: Mapping[str, np.ndarray], model: DecoderModel) -> dict[str, np.ndarray]:
-    """Return the engine's parameters as Hugging Face's tensors."""
+    """Return the engine's parameters as Hugging Face tensors."""
     found = {}
     for parameter in parameters(model):
         for piece in parameter.pieces:
@@ -351,7 +352,7 @@ class Answered:
 
 
 def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int], None]) -> dict[ProtocolRun, Answered]:
-    """Request all runs in order; answers that an earlier certification has read are not requested again.
+    """Request all runs in order; answers already read by an earlier certification are not requested again.
 
     Raises WorkerError if an answer is wrong, MachineError if the command cannot be started, Interrupted if a stop was
     requested.
@@ -476,7 +477,7 @@ def _wrong(folder: Path, message: str) -> WorkerError:
 
 @dataclass(frozen=True)
 class References:
-    """Gradients and losses of trainspec's engine; tensors have Hugging Face's names."""
+    """Gradients and losses of trainspec's engine; tensors have Hugging Face names."""
 
     gradients: Tensors
     losses: list[float]
@@ -513,7 +514,7 @@ def judge_answers(
 
 
 def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 over the tensors in name order, each as its name and its little-endian bytes."""
+    """Return the SHA-256 of the tensors in name order, each as its name and its little-endian bytes."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(f"{name}\n".encode() + weights[name].astype("<f4", copy=False).tobytes())

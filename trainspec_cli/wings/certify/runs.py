@@ -1,8 +1,8 @@
-"""Runs of the certify worker: one torchrun job for each number of processes makes all runs of that size.
+"""Runs of the certify worker: one torchrun job per number of processes makes all runs of that size.
 
-The folder of a certification keeps its runs, so that an interrupted certification continues where it stopped.
-FOLDER/certification.json states the versions, the machine and the models; a certification with others refuses the
-folder. FOLDER/NAME/ holds a run; an unfinished run is removed and repeated.
+A certification's folder keeps its runs, so that an interrupted certification continues where it stopped.
+FOLDER/certification.json states the versions, the machine and the models; a certification that differs in any of them
+refuses the folder. FOLDER/NAME/ holds a run; an unfinished run is removed and repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HEADER = "certification.json"
 LOCK = "lock"
 RESULT = "result.json"
 ASKED = "asked.json"
-"""Holds the digest of the request, which tells a kept run from another one of the same name."""
+"""The file with the request's digest, which distinguishes a kept run from another one with the same name."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -58,7 +58,7 @@ class Run:
     exchanges: int = 1
     """Number of exchanges of the first batch's gradients; the run writes their mean."""
     inputs: bool = False
-    """Write the first weights and the batches too."""
+    """Also write the initial weights and the batches."""
     repetition: int = 0
     """0 for the first run; n for its nth repetition."""
 
@@ -81,7 +81,8 @@ class Run:
 
     @property
     def clips(self) -> bool:
-        """Whether later steps clip. Only plain descent does: adaptive optimizers hide a gradient wrong by a factor."""
+        """Whether later steps clip. Only plain descent does: adaptive optimizers hide gradients that are off by a
+        factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
     def request(self, device: Device) -> CertifyRun:
@@ -137,13 +138,13 @@ class Measured:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """Return the tokens of all steps, (steps, samples, length + 1)."""
+        """Return the tokens of all steps, of shape (steps, samples, length + 1)."""
         with np.load(self.folder / BATCHES) as found:
             tokens: np.ndarray = found[TOKENS]
             return tokens
 
     def _parameters(self, what: str) -> dict[str, np.ndarray]:
-        """Return the arrays that the pipeline stages wrote, by parameter."""
+        """Return the arrays written by the pipeline stages, by parameter."""
         found: dict[str, np.ndarray] = {}
         for path in sorted(self.folder.glob(f"{what}.stage*.npz")):
             with np.load(path) as stage:
@@ -159,15 +160,15 @@ def measure(
     tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
     on_device: str = "",
 ) -> dict[Run, Measured]:
-    """Make all runs below `folder` that it does not hold yet; `on_progress` gets the number of finished runs.
+    """Make all runs that `folder` does not contain yet; `on_progress` receives the number of finished runs.
 
-    `on_device`: the device that a wing brings, in place of the machine's.
+    `on_device`: a device provided by a wing, used instead of the machine's own.
 
     Raises MachineError if a job fails, Interrupted if a stop was requested.
     """
     wanted = list(dict.fromkeys(runs))
     device = device_of(machine)
-    # The models are so small that more threads would only wait for each other.
+    # The models are so small that additional threads would only wait for each other.
     environment = {"OMP_NUM_THREADS": "1"} | ({DEVICE: on_device} if on_device else {})
     left = []
     for run in wanted:
@@ -213,7 +214,7 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
     for later in (False, True):
         stage = []
         for run in runs:
-            # A run that continues one of fewer processes waits for that run's job.
+            # A run that continues from a run with fewer processes waits for that run's job.
             source = run.continues.case.layout.world_size if run.continues else math.inf
             if (source < run.case.layout.world_size) is later:
                 stage.append(run)
@@ -242,7 +243,7 @@ class Subject:
     engine: str = ""
     """The command of another engine; empty for trainspec's engine."""
     since: str = ""
-    """The day of the first run."""
+    """The date of the first run."""
 
 
 def subject_of(machine: Machine, engine: str = "") -> Subject:
@@ -268,7 +269,7 @@ def _sha256(text: str) -> str:
 
 @contextmanager
 def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
-    """Lock the folder of a certification, creating it if needed, and yield the day on which it was begun.
+    """Lock a certification's folder, creating it if needed, and yield the date on which it was begun.
 
     Raises RecipeError if the folder holds something else or another certification, or is in use; MachineError if it
     belongs to another user.
@@ -319,7 +320,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
-    """Return the relative Euclidean error of each gradient; infinite if one is missing or has another shape."""
+    """Return the relative Euclidean error of each gradient; infinite if it is missing or has the wrong shape."""
     errors: dict[str, float] = {}
     for name in reference.keys() | found.keys():
         theirs = reference.get(name)
@@ -343,7 +344,7 @@ def whole_error(found: Tensors, reference: Tensors) -> float:
 
 
 def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative error of a loss; infinite if the numbers of steps differ."""
+    """Return the largest relative error of any loss; infinite if the numbers of steps differ."""
     if len(losses) != len(reference):
         return math.inf
     errors = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference, strict=True)]

@@ -1,4 +1,4 @@
-"""Hold an engine against the training spec."""
+"""Test an engine against the training spec."""
 
 from trainspec_cli.core.wings import Command, Wing
 

@@ -1,1 +1,1 @@
-"""The examination of a job's nodes: what each has and can do, how fast their links are, and which is slowest."""
+"""Examine a job's nodes: their hardware and capabilities, the speed of their links, and which is slowest."""

@@ -35,13 +35,14 @@ SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""With a smaller fraction of its memory free, a GPU is in use; the driver and a desktop need less than the rest."""
+"""If a smaller fraction of its memory is free, a GPU is in use; the driver and a desktop need less than the
+remainder."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 
 
 def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
-    """Return all checks in the order they are shown; `folder` is the run folder, `devices` the node's devices."""
+    """Return all checks in display order; `folder` is the run folder, `devices` the number of devices in the node."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
     links = [*check_rdma(), *check_nics(devices), *check_links(), *check_clock()]
     python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
@@ -50,7 +51,7 @@ def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
 
 
 def check_chips(device: str) -> Iterator[Check]:
-    """Check that the driver and torch can use the devices of the run."""
+    """Check that the driver and torch can use the run's devices."""
     machine = detect(look_for_gpus=device != "cpu")
     for note in machine.gpu_notes:
         yield Check("chips", "warn", note, "nvidia-smi -L, or rocm-smi, lists this node's GPUs")
@@ -101,8 +102,8 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 
 
 def torch_build() -> tuple[str, str, str]:
-    """Return the versions of the installed torch and of the CUDA and ROCm (HIP) it was built with; "" if unknown or
-    absent."""
+    """Return the versions of the installed torch and of the CUDA and ROCm (HIP) that it was built with; "" if unknown
+    or absent."""
     spec = importlib.util.find_spec("torch")
     try:
         text = (Path(spec.origin or "").parent / "version.py").read_text() if spec else ""
@@ -141,7 +142,7 @@ def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 
 def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Check the RDMA ports; a node without RDMA has no checks, because not every cluster has it."""
+    """Check the RDMA ports; yield nothing on a node without RDMA, because not every cluster has it."""
     ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     for port in ports:
         name = f"{port.parents[1].name} port {port.name}"
@@ -153,7 +154,7 @@ def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
 
 
 def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Return the rate of the RDMA NICs for each of `devices`; nothing without such NICs."""
+    """Yield the RDMA NIC rate per device; nothing without such NICs."""
     nics = read_nics(folder)
     if not nics:
         return
@@ -237,7 +238,7 @@ def check_disk(folder: Path) -> Iterator[Check]:
 
 
 def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the bytes per second of writing one file of `DISK_BYTES`."""
+    """Return the write rate in bytes per second for one file of `DISK_BYTES`."""
     block = os.urandom(2**20)
     started = read_clock()
     with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:

@@ -1,8 +1,8 @@
-"""Discover the fabric of this machine, or of a machine described by saved outputs, and write it as a group's option.
+"""Discover the fabric of this machine, or of one described by saved command outputs, and write it as an option file.
 
-`nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. Its columns changed over the years:
-NICs have their names (drivers up to 4xx) or NIC0 with a legend below; the affinity to cores may be followed by that to
-NUMA nodes, or may be blank if a job has other cores.
+`nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. Its columns have changed over the
+years: NICs appear by name (drivers up to 4xx) or as NIC0 with a legend below; the CPU affinity may be followed by the
+NUMA affinity, or may be blank if a job has other cores.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WIRING = "rails, if NIC i of all nodes is on the same switch; one_switch, if all
 
 @dataclass(frozen=True)
 class SourceText:
-    """The text of a command or file, and its name."""
+    """The text of a command's output or a file, and its name."""
 
     text: str
     source: str
@@ -93,7 +93,7 @@ def discover(
 ) -> FoundFabric:
     """Combine a node, Slurm's topology and measured links into a fabric.
 
-    Slurm's levels within `scaleup_devices` are not tiers, because fast links already connect these devices.
+    Slurm levels within `scaleup_devices` are not tiers, because fast links already connect those devices.
     """
     devices = devices_per_node or len(node.gpus) or min(2, usable_cores())
     inside, remarks = node_tiers(node.gpus, node.gpus_source, devices)
@@ -234,7 +234,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     header = None
     for number, line in enumerate(lines):
         words = line.split()
-        # The header begins with GPU0, and so does the first row, whose second word is a link.
+        # The header starts with GPU0, but so does the first row, whose second word is a link.
         if words[:1] == ["GPU0"] and not (len(words) > 1 and _LINK.fullmatch(words[1])):
             header = number
             break
@@ -260,7 +260,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     for gpu in gpus:
         row = rows[gpu]
         links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
-        # The cores may be blank but the other affinities are not, so they are matched from the end of the row.
+        # The cores may be blank, but the other affinities are not, so match from the end of the row.
         after_links = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
         cores = after_links.get("CPU Affinity", "")
         numa = after_links.get("NUMA Affinity", "")
@@ -277,7 +277,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
 
 
 def _columns(header: str) -> tuple[list[str], list[str]]:
-    """Return the names of the devices and of the affinities after them."""
+    """Return the names of the device columns and of the affinity columns after them."""
     affinities = [name for name in _AFFINITIES if name in header]
     devices = header.partition(_AFFINITIES[0])[0]
     return devices.split(), affinities
@@ -299,7 +299,7 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
 
 
 def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
-    """Return the YAML of conf/fabric/NAME.yaml; `has_schema`: the schemas are in the folder next to the group."""
+    """Return the YAML of conf/fabric/NAME.yaml; `has_schema`: the schemas are in the folder next to the group's."""
     lines = ["# @package cluster.fabric", *([SCHEMA] if has_schema else [])]
     lines += _comment(f"The fabric of {found.host}, found by `trainspec fabric`. Keys with ... were not found.")
     lines += [line for remark in found.remarks for line in _comment(f"Note: {remark}.")]

@@ -27,15 +27,16 @@ from trainspec_cli.run.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
 from trainspec_cli.wings.doctor.checks import check_node
 
 SPEEDS = {"matmul_flops": ("matrix products", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
-"""The figures of `SpeedResult` by which nodes are compared -> name and unit."""
+"""The fields of `SpeedResult` used to compare nodes -> name and unit."""
 MIN_SPEED = 0.6
-"""A slower node, relative to the median of the others, is refused, because every step waits for the slowest."""
+"""A node slower than this, relative to the median of the others, is refused, because every step waits for the
+slowest."""
 WARN_SPEED = 0.85
-"""A slower node, relative to the median of the others, gets a warning."""
+"""A node slower than this, relative to the median of the others, gets a warning."""
 MIN_LINK_RATE = 0.5
-"""A slower pair of nodes, relative to the usual rate, gets a warning."""
+"""A pair of nodes slower than this, relative to the usual rate, gets a warning."""
 MAX_CLOCK_DIFFERENCE_S = 1.0
-"""Sending a report takes less than this, so a larger difference is one between clocks."""
+"""Sending a report takes less than this, so a larger difference means that the clocks differ."""
 
 Examined = tuple[Sequence[NodeReport], LinksResult | None]
 """The report of each node, and the links between processes; None for a single process."""
@@ -50,7 +51,7 @@ def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
 
 
 def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
-    """Examine all nodes of a job; `folder` is on a file system they share. Raises MachineError.
+    """Examine all nodes of a job; `folder` is on a file system shared by them. Raises MachineError.
 
     No node is refused here, because the doctor needs all reports.
     """
@@ -61,7 +62,7 @@ def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
 
 
 def node_command(plan: Plan, folder: Path) -> tuple[str, ...]:
-    """Return Python's arguments to examine one node; `folder` is the run folder."""
+    """Return the Python arguments for examining one node; `folder` is the run folder."""
     of_node = (plan.device, plan.compute, str(plan.devices_per_node))
     return ("-m", "trainspec_cli.wings.doctor.examine", str(folder), *of_node)
 
@@ -149,7 +150,7 @@ def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
 
 
 def refuse_unfit(reports: Sequence[NodeReport]) -> None:
-    """Raises MachineError with all nodes that fail a check or are much slower than the others."""
+    """Raise MachineError listing all nodes that fail a check or are much slower than the others."""
     problems = []
     for report in reports:
         for check in (check for check in report.checks if check.status == "fail"):
@@ -168,10 +169,10 @@ def refuse_unfit(reports: Sequence[NodeReport]) -> None:
 
 
 def check_measured_links(links: LinksResult | None) -> list[Check]:
-    """Check the rates of all-reduces and pairs of nodes, and warn of nodes that are slow with every other.
+    """Check the rates of all-reduces and of node pairs, and warn about nodes that are slow with every other node.
 
-    Pairs are compared with the median of the nodes' best rates, and not with the median of all pairs: a bad cable slows
-    all pairs of its node, which can be most pairs, but not the best rate of any other node.
+    Pairs are compared with the median of the nodes' best rates, not with the median of all pairs: a bad cable slows all
+    pairs with its node, which can be most pairs, but not the best rate of any other node.
     """
     if links is None:
         return []

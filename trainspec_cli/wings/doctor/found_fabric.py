@@ -1,4 +1,4 @@
-"""The links and network that `trainspec fabric` finds; `fabric --json` prints these records."""
+"""The links and network found by `trainspec fabric`; `fabric --json` prints these records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FoundGpu:
     nics: dict[str, str] = field(default_factory=dict)
     """Name of each RDMA NIC -> the link to it."""
     cores: str = ""
-    """The nearest cores, as the kernel lists them (`0-15,64-79`); "": unknown."""
+    """The nearest cores in the kernel's list format (`0-15,64-79`); "": unknown."""
     numa_node: int | None = None
     pcie_gbit_per_s: float | None = None
     """The rate of its PCIe link in one direction; None: unknown."""
@@ -37,14 +37,14 @@ class Nic:
     """None: unknown."""
     kind: NetworkKind = "infiniband"
     pci_path: tuple[str, ...] = ()
-    """The PCI addresses from the host bridge to it."""
+    """The PCI addresses on the path from the host bridge to it."""
 
 
 @dataclass(frozen=True)
 class NumaNode:
     number: int
     cores: str
-    """As the kernel lists them: `0-15,64-79`."""
+    """Its cores in the kernel's list format: `0-15,64-79`."""
     memory_bytes: int | None = None
 
 

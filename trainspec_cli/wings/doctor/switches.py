@@ -13,9 +13,9 @@ _FIELD = re.compile(r"(\w+)=(\S+)")
 _NAMES = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _RANGES = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
 MAX_NAMES = 1_000_000
-"""A host list is expanded to at most this many names, more than any cluster has."""
+"""Maximum number of names in an expanded host list, more than any cluster has."""
 NONE = "(null)"
-"""`scontrol` writes this for an empty list."""
+"""What `scontrol` prints for an empty list."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def read_levels(topology: str) -> list[SwitchLevel]:
 def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
     """Return the levels of switches.
 
-    `scontrol` prints the level of each switch and all nodes below it; topology.conf lists only what is directly below.
+    `scontrol` prints each switch's level and all nodes below it; topology.conf lists only its direct children.
     """
     switches = {line["switchname"]: line for line in lines if "switchname" in line}
     levels: dict[int, list[tuple[str, ...]]] = {}

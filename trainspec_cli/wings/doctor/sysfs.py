@@ -18,7 +18,7 @@ GPU_VENDORS = ("0x10de", "0x1002")
 GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """PCI classes of VGA and 3D controllers, other displays, and processing accelerators."""
 CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
-"""Gigatransfers per second of a PCIe lane -> the fraction that is data (PCI Express Base Specification 1 to 6)."""
+"""Gigatransfers per second per PCIe lane -> the fraction that is data (PCI Express Base Specification 1 to 6)."""
 MAX_LANES = 32
 
 # Network
@@ -28,11 +28,11 @@ INTERFACES = Path("/sys/class/net")
 _RATE = re.compile(r"([\d.]+) Gb/sec")
 _PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _KIND_OF_DRIVER: dict[str, NetworkKind] = {"efa": "efa", "hfi1": "omnipath"}
-"""Drivers whose link_layer does not show the kind of network: it is Unspecified or InfiniBand."""
+"""Drivers whose link_layer does not reveal the kind of network (it is Unspecified or InfiniBand)."""
 
 
 def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
-    """Return the RDMA NICs with an active port, by name; `folder` has the layout of the kernel's."""
+    """Return the RDMA NICs with an active port, by name; `folder` is laid out like the kernel's."""
     found = []
     for device in sorted(folder.iterdir()) if folder.is_dir() else ():
         ports = [port for port in device.glob("ports/*") if "ACTIVE" in sysfs_text(port / "state")]
@@ -47,7 +47,7 @@ def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
 
 
 def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
-    """Return the network interfaces that are up and are a device or a bond, and no virtual ones."""
+    """Return the network interfaces that are up and are devices or bonds, excluding virtual ones."""
     found = []
     for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
@@ -65,12 +65,12 @@ def _numa_node(device: Path) -> int | None:
 
 
 def pci_path(device: Path) -> tuple[str, ...]:
-    """Return the PCI addresses from the host bridge to a device of /sys; empty if it is not a PCI device."""
+    """Return the PCI addresses from the host bridge to a device in /sys; empty if it is not a PCI device."""
     return tuple(part for part in device.resolve().parts if _PCI.fullmatch(part))
 
 
 def sysfs_text(path: Path) -> str:
-    """Return the content of a file of /sys without the newline; "" if it is missing or unreadable."""
+    """Return the content of a file in /sys without the newline; "" if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -81,8 +81,8 @@ def sysfs_text(path: Path) -> str:
 
 
 def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
-    """Return the GPUs in the order of their PCI addresses, as nvidia-smi numbers them, with the links that PCI shows
-    without a driver, so without NVLink."""
+    """Return the GPUs in PCI address order, as nvidia-smi numbers them, with the links visible in PCI without a driver
+    (so no NVLink)."""
     folders: dict[str, Path] = {}
     for folder in sorted((root / "bus/pci/devices").glob("*")):
         if sysfs_text(folder / "vendor") in GPU_VENDORS and sysfs_text(folder / "class")[:6] in GPU_CLASSES:
@@ -133,7 +133,7 @@ def _link(here: PciLocation, there: PciLocation) -> str:
 
 
 def add_pci_facts(matrix: Sequence[FoundGpu], found: Sequence[FoundGpu]) -> list[FoundGpu]:
-    """Add the facts from PCI to the matrix's GPUs, if both show equally many."""
+    """Add the facts from PCI to the matrix's GPUs if both show the same number of GPUs."""
     if len(matrix) != len(found):
         return list(matrix)
     return [

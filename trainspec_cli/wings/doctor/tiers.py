@@ -1,4 +1,4 @@
-"""Make the tiers of a fabric from a node's links, its NICs, Slurm's switches and measured links."""
+"""Derive a fabric's tiers from a node's links, its NICs, Slurm's switches and measured links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainspec_cli.wings.doctor.sysfs import INFINIBAND, INTERFACES
 
 NVLINK = "NV"
 NEAR_NIC = ("PIX", "PXB")
-"""Links between a GPU and a NIC that use only PCIe switches, and not the CPU."""
+"""Links between a GPU and a NIC through PCIe switches only, bypassing the CPU."""
 LEFT_TO_ACCELERATOR = (
     "default: the accelerator's data sheet (cluster.accelerator.link_gb_per_s); write it if it differs"
 )
@@ -31,13 +31,13 @@ UPLINKS_TO_FILL = "default: 1; write 3 if the devices below can send three times
 
 
 def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> tuple[list[FoundTier], list[str]]:
-    """Return the tiers inside a node for a run with this many devices per node, and remarks on what they ignore."""
+    """Return the tiers inside a node for a run with this many devices per node, and remarks on what they leave out."""
     if len(gpus) < 2:
         name = "node" if not gpus else "gpu"
         return [FoundTier(TierSpec(name), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], []
     joined = groups_by(gpus, lambda link: link.startswith(NVLINK))
     if len(joined) == 1 or (_are_equal_and_in_order(joined, gpus) and 1 < devices_per_node <= len(joined[0])):
-        # Add a remark for a domain that is not a full mesh, as in a DGX-1.
+        # Add a remark if the domain is not a full mesh, as in a DGX-1.
         pairs = [link for gpu in gpus for link in gpu.links.values()]
         direct = sum(link.startswith(NVLINK) for link in pairs)
         remarks = []
@@ -79,7 +79,8 @@ def _pcie(gpus: Sequence[FoundGpu], source: str) -> FoundTier:
 
 
 def groups_by(gpus: Sequence[FoundGpu], joins: Callable[[str], bool]) -> list[list[str]]:
-    """Group the GPUs that are connected by a chain of links for which `joins` is true; GPUs and groups are in order."""
+    """Group the GPUs that are connected by a chain of links for which `joins` is true; GPUs and groups keep their
+    order."""
     groups: list[list[str]] = []
     order = {gpu.name: number for number, gpu in enumerate(gpus)}
     for gpu in gpus:
@@ -92,7 +93,7 @@ def groups_by(gpus: Sequence[FoundGpu], joins: Callable[[str], bool]) -> list[li
 
 
 def _are_equal_and_in_order(groups: Sequence[Sequence[str]], gpus: Sequence[FoundGpu]) -> bool:
-    """Return whether the groups have the same size and consist of consecutive GPUs, as ranks need."""
+    """Return whether the groups have the same size and consist of consecutive GPUs, as rank placement requires."""
     in_order = [name for group in groups for name in group] == [gpu.name for gpu in gpus]
     return in_order and len({len(group) for group in groups}) == 1
 
@@ -135,14 +136,14 @@ def rails(gpus: Sequence[FoundGpu], nics: Collection[str]) -> dict[str, list[str
 def network_of(
     gpus: Sequence[FoundGpu], nics: Sequence[Nic], interfaces: Sequence[Nic], devices_per_node: int, unknown: str
 ) -> Network:
-    """Return a device's share of the NICs near GPUs, else of all RDMA NICs, else of the fastest interface.
+    """Return a device's share of the NICs near GPUs, or of all RDMA NICs, or of the fastest interface.
 
     `unknown` is the source if there are none.
     """
     near = {nic for names in rails(gpus, [nic.name for nic in nics]).values() for nic in names}
     chosen = [nic for nic in nics if nic.name in near]
     if not chosen:
-        # The kind of NIC with the highest total rate: the others are probably for storage.
+        # Use the kind of NIC with the highest total rate: the others are probably for storage.
         kinds = sorted({nic.kind for nic in nics})
         total = {kind: sum(nic.gbit_per_s or 0.0 for nic in nics if nic.kind == kind) for kind in kinds}
         chosen = [nic for nic in nics if nic.kind == max(kinds, key=lambda kind: total[kind])]
@@ -169,7 +170,7 @@ def network_of(
 def network_tiers(
     network: Network, levels: Sequence[SwitchLevel], switches_source: str, devices_per_node: int
 ) -> list[FoundTier]:
-    """Return the tiers between nodes, one for each of Slurm's levels; the last contains all nodes."""
+    """Return the tiers between nodes, one per Slurm level; the last contains all nodes."""
     left_out = {} if network.tier.gbit_per_s else {"gbit_per_s": RATE_TO_FILL}
     left_out["latency_us"] = LATENCY_TO_FILL
     if len(levels) < 2:
@@ -193,7 +194,7 @@ def with_measured(
     devices_per_node: int,
     nics_per_node: int,
 ) -> list[FoundTier]:
-    """Return the tiers between nodes with the measured rates and latencies.
+    """Return the tiers between nodes with measured rates and latencies.
 
     With Slurm's switches, a pair belongs to the lowest level that connects it; a tier without pairs does not change.
     """
@@ -221,7 +222,7 @@ MIN_RATIO = 2.0
 """Near and far links must differ by this factor to be distinguished."""
 
 EFFICIENCY = "cluster.efficiency={nic: 1}"
-"""The keys of a plan with measured rates, which are already those of collectives."""
+"""The key to set in a plan with measured rates, which are already those of collectives."""
 
 
 def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> Iterator[Check]:
@@ -244,7 +245,7 @@ def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node
 def measured_tiers(
     pairs: Sequence[PairRate], groups: Sequence[set[str]] | None, devices_per_node: int, nics_per_node: int
 ) -> list[TierSpec]:
-    """Return the tiers between the nodes of a group, if there are `groups`, and between all nodes."""
+    """Return the tier between the nodes of a group, if there are `groups`, and the tier between all nodes."""
     ends = groups or [{host} for host in hosts_of(pairs)]
     inside = [pair for pair in pairs if any(set(pair.hosts) <= group for group in ends)]
     across = [pair for pair in pairs if pair not in inside]
@@ -258,14 +259,14 @@ def measured_tiers(
 def measured_tier(tier: TierSpec, pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> TierSpec:
     """Return the tier with the median rate and latency of `pairs`, which is not empty.
 
-    In a measurement two processes have all NICs of their nodes, but in a run the node's devices share them: a device
-    gets the rate of its own NIC or its share (`nics_per_node`; 0: TCP over one interface). Measured rates are those of
-    collectives on any kind of network, so the planner uses them without an efficiency factor (`EFFICIENCY`).
+    In a measurement, two processes have all NICs of their nodes to themselves, but in a run the devices share them: a
+    device gets the rate of its own NIC or its share (`nics_per_node`; 0: TCP over one interface). Measured rates are
+    those of collectives on any kind of network, so the planner uses them without an efficiency factor (`EFFICIENCY`).
     """
     share = min(1.0, max(1, nics_per_node) / devices_per_node)
     gbit_per_s = median(pair.bytes_per_s for pair in pairs) * 8 / 1e9 * share
     latency_us = median(_latency_s(pair) for pair in pairs) * 1e6
-    # Three digits, because measurements are no more exact.
+    # Three digits, because measurements are not more precise.
     return replace(tier, gbit_per_s=float(f"{gbit_per_s:.3g}"), latency_us=float(f"{latency_us:.3g}"), kind="measured")
 
 
@@ -278,8 +279,8 @@ def hosts_of(pairs: Sequence[PairRate]) -> list[str]:
 
 
 def near_groups(pairs: Sequence[PairRate]) -> list[set[str]] | None:
-    """Return groups of consecutive nodes, of equal size, whose inner links are faster than all others or have lower
-    latency. None without such groups, or if not all pairs were measured."""
+    """Return equal-sized groups of consecutive nodes whose internal links are faster than all others or have lower
+    latency. None if there are no such groups or not all pairs were measured."""
     hosts = hosts_of(pairs)
     if len(pairs) < math.comb(len(hosts), 2):
         return None
@@ -288,7 +289,7 @@ def near_groups(pairs: Sequence[PairRate]) -> list[set[str]] | None:
         least, most = (bound(map(quantity, pairs)) for bound in (min, max))
         if most < MIN_RATIO * least:
             continue
-        # Nodes connected by a chain of near pairs are one group.
+        # Nodes connected by a chain of near pairs form one group.
         groups = [{host} for host in hosts]
         for pair in (pair for pair in pairs if quantity(pair) < math.sqrt(least * most)):
             first, second = (next(group for group in groups if host in group) for host in pair.hosts)

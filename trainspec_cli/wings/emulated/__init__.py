@@ -1,4 +1,4 @@
-"""An accelerator in software, on which the engine's accelerator path runs without a GPU."""
+"""A software accelerator on which the engine's accelerator path runs without a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
 
 KIND = "emulated"
-"""torch's name of the device: `torch.device("emulated", 0)`."""
+"""torch's name for the device: `torch.device("emulated", 0)`."""
 
 
 @dataclass(frozen=True)
 class Settings:
     order: int | None = None
-    """Run the streams' work late and in a random order, of this seed; None: as soon as it may."""
+    """Run the streams' work late and in random order with this seed; None: as soon as possible."""
     memory_gib: float = 80.0
     """The device's memory."""
 

@@ -1,4 +1,4 @@
-"""An accelerator in software."""
+"""A software accelerator."""
 
 from trainspec_cli.core.wings import Wing
 

@@ -1,4 +1,4 @@
-"""Configurations of other engines: written from a plan, and read into a recipe. No engine is imported."""
+"""Configurations of other engines: written from a plan or read into a recipe. No engine is imported."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ ENGINES = (
 LAUNCHERS = (managers.JOB, managers.JOB_SET, managers.TRAIN_JOB, managers.SKYPILOT)
 """Cluster managers, which start trainspec itself."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
-"""Targets by the name that `--for` takes."""
+"""Targets by the name passed to `--for`."""

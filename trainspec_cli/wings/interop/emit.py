@@ -108,14 +108,14 @@ def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with every `auto` replaced by the plan's best layout. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    # The layout covers all replica groups together: other engines have none.
+    # The layout covers all replica groups together, because other engines have none.
     spec = replace(planned.spec, layout=asked_for(best.layout))
     chip = spec.cluster.accelerator
     device = spec.cluster.device
     if device == AUTO:
         device = "cpu" if chip and chip.vendor == "cpu" else "cuda"
     compute = spec.precision.compute
-    if compute == AUTO:  # the format that the plan assumes
+    if compute == AUTO:  # the format assumed by the plan
         compute = "bf16" if chip and chip.bf16_tflops else "fp16"
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
     cluster = replace(spec.cluster, devices_per_node=per_node, device=device)

@@ -15,7 +15,7 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, ReadBack, Target, guess_engine, nest, read_back, read_source
 
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
-"""Keys that a plan needs; the recipe leaves them open if the file lacks them."""
+"""Keys that a plan needs; the recipe leaves them unset if the file lacks them."""
 NEEDED_OF_MODEL = "model.num_layers"
 CHECKPOINT = "init.from"
 """A checkpoint also determines the sizes of the model."""
@@ -40,7 +40,7 @@ class Imported:
 
 
 def import_file(file: Path, engine: str = "") -> Imported:
-    """Read a file of an engine. Raises RecipeError if it cannot be read or none of its keys is known."""
+    """Read an engine's configuration file. Raises RecipeError if it cannot be read or contains no known keys."""
     engine = engine or guess_engine(file)
     if engine not in READERS:
         near = closest(engine, READERS)

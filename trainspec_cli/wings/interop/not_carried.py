@@ -1,4 +1,4 @@
-"""Keys that an emitted configuration does not contain, with the reasons, which every emission lists.
+"""Keys that an emitted configuration leaves out, with the reasons listed in every emission.
 
 There are three kinds: values that only trainspec uses (`NOT_CARRIED`), values without effect (`OFF`), and values that
 another value makes irrelevant (`MEANINGLESS`). Every other value that an engine does not support is refused.
@@ -36,7 +36,7 @@ NOT_CARRIED: Mapping[str, str] = {
     "data.max_bytes": "limits the text that trainspec prepares",
     "data.tokenizer.vocab_size": "for a tokenizer that trainspec trains",
 }
-"""Key, or the section that it belongs to -> why it is not carried, unless the engine has a line for it."""
+"""Key or section -> why it is not carried, unless the engine has a line for it."""
 
 SCRIPT: Mapping[str, str] = {
     "model": "your script builds the model",

@@ -24,7 +24,7 @@ RENDEZVOUS_OPTIONS = (
     "--node-rank",
     "--standalone",
 )
-"""Options of torchrun for the rendezvous of processes; they describe no run."""
+"""Rendezvous options of torchrun; they do not describe a run."""
 MOST_CHARS = 1_000_000
 """The size limit of a file, in characters."""
 
@@ -42,7 +42,7 @@ def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
 
 
 def guess_engine(file: Path) -> str:
-    """Return the engine that uses this file suffix, or the one whose keys the file has."""
+    """Return the engine that uses this file suffix, or the one whose keys appear in the file."""
     engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
         file.suffix, "megatron"
     )
@@ -52,7 +52,7 @@ def guess_engine(file: Path) -> str:
         return "megatron-bridge"
     if engine != "accelerate":
         return engine
-    # Three engines use this suffix: keys that only one of them has identify it.
+    # Three engines use this suffix; keys that only one of them has identify it.
     top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
     return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
 
@@ -192,4 +192,4 @@ READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
     "megatron-bridge": _megatron_bridge,
     "axolotl": _yaml_with_items,
 }
-"""Engine -> function that reads its file."""
+"""Engine -> the function that reads its files."""

@@ -1,4 +1,4 @@
-"""The parts of an engine's table: a run as flat values, and lines that map a key of the recipe to one of the engine.
+"""The parts of an engine's table: a run as flat values, and lines that map recipe keys to engine keys.
 
 A line has both keys, the conditions under which it applies, and the conversion that writes its value for the engine and
 reads it for the recipe.
@@ -25,12 +25,12 @@ DERIVED = "derived."
 
 @dataclass(frozen=True)
 class Container:
-    """Properties of a container that recipes do not have."""
+    """Container properties that are not part of recipes."""
 
     image: str = ""
     """An image that contains trainspec."""
     volume: str = ""
-    """A volume that all nodes mount: recipes, data and the run folder."""
+    """A volume mounted by all nodes, with recipes, data and the run folder."""
 
 
 NO_CONTAINER = Container()
@@ -68,7 +68,7 @@ class RunValues:
 def run_values(
     recipe: str, spec: RunSpec, arguments: tuple[str, ...] = (), container: Container = NO_CONTAINER
 ) -> RunValues:
-    """Return the values of a spec that has no `auto` left."""
+    """Return the values of a spec without `auto`."""
     layout = layout_of(spec)
     micro = spec.batching.micro_batch_size
     free = spec.cluster.devices_per_node
@@ -85,7 +85,7 @@ def run_values(
         f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
         f"{DERIVED}rank_batch_size": micro * accumulated,
         f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
-        # `hopper` includes all earlier chips: the environment of some engines depends on it.
+        # `hopper` includes all earlier chips; some engines' environments depend on it.
         f"{DERIVED}arch": "blackwell" if any(chip in accelerator for chip in ("b200", "b300")) else "hopper",
         f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
     }
@@ -105,7 +105,7 @@ def layout_of(spec: RunSpec) -> Layout:
 
 
 def batch_problem(run: RunValues) -> Problem | None:
-    """Return the problem of a batch that ranks would share unequally, which only trainspec supports."""
+    """Return a problem if ranks would share the batch unequally, which only trainspec supports."""
     samples = run.whole("batching.global_batch_size")
     micro = run.whole("batching.micro_batch_size")
     ranks = run.whole(f"{DERIVED}data_parallel_size")
@@ -195,7 +195,7 @@ class Times:
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number, or the one that means null to the engine."""
+    """A number; null is written as the number that means null to the engine."""
 
     none: JsonValue
 
@@ -208,7 +208,7 @@ class OrNone:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A whole number with a lower bound in the engine."""
+    """An integer with a lower bound in the engine."""
 
     low: int
 
@@ -259,7 +259,7 @@ class Within:
 
 
 TOKEN_FILE = Within("one .bin file", "data.path=NAME.bin", end=".bin", refused="*")
-"""Megatron's data set, which the engines name without its suffix."""
+"""Megatron's dataset, which the engines name without its suffix."""
 
 
 @dataclass(frozen=True)
@@ -334,10 +334,10 @@ class Line:
     conversion: Conversion = field(default_factory=Same)
     when: tuple[When, ...] = ()
     approximate: str = ""
-    """What the engine does differently; empty if it does the same."""
+    """What the engine does differently; empty if the meaning is identical."""
     destination: Destination = "config"
     also: tuple[str, ...] = ()
-    """Further keys of the recipe that the line covers."""
+    """Additional recipe keys covered by the line."""
 
     def applies(self, run: RunValues) -> bool:
         return all(condition.holds(run) for condition in self.when)
@@ -358,7 +358,7 @@ class Fixed:
 
 
 def show(value: JsonValue) -> str:
-    """Return a value as a user types it."""
+    """Return a value as a user would type it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

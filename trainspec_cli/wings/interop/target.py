@@ -31,7 +31,7 @@ Keys = Mapping[str, JsonValue]
 
 @dataclass(frozen=True)
 class TranslatedKey:
-    """A key of the recipe as the engine's key."""
+    """A recipe key translated to the engine's key."""
 
     ours: str
     value: JsonValue
@@ -53,7 +53,7 @@ class NotCarried:
 
 @dataclass(frozen=True)
 class Translation:
-    """A run in an engine's keys, with an account of every key of the recipe."""
+    """A run in an engine's keys, accounting for every recipe key."""
 
     translated: tuple[TranslatedKey, ...]
     not_carried: tuple[NotCarried, ...]
@@ -82,9 +82,9 @@ class Target:
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
     """Combinations of keys that the engine does not support."""
     complete: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
-    """Complete the values read from the engine's keys by what several keys, or missing ones, imply."""
+    """Completes the values read from the engine's keys with what several keys together, or missing keys, imply."""
     carries_recipe: bool = False
-    """The target starts trainspec itself, so that the recipe's arguments carry all other keys."""
+    """The target starts trainspec itself, so the recipe's arguments carry all other keys."""
 
 
 def translate(target: Target, run: RunValues) -> Translation:
@@ -201,7 +201,7 @@ USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=t
 def shell_script(
     about: str, command: Iterable[str], environment: Mapping[str, JsonValue], *, needs: Iterable[str] = ()
 ) -> str:
-    """Return a bash script; `command` consists of words that are quoted for the shell already."""
+    """Return a bash script; `command` consists of words already quoted for the shell."""
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
     lines = ["#!/usr/bin/env bash", f"# {about}", "set -euo pipefail", *needs, *exports]
     return "\n".join([*lines, "exec " + " \\\n  ".join(command) + ' "$@"', ""])
@@ -222,7 +222,7 @@ def option(name: str, value: JsonValue) -> str:
 
 
 def number(value: JsonValue) -> str:
-    """Return a value so that programs parse it to the same value."""
+    """Return a number as text that programs parse to the same value."""
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -246,9 +246,9 @@ class ReadBack:
     values: Mapping[str, JsonValue]
     """Key of a recipe -> value."""
     followed: tuple[str, ...]
-    """Keys of the engine that follow from others, or that every emitted file has."""
+    """Engine keys that follow from others or that every emitted file has."""
     unread: Mapping[str, str]
-    """Key of the engine -> why it becomes no key of the recipe."""
+    """Engine key -> why it has no counterpart in the recipe."""
 
 
 def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
@@ -258,7 +258,7 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
     lines = [line for line in target.lines if line.theirs in keys]
     waiting = list(lines)
     while waiting:
-        # Lines whose conditions do not depend on a value that another waiting line provides.
+        # Lines whose conditions do not depend on a value provided by another waiting line.
         ready = []
         for line in waiting:
             awaited = {one.ours for one in waiting if one is not line} - known.keys()
@@ -300,5 +300,5 @@ def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: d
 
 
 def _conditions(line: Line) -> list[OneOf]:
-    """Return the conditions on single other keys: the conversion decides about the line's own key."""
+    """Return the conditions on single other keys; the conversion handles the line's own key."""
     return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

@@ -1,4 +1,4 @@
-"""How a user's command has ended: its exit code, and the exception in its output."""
+"""How a user's command ended: its exit code and the exception in its output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainspec_cli.run.job.job import Job
 _NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
 _NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
 _PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
-"""The prefix that torchrun and torch put before the lines of a rank."""
+"""The prefix that torchrun and torch put before a rank's lines."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
 _OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions with which accelerate, torchrun and others report that a process they started has failed."""
+"""Exceptions by which accelerate, torchrun and others report that a process they started has failed."""
 
 
 def find_own_failures(job: Job) -> list[WorkerFailure]:
@@ -39,7 +39,7 @@ def find_own_failures(job: Job) -> list[WorkerFailure]:
 
 
 def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
-    """Explain how a rank in the launcher's list has ended. Without a log of the rank, use the command's output."""
+    """Explain how a rank in the launcher's list ended. Without a log for the rank, use the command's output."""
     log = log or printed
     raised = find_exception(without_colours(end_of(log)))
     end = tail(log)
@@ -67,12 +67,12 @@ def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailur
 
 
 def _cause_of(code: int, raised: RaisedException | None) -> str:
-    """Return the cause of an exit that would most likely recur; empty after a lost connection or a signal."""
+    """Return the cause of an exit that is likely to recur; empty after a lost connection or a signal."""
     return raised.cause if raised and code > 0 and not PEER_LOST.search(raised.message) else ""
 
 
 def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
-    """Describe how a process of the user's command has ended; it does not report a reason itself."""
+    """Describe how a process of the user's command ended; it does not report a reason itself."""
     if code >= 0:
         return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
     name = signal.Signals(-code).name
@@ -80,7 +80,7 @@ def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
 
 
 def _hint_of(log_end: str) -> str:
-    """Return advice on a failure that a log shows."""
+    """Return advice on a failure shown in a log."""
     if _NO_DEVICE_MEMORY.search(log_end):
         return "the device's memory ran out: smaller batches or activation checkpointing need less"
     if _NO_HOST_MEMORY.search(log_end):
@@ -103,7 +103,8 @@ class RaisedException:
 
     @property
     def cause(self) -> str:
-        """Equal for the same error at the same line. Messages are left out: many contain numbers, such as the step."""
+        """A value that is equal for the same error at the same line. Messages are left out, because many contain
+        numbers such as the step."""
         return f"{self.type} at {self.file}:{self.line}"
 
     @property

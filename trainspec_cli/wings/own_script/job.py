@@ -1,4 +1,4 @@
-"""The job of a user's command: what it starts and the environment variables that it sets."""
+"""The job for a user's command: what it starts and which environment variables it sets."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class CommandSettings:
     """The options of `trainspec run`, without the command."""
 
     max_restarts: int
-    """Restarts after failures, over the whole job."""
+    """Maximum restarts after failures, over the whole job."""
     grace_s: float
     hang_s: float | None
-    """Seconds without a sign of work after which a run hangs; None: it is never ended for that."""
+    """Seconds without a sign of work after which a run counts as hung; None: it is never ended for this."""
     silent_s: float | None
     """The same limit while no step is counted."""
     work_s: float
@@ -68,7 +68,7 @@ class CommandSettings:
 
 @dataclass(frozen=True)
 class OwnCommandRecord:
-    """A user's command, as every node runs it."""
+    """A user's command as run by every node."""
 
     command: tuple[str, ...]
     """The command as typed on the first node."""
@@ -131,8 +131,8 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Raise RecipeError if the script for Python, a shell or a launcher does not exist: torchrun and Slurm jobs would
-    report that late."""
+    """Raise RecipeError if the script for Python, a shell or a launcher does not exist, because torchrun and Slurm jobs
+    would report this late."""
     script = _script_of(command)
     if script is None or Path(script).is_file():
         return
@@ -161,7 +161,7 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 def wasted_gpus(command: Sequence[str], devices: int) -> str:
     """Return a warning if the job reserves several GPUs on a node but starts one process; empty if a launcher, or a
-    program that may be one, starts processes."""
+    program that may be one, starts the processes."""
     python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
     script = _script_of(command)
     if devices < 2 or has_launcher(command) or python is None or script is None:
@@ -227,7 +227,7 @@ def build_own_nodes_job(
 
 
 def describe_own_command(command: Sequence[str], wanted: CommandSettings, port: int) -> UnplannedWork:
-    """Return the work of every node. `port`: the rendezvous port of the first node."""
+    """Return every node's work. `port`: the rendezvous port on the first node."""
     path = os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", ""))
     safe_path = os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", ""))
     record = OwnCommandRecord(tuple(command), wanted, port, path, safe_path)
@@ -269,26 +269,26 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
 
 
 def device_name(machine: Machine) -> str:
-    """Return the device of a node's ranks, for people."""
+    """Return the device of a node's ranks, for display."""
     return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
 
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
-    """Return the variables of one start: where its processes count their steps, and where torchrun logs them. `node`:
-    the name of its folders in a job of several nodes. `on_terminal`: processes print to the terminal directly, because
-    torchrun would turn each refresh of a progress bar into a line."""
+    """Return the environment variables for one start: where its processes count their steps, and where torchrun logs
+    them. `node`: the name of its folders in a job on several nodes. `on_terminal`: processes print to the terminal
+    directly, because torchrun would turn each refresh of a progress bar into a line."""
     progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
     logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
     return progress if on_terminal else progress | _unless_set(logged)
 
 
 def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:
-    """Return variables for a node's environment, without those that the user has set. `processes`: those of the
+    """Return variables for a node's environment, except those set by the user. `processes`: their number on the
     node."""
     environment = {
         # A crash in native code writes its Python stack to the log.
         "PYTHONFAULTHANDLER": "1",
-        # Output reaches the log immediately, even if the program is killed.
+        # Output reaches the log immediately, even if the program is then killed.
         "PYTHONUNBUFFERED": "1",
         # torchrun kills workers that take longer than this to save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)),
@@ -306,8 +306,8 @@ def _hook_path(python_path: str) -> dict[str, str]:
 
 
 def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
-    """Return the rendezvous of several nodes and this node's rank. torchrun reads PET_...; a command without a launcher
-    is one rank on each node. gloo and NCCL use the network interface that leads to the first node."""
+    """Return the rendezvous variables for several nodes and this node's rank. torchrun reads PET_...; a command without
+    a launcher is one rank per node. gloo and NCCL use the network interface that leads to the first node."""
     address = own_address(place.head)
     meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(port)}
     node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
@@ -339,7 +339,7 @@ def has_launcher(command: Sequence[str]) -> bool:
 
 
 def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tuple[str, ...]:
-    """Return the command of one node of several: accelerate gets its options for nodes, all other launchers get
+    """Return the command for one of several nodes: accelerate gets its node options; all other launchers get
     environment variables."""
     launch = _index_of_accelerate(command)
     if launch is None:
@@ -400,7 +400,7 @@ def _option(command: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def script_name(command: Sequence[str]) -> str:
-    """Return the name of the training program: the first script or module, or else the command's first word."""
+    """Return the name of the training program: the first script or module, or the command's first word."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if word == "-m" and following and following not in _LAUNCHERS:
             return following
@@ -410,7 +410,7 @@ def script_name(command: Sequence[str]) -> str:
 
 
 def why_uncounted(command: Sequence[str]) -> str:
-    """Return the reason if the steps of a command cannot be counted; otherwise an empty text."""
+    """Return why the steps of a command cannot be counted; empty if they can."""
     for place, word in enumerate(command):
         if _PYTHON.fullmatch(Path(word).name):
             options = []
@@ -424,7 +424,7 @@ def why_uncounted(command: Sequence[str]) -> str:
 
 
 def what_it_opens(command: Sequence[str]) -> str:
-    """Return a warning about the port that torchrun opens to every network; empty for other launchers."""
+    """Return a warning about the port that torchrun opens on all networks; empty for other launchers."""
     words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
     names = {*words, *(Path(word).name for word in words)}
     if names.isdisjoint(_LAUNCHERS):

@@ -1,4 +1,4 @@
-"""Write the counted steps of the user's processes as events of the run's ranks."""
+"""Write the steps counted in the user's processes as events of the run's ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class CountedRank:
     trainer: CountedProcess | None = None
     path: Path | None = None
     before: int = 0
-    """The step after which its process has begun."""
+    """The step after which its process started."""
     stepped_at: float = 0.0
     """Unix time of the newest step of its process."""
     made: int = 0
-    """Steps of its processes in this start."""
+    """Number of steps of its processes in this start."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
 
 class StepJournal:
-    """The journal of one start; call `poll` about ten times a second."""
+    """The journal of one start; call `poll` about ten times per second."""
 
     def __init__(self, run: RunDir, folder: Path, device_name: str):
         self._run = run
@@ -127,8 +127,8 @@ class StepJournal:
         )
 
     def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
-        """Return the rank of a process; without one in its environment, it gets the first that no living process
-        has."""
+        """Return the rank of a process; if its environment has none, it gets the first one not held by a running
+        process."""
         if trainer.rank is None and path not in self._places:
             held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
             self._places[path] = next(place for place in itertools.count() if place not in held)
@@ -146,7 +146,7 @@ def count_steps(run: RunDir) -> int:
 
 
 def restarts_left(run: RunDir, max_restarts: int) -> int:
-    """Return the restarts that remain to a run of the `max_restarts` that it may have."""
+    """Return how many of a run's `max_restarts` remain."""
     made = sum(isinstance(event, RecoveryEvent) for event in read_sound(run.events(0)))
     return max(0, max_restarts - made)
 

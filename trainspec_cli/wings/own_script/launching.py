@@ -1,5 +1,5 @@
-"""`run`: start a user's command with a run folder, restarts, hang detection and a report. It also resumes such runs,
-and runs them in Slurm jobs.
+"""`run`: start a user's command with a run folder, restarts, hang detection and a report. This module also resumes such
+runs and runs them in Slurm jobs.
 
 In a Slurm job with the user's script, srun starts `trainspec run` once on each node. If Slurm requeues the job, the run
 continues in its folder.
@@ -86,7 +86,7 @@ FOLDER = "--dir"
 JOB = "SLURM_JOB_ID"
 _EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
-"""The most output shown at once; the log has all of it."""
+"""Maximum bytes of output shown at once; the log contains all output."""
 
 
 def run_command(
@@ -98,7 +98,7 @@ def run_command(
     *,
     as_json: bool,
 ) -> int:
-    """Run the command to its end, as the first node of its run or as one that joins it; return the exit code. Raises
+    """Run the command to completion, as the first node of its run or as a joining node; return the exit code. Raises
     TrainspecError if it is refused or fails."""
     check_command(command)
     console = make_console(as_json=as_json)
@@ -111,7 +111,7 @@ def run_command(
         console.report(f"an earlier start of this Slurm job has finished the run in {run_dir}")
         return EXIT_DONE
     if reach and not nodes.is_first:
-        # Slurm warns every process of a step; the first node reacts for all.
+        # Slurm warns every process in a step; the first node reacts for all.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(
             check=partial(_check_same, command),
@@ -146,7 +146,7 @@ def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:
-    """Return the exit code of trainspec on a joined node: the same as on the first node."""
+    """Return trainspec's exit code on a joined node, which is the same as on the first node."""
     codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
     if result and result.status in codes:
         return codes[result.status]
@@ -165,7 +165,7 @@ def _run(
     notify: Notify = NOBODY,
     as_json: bool = False,
 ) -> int:
-    """Record that the run begins or continues, and supervise it to its end. `wanted`: with the restarts that are left;
+    """Record that the run starts or continues, and supervise it until it ends. `wanted`: with the remaining restarts;
     `reach`: None for this node alone."""
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
@@ -195,7 +195,7 @@ def _run(
 
 
 def write_own_launch(job: Job, command: Sequence[str]) -> None:
-    """Record how the command is started. run.json is written last: it makes the run exist."""
+    """Record how the command is started. run.json is written last, because a run exists once it is present."""
     run = job.run
     check_no_run(run.root, FOLDER)
     write_json(run.versions_json, versions())
@@ -214,7 +214,7 @@ def write_own_launch(job: Job, command: Sequence[str]) -> None:
 
 
 def _left(root: Path, wanted: CommandSettings) -> CommandSettings:
-    """Return the settings with the restarts that remain of the run's budget."""
+    """Return the settings with the restarts remaining in the run's budget."""
     return replace(wanted, max_restarts=restarts_left(RunDir(root), wanted.max_restarts))
 
 
@@ -288,12 +288,12 @@ def _notes(command: Sequence[str]) -> list[str]:
 
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Steps from this number on belong to Slurm, such as the shell of `salloc`; srun counts its steps from 0."""
+"""Step numbers from here on belong to Slurm, such as the shell of `salloc`; srun counts its steps from 0."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of srun with one task on each of its nodes."""
+    """An srun step with one task on each of its nodes."""
 
     job_id: str
     number: int
@@ -303,7 +303,7 @@ class Step:
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """Return the step of this process; None if srun has not started it. Raises RecipeError if a node has several
+    """Return this process's step; None if srun did not start it. Raises RecipeError if a node has several
     tasks."""
     number = environ.get("SLURM_STEP_ID", "")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
@@ -323,8 +323,8 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
-    """Return the nodes of the run and its folder: those that were typed; or else those of srun's step, with a folder
-    below ./runs named after the step, which all nodes and later starts know. Raises RecipeError if srun has started
+    """Return the run's nodes and folder: those given by the user; otherwise those of srun's step, with a folder below
+    ./runs named after the step, so that all nodes and later starts find it. Raises RecipeError if srun has started
     several tasks on a node."""
     if nodes != NodeOptions():
         return nodes, folder or AUTO
@@ -362,7 +362,7 @@ def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reac
 
 
 def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
-    """Return what was read from Slurm's environment, or which nodes of the job are unused; empty without Slurm."""
+    """Describe what was read from Slurm's environment, or which nodes of the job are unused; empty without Slurm."""
     if nodes.of_slurm:
         where = f", which the others reach at {reach.head}" if reach and nodes.is_first else ""
         return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"
@@ -379,7 +379,7 @@ def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
 
 
 def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun"] | None:
-    """Return the state of the run before Slurm requeued this job; None if the run had not begun."""
+    """Return the state of the run before Slurm requeued this job; None if the run had not started."""
     if JOB not in os.environ or not restarts() or not run.run_json.is_file() or job_of(run) != own_job():
         return None
     if read_run_record(run).command != tuple(command):
@@ -389,8 +389,8 @@ def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun
 
 
 def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start: Callable[[StopRequests], int]) -> int:
-    """Call `start` and return its exit code; in a Slurm job, requeue the job if that is useful. A repeated signal of a
-    scheduler does not ask for a faster end; one of a person at a terminal does."""
+    """Call `start` and return its exit code; in a Slurm job, requeue the job if that is useful. A repeated signal from
+    a scheduler does not request a faster end; one from a person at a terminal does."""
     if JOB not in os.environ:
         return start(StopRequests())
     note_job(run, own_job())
@@ -419,8 +419,8 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
 
 
 class Output:
-    """Shows the command's output as it is printed, on the first of several nodes. Omits colours, lines that a progress
-    bar overwrites, and empty lines that torchrun makes of a bar's refreshes. `job`: the job of this launch, whose later
+    """Shows the command's output as it is printed, on the first of several nodes. Omits colours, lines overwritten by a
+    progress bar, and empty lines that torchrun makes from a bar's refreshes. `job`: the job of this launch, whose later
     starts have separate logs."""
 
     def __init__(self, job: Job):
@@ -451,7 +451,7 @@ class Output:
                 report(shown)
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines; torchrun puts a rank's name before them."""
+        """Return whether the newest start has printed these lines; torchrun prefixes them with the rank's name."""
         printed = without_colours(end_of(self._log)[-SHOWN_BYTES:]).splitlines() if self._log else []
         return all(any(line.endswith(part) for line in printed) for part in text.splitlines())
 
@@ -472,8 +472,8 @@ class CommandRuns:
         as_json: bool,
         detach: bool,
     ) -> int:
-        """Start the command of a run again in its folder, with the same options. It continues from its own checkpoint;
-        an attached script keeps that in the run folder. Raises RecipeError if nothing is left to do."""
+        """Restart a run's command in its folder with the same options. It continues from its own checkpoint, which an
+        attached script keeps in the run folder. Raises RecipeError if nothing is left to do."""
         record = read_run_record(run)
         assert not isinstance(record.command, Absent), "the run is of a user's command"
         name = shlex.quote(str(run.root))
@@ -504,7 +504,7 @@ class CommandRuns:
             return requeueing(run, THIS_NODE, console, start)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        """Start or continue the command that `trainspec sbatch` has recorded."""
+        """Start or continue the command recorded by `trainspec sbatch`."""
         own_job = read_own_job(run)
         command = read_run_record(run).command
         assert not isinstance(command, Absent), "the run is of a user's command"
@@ -523,8 +523,8 @@ class CommandRuns:
         return Limits(own.num_nodes, own.max_requeues, own.exclude, after_hang=False)
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
-        """Return the outcome: the exit code of the user's command is its result. A command that was asked to stop has
-        stopped, whatever its code; whether it has saved its newest step is unknown."""
+        """Return the outcome: the exit code of the user's command is its result. A command that was asked to stop
+        counts as stopped, whatever its exit code; whether it has saved its newest step is unknown."""
         failures = find_own_failures(job)
         if ending.stop_requested:
             is_saved = newest_step(job.run) and ending.exit_code is not None
@@ -546,7 +546,7 @@ class CommandRuns:
         elif not newest_step(job.run):
             return ""
         elif explanation and explanation.cause:
-            # Another start would most likely meet the same exception of the script.
+            # Another start would most likely raise the same exception in the script.
             first = "fix that, and "
         return f"{first}start it again; it continues from its own checkpoint, if any: {self.start_again(job.run)}"
 

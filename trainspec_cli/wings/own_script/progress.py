@@ -1,4 +1,4 @@
-"""Read the files that `hook/sitecustomize.py` writes in the user's processes: the steps of each process, with times."""
+"""Read the files written by `hook/sitecustomize.py` in the user's processes: each process's steps, with times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE_BYTES = HEADER_BYTES + SLOTS * SLOT.size
 
 @dataclass(frozen=True)
 class CountedProcess:
-    """A process that has made a step, according to its file."""
+    """A process that has taken a step, according to its file."""
 
     pid: int
     rank: int | None
@@ -27,7 +27,7 @@ class CountedProcess:
     answers: bool
     """Whether SIGUSR2 writes its stacks to `stacks`."""
     updates_before: int | None
-    """The updates of its optimizer before this process; None if the optimizer's state does not count them."""
+    """Its optimizer's update count before this process; None if the optimizer state does not count updates."""
     began: float
     """Unix time of the end of its first step."""
     main_thread: int
@@ -39,7 +39,7 @@ class CountedProcess:
 @dataclass(frozen=True)
 class CountedStep:
     number: int
-    """The step in its process, from 1."""
+    """The step's number in its process, from 1."""
     at: float
     """Unix time."""
 

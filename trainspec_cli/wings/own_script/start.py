@@ -67,7 +67,7 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 class OwnStart:
-    """One start; it has ended once all of its nodes have reported so. `name_hang` makes them record their hung
+    """One start, which has ended once all of its nodes have reported so. `name_hang` makes them record their hung
     ranks."""
 
     def __init__(
@@ -82,12 +82,12 @@ class OwnStart:
         self._running = set(nodes)
         self._stepping: set[int] = set()
         self._exits: list[GroupExited] = []
-        """Ends of nodes, in order of arrival."""
+        """Reports of nodes that have ended, in order of arrival."""
         self._quiet: dict[int, NodeStands | NodeSilent] = {}
         self._lost: WorkerFailure | None = None
         self._hung = self._worked_long = False
         self._unreported: list[run_state.Event] = [run_state.Begun(GROUP)]
-        """A command may have state to save before its first step, so it counts as begun immediately."""
+        """A command may have state to save before its first step, so it counts as started immediately."""
 
     @property
     def has_ended(self) -> bool:
@@ -118,7 +118,7 @@ class OwnStart:
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """Record a lost node, whose processes end by themselves. `number`: the node's number in the job."""
+        """Record a lost node, whose processes end on their own. `number`: the node's number in the job."""
         self._lost = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=True)
         self._running.discard(node)
 
@@ -185,7 +185,7 @@ class OwnStart:
         write_error(self._job.run.error(rank), record)
 
     def _end(self) -> run_state.GroupEnded:
-        # The first failure counts: later ones are most likely its consequences.
+        # The first failure counts, because later ones are most likely consequences of it.
         failed = [exited.exit_code for exited in self._exits if exited.exit_code]
         was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
@@ -218,14 +218,14 @@ class OwnStart:
 
 
 class OwnNode:
-    """The processes of one start on one node, observed from outside. The backend of a single node and a node's agent
-    both use it; it reports in the messages that agents send."""
+    """The processes of one start on one node, observed from outside. Used by the single-node backend and by a node's
+    agent; it reports in the form of agent messages."""
 
     def __init__(
         self, job: Job, wanted: CommandSettings, generation: int, device_name: str, passed: PassedOutput | None = None
     ):
-        """`job`: this node's, of this generation. `device_name`: the device of its ranks, for people. `passed`: shows
-        the output on a terminal."""
+        """`job`: this node's job in this generation. `device_name`: the device of its ranks, for display. `passed`:
+        shows the output on a terminal."""
         self._job = job
         self._generation = generation
         progress = Path(job.environment[PROGRESS].partition(":")[2])
@@ -261,7 +261,7 @@ class OwnNode:
 
     def stop(self, group: int | None = None) -> None:
         """Ask the training processes to end, after which their launcher ends. If none of them counts steps or has a
-        rank, ask all processes."""
+        rank, ask all processes to end."""
         if group is None:
             note_stop(self._job.run, self._generation)
         members = self._processes.members()
@@ -291,8 +291,8 @@ class OwnNode:
             if stands is None:
                 continue
             if stands.stopped and rank.trainer:
-                # A stopped process must run to write its stack, and may make a step meanwhile, which would count as
-                # work on all nodes: read it only now that the hang is confirmed on all of them.
+                # A stopped process must run to write its stack and may take a step meanwhile, which would count as work
+                # on all nodes, so read it only now that the hang is confirmed on all of them.
                 text = read_stacks([rank.trainer], resume=True).get(rank.trainer.pid, "")
                 if main := main_stack(text, rank.trainer):
                     stands = replace(stands, stack=main, place=locate(main))
@@ -320,7 +320,7 @@ class OwnNode:
         return []
 
     def _find_silence(self) -> list[ProcessMessage]:
-        """While no step is counted, check whether any process works."""
+        """While no step is counted, check whether any process is making progress."""
         silence = self._silence_watch.poll(self._processes.members)
         if silence:
             self._silent = NodeSilent(self._group, self._number, *silence)
@@ -336,7 +336,7 @@ class OwnNode:
 
 
 class OwnCommandBackend:
-    """The backend of a command on this node only. `device_name`: the device of its ranks, for people. `passed`: shows
+    """The backend for a command on this node only. `device_name`: the device of its ranks, for display. `passed`: shows
     the output on a terminal."""
 
     def __init__(

@@ -45,19 +45,19 @@ from trainspec_cli.wings.own_script.launching import FOLDER, write_own_launch
 
 SBATCH = "sbatch"
 CLUSTER, SLURM = "cluster", "slurm"
-"""The groups of a job without a recipe, and the first words of its keys."""
+"""The config groups of a job without a recipe, which are also the first words of its keys."""
 STARTERS = {
     "srun": "leave srun out: the job starts the command once on each node",
     "sbatch": "leave sbatch out: trainspec writes the script for it",
     "trainspec": "leave `trainspec run` out: the job already does the same",
 }
-"""Programs that the command must not begin with, because the job contains them."""
+"""Programs that the command must not start with, because the job already contains them."""
 
 
 def prepare_command(
     command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
 ) -> PreparedJob:
-    """Return the checked job of a command. Raises RecipeError."""
+    """Return the checked job for a command. Raises RecipeError."""
     loaded = load_cluster(arguments)
     wanted = settings_of(options)
     check_own_command(command, loaded, wanted)
@@ -70,14 +70,14 @@ def prepare_command(
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
-    """Compose the job's keys from `key=value` arguments and the files that they name. Raises RecipeError with every
+    """Compose the job's keys from `key=value` arguments and the files they refer to. Raises RecipeError with every
     problem and its location."""
     from trainspec_cli.recipe.compose.compose import compose_arguments  # loads hydra, which --help does not need
 
     parsed, _ = parse_arguments(arguments)
     foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
     require(locate(foreign, {}, arguments, Path.cwd()))
-    # Without a named cluster, use one without values; what the job needs is checked below.
+    # If no cluster is named, use one without values; what the job needs is checked below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
     composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
     draft, mistyped = build(RunSpec, composed.data)
@@ -101,7 +101,8 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
 
 
 def _refuse_foreign(argument: Argument) -> Problem | None:
-    """Return the problem of an argument that is not a key of the job; unknown keys below `cluster.` are found later."""
+    """Return the problem with an argument that is not a key of the job; unknown keys below `cluster.` are found
+    later."""
     key = argument.key
     root = argument.key.partition(".")[0]
     if root == CLUSTER or key == SLURM:
@@ -122,7 +123,7 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
 
 
 def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSettings) -> None:
-    """Raise RecipeError for a command that the job could not start, or could not warn in time."""
+    """Raise RecipeError for a command that the job could not start or could not warn in time."""
     cluster = loaded.spec.cluster
     slurm = cluster.slurm
     if command and (hint := STARTERS.get(Path(command[0]).name)):
@@ -142,9 +143,9 @@ def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSet
 def write_own_submission(
     command: Sequence[str], folder: str | None, wanted: CommandSettings, loaded: Loaded, *, dry_run: bool = False
 ) -> Submission:
-    """Create the run folder and its script, which continues the run if it is submitted again; reuse them if the same
-    job was written before but not submitted. `dry_run`: create nothing. Raises RecipeError if the folder is in use, or
-    a container cannot see it."""
+    """Create the run folder and its script, which continues the run if submitted again; reuse them if the same job was
+    written before but not submitted. `dry_run`: create nothing. Raises RecipeError if the folder is in use, or a
+    container cannot see it."""
     name = script_name(command)
     cluster = loaded.spec.cluster
     here = Path.cwd()

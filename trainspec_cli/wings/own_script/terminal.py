@@ -18,7 +18,7 @@ from pathlib import Path
 from trainspec_cli.wings.own_script import terminal_log
 
 PIPE_BYTES = 2**20
-"""A command that prints more than this between two polls waits, as it would for a slow terminal."""
+"""Buffer size: a command that prints more than this between two polls blocks, as with a slow terminal."""
 LAST_S = 2.0
 """Time limit for the last output of a command that has ended."""
 
@@ -47,9 +47,9 @@ class PassedOutput:
         self._copy_size()
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
-        with suppress(AttributeError, OSError):  # only Linux has larger pipes
+        with suppress(AttributeError, OSError):  # only Linux supports larger pipes
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        # Isolated (-I, -S): it loads neither the user's modules nor the hook that counts steps.
+        # Isolated (-I, -S), so that it loads neither the user's modules nor the step-counting hook.
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(terminal_log.__file__), str(log)],
             stdin=self._master,
@@ -57,7 +57,7 @@ class PassedOutput:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # Only the keeper holds the writing end now, so that its exit closes the pipe.
+        # Only the log process holds the writing end now, so its exit closes the pipe.
         os.close(writer)
         return slave
 
@@ -74,7 +74,7 @@ class PassedOutput:
             self._held = b""
 
     def begin_line(self) -> None:
-        """End a line of the command before something else is printed."""
+        """End the command's current line before something else is printed."""
         if self._is_within_line:
             self._is_within_line = False
             self._write(b"\n")

@@ -1,8 +1,8 @@
 """Write the log of a command that prints to a pseudo-terminal: `python terminal_log.py LOG`, standard library only.
 
 Standard input is the terminal's master. The output is copied unchanged to standard output, and without colours and
-other control sequences to LOG. It runs in a separate process because the command may outlive `trainspec run`: if that
-is killed, the command still has a terminal to print to while it saves.
+other control sequences to LOG. This runs in a separate process because the command may outlive `trainspec run`: if the
+latter is killed, the command still has a terminal to print to while it saves.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 
 SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[@-Z\\^_=>78])")
 UNFINISHED_BYTES = 256
-"""The longest control sequence: an escape character further back is text."""
+"""Maximum length of a control sequence; an escape character further back is treated as text."""
 
 
 def main() -> None:

@@ -1,11 +1,10 @@
-"""Observe the user's processes from outside: resource usage, signs of work, and the stacks of ranks in a run that
-hangs.
+"""Observe the user's processes from outside: resource usage, signs of work, and the stacks of ranks in a hung run.
 
-A run with counted steps hangs if no rank steps for long: now and then, the stack of each rank (SIGUSR2, see
-`hook/sitecustomize.py`), its processor time and its input and output are sampled. Without counted steps, the processor
-time of each process, its input and output, and the log are sampled. A process that spins while it waits looks as if it
-worked; such a run is recognised by its stopped or sleeping processes. In both cases the time since the last sign of
-work counts, not the time since the last step.
+A run with counted steps may be hung if no rank steps for a long time, so each rank's stack (SIGUSR2, see
+`hook/sitecustomize.py`), CPU time and I/O are sampled now and then. Without counted steps, each process's CPU time and
+I/O and the log are sampled. A process that spins while waiting appears to be working; such a run is recognised by its
+stopped or sleeping processes. In both cases, what counts is the time since the last sign of work, not since the last
+step.
 """
 
 from __future__ import annotations
@@ -35,28 +34,27 @@ from trainspec_cli.wings.own_script.progress import CountedProcess
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
-"""Usage is sampled at intervals of a hundredth of the elapsed time, a silent command at intervals of a twentieth,
-within these bounds."""
+"""Usage is sampled at intervals of 1/100 of the elapsed time, a silent command at 1/20, within these bounds."""
 QUIET_PART = 0.25
-"""Ranks are sampled once no step has come for this fraction of the time after which the run counts as hung."""
+"""Ranks are sampled once there has been no step for this fraction of the time after which the run counts as hung."""
 SAMPLES = 20
-"""Approximate number of samples of a hung run before it counts as hung."""
+"""Approximate number of samples taken before a run counts as hung."""
 ANSWER_S = 1.0
 """Time limit for a process to write its stack."""
 LONGEST_STACK_BYTES = 2**16
 LONGEST_COMMAND = 60
 NAMED = 8
-"""The most processes that a message names."""
+"""Maximum number of processes named in a message."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
 """Functions between a call and the called function."""
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "lightning", "jax", "jaxlib", "tensorflow", "keras")
-"""Packages for training; a rank inside one of them is most likely waiting there."""
+"""Training packages; a rank inside one of them is most likely waiting there."""
 _LIBRARY = re.compile(rf"^.*?[/\\](?:{'|'.join(_LIBRARIES)})(?=[/\\])")
 _JAX = re.compile(r'^  File ".*[/\\]jax[/\\]_src[/\\]', re.MULTILINE)
-"""Compiled functions of JAX wait without a Python frame of their own."""
+"""Compiled JAX functions wait without a separate Python frame."""
 _PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
 
 
@@ -66,7 +64,7 @@ _PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)
 @dataclass(frozen=True)
 class GpuUse:
     busy: float
-    """Fraction of the last second or so in which a kernel ran."""
+    """Fraction of roughly the last second in which a kernel was running."""
     bytes: int
     """Memory that the process holds."""
 
@@ -128,8 +126,8 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def wanted_s(process: psutil.Process) -> float:
-    """Return the time that a process's threads spent computing or waiting for a processor: on a busy machine, a working
-    process may compute little. Without a count of waiting, only the time in which they computed."""
+    """Return the time that a process's threads spent computing or waiting for a processor, because on a busy machine a
+    working process may compute little. If waiting is not counted, return only the computing time."""
     wanted_ns = 0
     try:
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
@@ -189,22 +187,21 @@ class SignsOfWork:
         return grown
 
 
-# Distinguish a process that works from one that hangs, from outside, while it makes no step.
-#
-# Between steps a program evaluates, compiles and saves, without reporting it. Work is visible: the stack changes, data
-# is read or written, child processes compute. A process with a constant stack may still compute in native code; but if
-# another process is idle meanwhile, and this one has a GPU, it spins: it waits for the idle one.
+# Distinguish, from outside, a working process from a hung one while it takes no steps. Between steps, a program
+# evaluates, compiles and saves without reporting it. Work is visible: the stack changes, data is read or written, or
+# child processes compute. A process with a constant stack may still be computing in native code; but if another process
+# is idle meanwhile and this one has a GPU, it is spinning while it waits for the idle one.
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes between two samples does not work: keeping connections alive needs less."""
+"""A process that moves fewer bytes between two samples is not working: keeping connections alive takes less."""
 BUSY_CORES = 0.2
-"""A process that computes or waits for a processor for a smaller fraction of the time is asleep."""
+"""A process that computes or waits for a processor for a smaller fraction of the time counts as asleep."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was observed of a process since the previous sample."""
+    """What was observed about a process since the previous sample."""
 
     stopped: bool = False
     """A signal has stopped the process; its stack cannot be read."""
@@ -214,7 +211,7 @@ class Reading:
     in_library: bool = False
     """The innermost Python frame is in torch or another training library."""
     busy_cores: float = 0.0
-    """Average number of threads that computed or waited for a processor."""
+    """Average number of threads computing or waiting for a processor."""
     child_cores: float = 0.0
     """The same for child processes that are not ranks."""
     moved_bytes: int = 0
@@ -236,7 +233,7 @@ def _is_idle(reading: Reading) -> bool:
 
 
 def _works(reading: Reading, *, waits_for: bool) -> bool:
-    """Return whether a process works. `waits_for`: another rank is idle, and this one may be waiting for it."""
+    """Return whether a process is working. `waits_for`: another rank is idle, and this one may be waiting for it."""
     if _is_idle(reading):
         return False
     if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
@@ -272,7 +269,7 @@ class HangWatch:
         self._steps: dict[int, int] = {}
 
     def poll(self, ranks: Sequence[CountedRank]) -> Hang | None:
-        """Return the state of the ranks if none of them has worked for longer than allowed; None otherwise."""
+        """Return the state of the ranks if none has shown work for longer than allowed; None otherwise."""
         now_s = time.monotonic()
         steps = {rank.number: rank.step for rank in ranks if rank.trainer}
         if self._floor_s is None or not steps or steps != self._steps:
@@ -352,8 +349,8 @@ class HangWatch:
 
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:
-    """Ask processes for their stacks and return them by process id. A stopped process does not answer, unless `resume`
-    lets it run until it has."""
+    """Ask processes for their stacks and return them by process id. A stopped process does not answer unless `resume`
+    lets it run until it has answered."""
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
@@ -383,8 +380,8 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
 
 
 def _catches(pid: int) -> bool:
-    """Return whether a process handles SIGUSR2, which would otherwise end it: Lightning removes the handler at the end
-    of `fit`. True if the system does not show this."""
+    """Return whether a process handles SIGUSR2, which would otherwise kill it: Lightning removes the handler at the end
+    of `fit`. True if the system does not reveal this."""
     status = Path(f"/proc/{pid}/status")
     if not status.parent.parent.joinpath("self").exists():
         return True
@@ -407,13 +404,13 @@ def in_library(stack: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_librarys(file: str) -> bool:
-    """Return whether a file belongs to such a package; a user's folder of the same name does not count."""
+    """Return whether a file belongs to such a package; a user's folder with the same name does not count."""
     found = _LIBRARY.match(file)
     return found is not None and (Path(found[0]) / "__init__.py").is_file()
 
 
 def locate(stack: str) -> str:
-    """Return the position of a stack in the user's code, and the library function that it has called:
+    """Return a stack's position in the user's code and the library function called there:
     `all_reduce, called at train.py:31`."""
     frames = [frame for frame in _FRAME.findall(stack) if not _PYTHONS.search(frame[0])]
     own = next((frame for frame in frames if not _is_librarys(frame[0])), None)
@@ -426,7 +423,7 @@ def locate(stack: str) -> str:
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
     """Return the ranks on all nodes that the others wait for, and why; all ranks if none differs. If all wait in a
-    library, those waiting somewhere different from the majority have skipped an exchange, or made an additional one."""
+    library, those waiting at a different place than the majority have skipped an exchange or made an extra one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):
         return ended, "it has ended"
@@ -456,7 +453,7 @@ def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
 # Runs without counted steps
 
 Silence = tuple[float, tuple[ProcessSilent, ...]]
-"""Seconds in which no process has worked, and the processes to name."""
+"""Seconds in which no process has shown work, and the processes to name."""
 
 
 @dataclass
@@ -475,11 +472,11 @@ class SilenceWatch:
         self._sampled_s = self.signs.newest_s
         self._seen: dict[int, _Spent] = {}
         self.worked_s = 0.0
-        """Seconds in which it showed signs of work."""
+        """Seconds in which the command showed signs of work."""
 
     def poll(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
-        """Return the silent processes if none has worked for longer than allowed; None otherwise. `members` returns the
-        command's processes that are alive."""
+        """Return the silent processes if none has shown work for longer than allowed; None otherwise. `members` returns
+        the command's running processes."""
         now_s = time.monotonic()
         passed_s = now_s - self._sampled_s
         if passed_s < min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, (now_s - self._began_s) / 20)):
@@ -516,7 +513,7 @@ class SilenceWatch:
             )
         self._seen = seen
         if any(reading.stopped for reading in readings.values()):
-            # Others may spin while they wait for the stopped one: computing is then no sign of work.
+            # Others may spin while they wait for the stopped one, so computing is then not a sign of work.
             readings = {pid: replace(reading, busy_cores=0.0) for pid, reading in readings.items()}
         return readings
 

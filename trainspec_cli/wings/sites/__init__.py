@@ -1,1 +1,1 @@
-"""The servers of far-apart sites, next to their supervisors: the meeting point at site 0, inboxes elsewhere."""
+"""The servers of distant sites, which run next to the supervisors: the meeting point at site 0, inboxes elsewhere."""

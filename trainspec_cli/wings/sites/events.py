@@ -15,14 +15,14 @@ class ExchangeEvent(Event):
 
     type: Literal["exchange"] = "exchange"
     step: Count
-    """Updates before the exchange."""
+    """Number of updates before the exchange."""
     round: Count
     sites: tuple[Count, ...]
     """Sites whose outer gradients were merged."""
     members: tuple[Count, ...]
     """Sites that train until the next round."""
     waited_s: Seconds
-    """Seconds for which training waited for the exchange."""
+    """Time for which training waited for the exchange."""
     sent_bytes: Count
     """Bytes that this rank has sent since its start, to the meeting point and to other sites, before encryption."""
     received_bytes: Count

@@ -1,5 +1,5 @@
 """Decisions about rounds: which sites take part, whose work is merged, and which samples each site takes until the next
-round. They are made on plain numbers; `now_s` is any monotonic clock.
+round. They use only plain numbers; `now_s` is any monotonic clock.
 
 | a site | consequence |
 |---|---|
@@ -8,13 +8,12 @@ round. They are made on plain numbers; `now_s` is any monotonic clock.
 | is late twice in a row, or not connected | it is lost: the others take the samples that were not merged |
 | returns | it follows the rounds without training, and is a member again from the next one on |
 
-A round is one exchange together with the decision that holds until the next one. Its record plans the steps until then:
-for each step and site, one contiguous range of positions in the data, so that all sites together take every position
-once.
+A round is one exchange plus the decision that holds until the next one. Its record plans the steps until then: for each
+step and site, one contiguous range of data positions, so that all sites together take every position once.
 
 Each exchange sends one fragment of the model, in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps count
-updates: an exchange sent at step 50 sends the weights after update 50. Each exchange follows from the previous one, so
-that it is the same at every site.
+updates: an exchange sent at step 50 sends the weights after update 50. Each exchange is derived from the previous one,
+so it is the same at every site.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class SiteExchange:
     """1, 2, ...; round 0 exchanges nothing and starts the run."""
     fragments: tuple[int, ...]
     sent_at: int
-    """Updates before it is sent."""
+    """Number of updates before it is sent."""
     applied_at: int
-    """Updates before its sum is applied."""
+    """Number of updates before its sum is applied."""
 
 
 BEGINNING = SiteExchange(0, (), 0, 0)
@@ -46,8 +45,8 @@ BEGINNING = SiteExchange(0, (), 0, 0)
 
 @dataclass(frozen=True)
 class SiteSchedule:
-    """The exchanges of a run. The last one, after the last step, has all fragments and is applied immediately, so that
-    all sites end with the same weights."""
+    """The exchanges of a run. The last one, after the last step, contains all fragments and is applied immediately, so
+    that all sites end with the same weights."""
 
     total_steps: int
     interval_steps: int
@@ -69,8 +68,8 @@ class SiteSchedule:
 
 
 def newest_applied(applied: Iterable[SiteExchange], step: int) -> int:
-    """Return the newest applied round that a checkpoint of `step` certainly contains. A round that is applied at that
-    very step may be missing from it, so the previous one counts."""
+    """Return the newest applied round that a checkpoint of `step` is certain to contain. A round applied at exactly
+    that step may be missing from it, so the previous one counts."""
     return max((exchange.round for exchange in applied if exchange.applied_at < step), default=0)
 
 
@@ -81,7 +80,7 @@ Piece = tuple[int, int]
 def plan_pieces(
     steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
 ) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
-    """Plan this many steps of sites with these batch sizes; return (pieces by site, next position, what is left).
+    """Plan this many steps for sites with these batch sizes; return (pieces by site, next position, remaining pieces).
 
     `left` is taken first; a piece of it that is smaller than the site's batch makes a smaller step.
     """
@@ -103,7 +102,7 @@ def plan_pieces(
 
 
 def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change: float) -> dict[int, int]:
-    """Return the batch sizes with which all sites make steps equally fast.
+    """Return the batch sizes with which all sites take steps equally fast.
 
     `batches`: the largest batch of each site. `rates`: samples per second, 0 if unknown. A site whose step takes more
     than 1 + `change` times as long as the fastest site's gets a smaller batch, of at least one sample.
@@ -117,8 +116,9 @@ def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change
 def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:
     """Return the weight of each site's outer gradient; they sum to 1.
 
-    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): at equal steps a site is weighted by the square of its batch.
-    A site that has trained nothing since it last took part has weight 0; if no site has, all weights are equal.
+    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): for equal step counts, a site is weighted by the square of
+    its batch size. A site that has not trained since it last took part has weight 0; if no site has trained, all
+    weights are equal.
     """
     worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
     total = sum(worth)
@@ -137,7 +137,7 @@ class Contribution:
     digests: tuple[str, ...]
     """Digests of the shared weights on each of its ranks, after the previous round."""
     saved_round: int
-    """The newest round in its newest checkpoint: a restart requests the later ones."""
+    """The newest round in its newest checkpoint; a restart requests later ones."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class SitePieces:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The decision of a round, the same for all sites."""
+    """A round's decision, the same for all sites."""
 
     exchange: SiteExchange
     """The exchange of this round."""
@@ -160,7 +160,7 @@ class RoundRecord:
     weights: tuple[float, ...] = ()
     """The weights of their outer gradients."""
     windows: tuple[SitePieces, ...] = ()
-    """The samples of each member in the steps of `window`."""
+    """Each member's samples in the steps of `window`."""
     lost: tuple[int, ...] = ()
     """Sites that are no longer members."""
     joined: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ class RoundRecord:
 
     @property
     def window(self) -> range:
-        """The steps that this round plans: from its application to that of the next."""
+        """The steps planned by this round, from its application to that of the next."""
         begin = self.exchange.applied_at
         return range(begin, self.following.applied_at if self.following else begin)
 
@@ -186,7 +186,7 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""A connected site is lost after it was late for this many rounds in a row."""
+"""A connected site counts as lost after being late for this many rounds in a row."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class MeetingRules:
     sites: int
     """Number of sites at the start of the run."""
     quorum: int
-    """The smallest number of sites whose work makes a round."""
+    """The smallest number of sites whose work completes a round."""
     grace_s: float
     """Seconds that a round with a quorum waits for connected sites."""
     return_s: float
@@ -210,7 +210,7 @@ class MeetingState:
     round: int = -1
     """The newest decided round."""
     position: int = 0
-    """The next sample that was given to no site."""
+    """The next sample not yet assigned to a site."""
     left: tuple[Piece, ...] = ()
     """Samples of lost sites that remain to be trained."""
     records: tuple[RoundRecord, ...] = ()
@@ -218,7 +218,7 @@ class MeetingState:
     merged_at: tuple[tuple[int, int], ...] = ()
     """(site, step up to which the work on its samples was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
-    """(site, number of rounds in a row for which it was late)"""
+    """(site, number of consecutive rounds for which it was late)"""
 
 
 @dataclass
@@ -229,9 +229,9 @@ class Meeting:
     connected: dict[int, int] = field(default_factory=dict)
     """Batch sizes of the connected sites."""
     seen: set[int] = field(default_factory=set)
-    """Sites that have been connected since the meeting was started or restarted."""
+    """Sites that have connected since the meeting was started or restarted."""
     ready: dict[int, int] = field(default_factory=dict)
-    """The round up to which a returning site has followed."""
+    """Returning site -> the round up to which it has followed."""
     came: dict[int, Contribution] = field(default_factory=dict)
     """The contributions to the next round."""
     opened_s: float | None = None
@@ -312,7 +312,7 @@ class Meeting:
             del self.ready[site]
         batches = {}
         for site in {*self.members, *joined} - lost:
-            # A member that left after its contribution keeps its share: the next round finds it lost.
+            # A member that left after contributing keeps its share; the next round declares it lost.
             batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
         # Find the sites whose shared weights differ from the majority's, or all of them if there is no majority.
         digests = {site: self.came[site].digests for site in included}
@@ -340,7 +340,7 @@ class Meeting:
         merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
         left = [*state.left]
         for site in record.lost:
-            # Its samples for the steps after those whose work was merged.
+            # Its samples for steps whose work was not merged.
             for earlier in state.records:
                 if site in earlier.members:
                     pieces_of_site = zip(earlier.window, earlier.pieces(site), strict=True)
@@ -373,8 +373,8 @@ class Meeting:
 
 
 def agreement_of(plan: Plan) -> str:
-    """Return a digest of everything that all sites must agree on: the model, the data, the layout, the steps, the
-    optimizers and the exchange. Batches, machines and folders may differ."""
+    """Return a digest of everything on which all sites must agree: the model, the data, the layout, the steps, the
+    optimizers and the exchange. Batch sizes, machines and folders may differ."""
     spec = plan.spec
     shared = replace(spec.resilience.sites, site=None, endpoint=None, listen=None, secret=None)
     sites = replace(shared, link_gbit_s=None, link_delay_s=0.0)

@@ -1,9 +1,9 @@
 """The meeting point of the sites: it receives their outer gradients, decides rounds, and forwards the gradients.
 
-It computes nothing with them: each site decodes and sums all outer gradients in fp32 and in the same order, so that all
-sites get the same bits. An outer gradient is forwarded on arrival to all sites that do not get it directly; the
-decision carries the rest. `meeting.py` decides; this module has the connections and files. It runs in a thread next to
-the supervisor of site 0, across restarts of its workers.
+It does not compute with them: each site decodes and sums all outer gradients in fp32 in the same order, so that all
+sites get bitwise identical sums. An outer gradient is forwarded on arrival to all sites that do not get it directly;
+the decision carries the rest. `meeting.py` makes the decisions; this module handles connections and files. It runs in a
+thread next to the supervisor of site 0, across restarts of its workers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, Site
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds that the meeting point keeps on disk: its state, and the outer gradients of the newest rounds. With
-    them a site that was away catches up, and a restarted meeting continues."""
+    """What the meeting point keeps on disk: its state and the outer gradients of the newest rounds. They allow an
+    absent site to catch up and a restarted meeting to continue."""
 
     folder: Path
 
@@ -65,7 +65,7 @@ class Rounds:
         if not path.exists():
             return MeetingState()
         try:
-            # Leniently: records of earlier versions also contain the interval of later exchanges.
+            # Read leniently: records from earlier versions also contain the interval of later exchanges.
             return read_record(MeetingState, read_versioned(path))
         except (UnreadableFileError, FieldError) as error:
             message = f"{path} cannot be read: {error}"
@@ -73,7 +73,7 @@ class Rounds:
             raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
 
     def keep(self, state: MeetingState, payloads: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Write a decided round before any site gets it."""
+        """Write a decided round to disk before any site receives it."""
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
@@ -108,7 +108,7 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Rounds are kept for an absent site for this many exchanges of the whole model."""
+"""Rounds are kept for an absent site for this many exchanges of the full model."""
 LINGER_S = 120.0
 """How long a finished meeting waits for sites that have not yet received its last round."""
 Gradient = tuple[Sent, bytes]
@@ -116,7 +116,7 @@ Gradient = tuple[Sent, bytes]
 
 class MeetingPoint:
     def __init__(self, meeting: Meeting, rounds: Rounds, secret: bytes, recipe: str, silence_s: float, log: TextIO):
-        """`recipe`: a digest of everything that all sites must agree on."""
+        """`recipe`: a digest of everything on which all sites must agree."""
         self._meeting = meeting
         self._rounds = rounds
         self._recipe = recipe
@@ -133,7 +133,7 @@ class MeetingPoint:
         self._served_here: dict[int, set[int]] = {}
         """For each site, the others that its outer gradients reach only through the meeting point."""
         self._asked_by: dict[int, set[int]] = {}
-        """For each site, the others whose outer gradients it had to request, because they did not arrive directly."""
+        """For each site, the others whose outer gradients it had to request because they did not arrive directly."""
 
     def tick(self) -> None:
         """Close silent connections, and decide the next round when it is due."""
@@ -144,7 +144,7 @@ class MeetingPoint:
             self._announce(record)
 
     def lingers(self, closed_for_s: float) -> bool:
-        """A finished meeting ends once the sites have left, each with the last round."""
+        """Return whether to stay open: a finished meeting ends once all sites have left with the last round."""
         return self._meeting.is_over and bool(self._sites) and closed_for_s < LINGER_S
 
     def abort(self) -> None:
@@ -208,7 +208,7 @@ class MeetingPoint:
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
-            # A restart, whose last connections have not yet been found broken.
+            # A restarted rank whose previous connections have not yet been detected as broken.
             self._drop(hello.site)
         site = self._sites.setdefault(hello.site, ConnectedSite())
         site.ranks[hello.rank] = connection
@@ -238,7 +238,8 @@ class MeetingPoint:
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
-            # An older round was decided without it; a newer one is impossible: the site waits for each decision.
+            # An older round was decided without it; a newer one is impossible, because the site waits for each
+            # decision.
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
                 if hello.site in self._meeting.members:
@@ -303,14 +304,15 @@ class MeetingPoint:
             self._log(f"site {hello.site} is no longer connected")
 
     def _drop(self, number: int) -> None:
-        """Disconnect a site that has lost one rank: all of its ranks connect again together."""
+        """Disconnect a site that has lost one rank; all of its ranks then reconnect together."""
         self._sites.pop(number).abort()
         self._meeting.disconnect(number)
 
 
 @contextmanager
 def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
-    """Run the server of a site for the block: the meeting point at site 0, or an inbox at another site that listens."""
+    """Run a site's server for the duration of the block: the meeting point at site 0, or an inbox at another site that
+    listens."""
     sites = plan.spec.resilience.sites
     address = sites.endpoint if sites.site == FIRST_SITE else sites.listen
     if address is None:
@@ -348,7 +350,8 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
 def _decided(
     record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
 ) -> tuple[Decided, bytes]:
-    """Return the message of a decision with some outer gradients. `sent`: all of them, if some are sent another way."""
+    """Return the message for a decision, with some outer gradients. `sent`: all of them, if some are sent another
+    way."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
     digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()

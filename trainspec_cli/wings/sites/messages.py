@@ -2,10 +2,10 @@
 
 A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes.
 
-Connections use TLS of the standard library, with a certificate that each server creates at its start. No authority
-signs the certificate: the identity of the other end is proved by the handshake over the shared secret
-(`core/wire/handshake.py`), whose purpose contains the certificate's digest. An attacker between the two would have to
-show another certificate, and the proofs of both ends would then differ.
+Connections use the standard library's TLS, with a certificate that each server creates at startup. No authority signs
+the certificate: identity is proved by the shared-secret handshake (`core/wire/handshake.py`), whose purpose contains
+the certificate's digest. A man in the middle would have to present another certificate, and the two ends' proofs would
+then differ.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from trainspec_cli.recipe.records import read_record
 
 GREETING = b"trainspec sites 3\n"
-"""The first bytes from a meeting point or an inbox; then both ends start TLS."""
+"""The first bytes sent by a meeting point or an inbox, before both ends start TLS."""
 MEETING_POINT = "sites"
 """The name of the meeting point in the proofs of both ends."""
 LINE_BYTES = 2**24
-"""The longest line of JSON that either end accepts."""
+"""Maximum length of a JSON line accepted by either end."""
 CHUNK_BYTES = 2**18
 BEAT_S = 1.0
-"""Both ends send `Alive` if they have sent nothing else for this time."""
+"""Each end sends `Alive` if it has sent nothing else for this time."""
 MAX_PAYLOAD_BYTES = 2**36
 OPERATION = "op"
 PAYLOAD_BYTES = "bytes"
@@ -47,11 +47,11 @@ class SiteHello:
     rank: int
     ranks: int
     batch: int
-    """The largest number of samples of the site in a step."""
+    """Maximum number of samples that the site takes in a step."""
     applied: int
     """The newest round that the rank has applied; -1 before the first."""
     recipe: str
-    """A digest of everything that all sites must agree on."""
+    """A digest of everything on which all sites must agree."""
     listen: str = ""
     """HOST:PORT of the site's inbox; empty without one."""
 
@@ -90,7 +90,7 @@ class Followed:
 
 @dataclass(frozen=True)
 class Alive:
-    """Sent by both ends, so that silence means a lost connection."""
+    """Sent periodically by both ends, so that silence means a lost connection."""
 
 
 # the meeting point, or the inbox of a site -> a rank of the site
@@ -121,7 +121,8 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Inboxes:
-    """Addresses of the sites that have been connected; an empty one is reached only through the meeting point."""
+    """Inbox addresses of the sites that have connected; a site with an empty address is reached only through the
+    meeting point."""
 
     sites: tuple[int, ...]
     addresses: tuple[str, ...]
@@ -141,7 +142,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Refused:
-    """The connection ends, and another one would be refused too."""
+    """The connection ends, and a new one would be refused too."""
 
     reason: str
     hint: str
@@ -165,7 +166,8 @@ _NAMES = {message: name for name, message in OPERATIONS.items()}
 
 
 def inbox_of(site: int) -> str:
-    """Return the name of a site's inbox in the proofs of both ends: a client that expects another one is refused."""
+    """Return the name of a site's inbox in the proofs of both ends: a client that expects a different one is
+    refused."""
     return f"site {site}"
 
 
@@ -196,7 +198,7 @@ async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -
         chunk = await reader.read(min(left, CHUNK_BYTES))
         if not chunk:
             raise EOFError("the connection ended within a message")
-        # Each chunk counts as activity: over a slow link, a gradient takes longer than the limit of silence.
+        # Each chunk counts as activity, because over a slow link a gradient takes longer than the silence limit.
         on_data()
         chunks.append(chunk)
         left -= len(chunk)
@@ -224,7 +226,7 @@ def purpose_of(server: str, digest: str) -> str:
 
 
 def make_certificate() -> TlsCertificate:
-    """Create a key and its certificate, which are on disk only while they are loaded."""
+    """Create a key and its certificate, which are on disk only while being loaded."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -248,7 +250,7 @@ def make_certificate() -> TlsCertificate:
 async def start_tls_as_client(writer: asyncio.StreamWriter) -> str:
     """Start TLS; return the digest of the server's certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the handshake over the secret replaces it
+    context.check_hostname = False  # replaced by the shared-secret handshake
     context.verify_mode = ssl.CERT_NONE
     await writer.start_tls(context)
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

@@ -1,9 +1,9 @@
-"""Predict training at distant sites: exchange times, intervals that hide the exchange, and bytes per day. This is a
+"""Predict training at distant sites: exchange times, intervals that hide the exchange, and bytes per day. Shown as a
 section of `trainspec plan`.
 
-If all sites reach each other, each link carries the others' outer gradients in while it sends its own to them.
-Otherwise all outer gradients go through the meeting point at one site, whose link carries every site's outer gradient
-in once, and out once to each of the others; each is forwarded as soon as it has arrived. Nothing else uses the links.
+If all sites can reach each other, each link receives the others' outer gradients while it sends its own to them.
+Otherwise all outer gradients pass through the meeting point at one site, whose link receives every site's outer
+gradient once and sends it once to each of the others, as soon as it has arrived. Nothing else uses the links.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.reporter.plan.labels import PlanSection, percent
 
 VALUE_BYTES = {"int4": 0.5 + 1 / 64, "int8": 1 + 2 / 128, "bf16": 2.0}
-"""Bytes per transmitted value with its share of its block's scale, as `engine.comm.codec` encodes it; in int4, a tensor
-has four more bytes."""
+"""Bytes per transmitted value, including its share of the block's scale, as encoded by `engine.comm.codec`; in int4,
+each tensor needs four extra bytes."""
 ROUND_MULTIPLES = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10_000)
 
 
@@ -37,7 +37,7 @@ class SiteLinks:
 
     def exchange_s(self, sent_bytes: float) -> float:
         """Return the time of an exchange in which each site sends this many bytes: one latency for an outer gradient
-        and one for the decision. A link works in both directions at once, and the busiest sends more than it
+        and one for the decision. A link carries both directions at once, and the busiest link sends more than it
         receives."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
@@ -47,19 +47,20 @@ class SiteLinks:
 
     @property
     def _copies_out(self) -> int:
-        """The number of outer gradients that leave over the busiest link."""
+        """Number of outer gradients sent over the busiest link."""
         others = self.sites - 1
         return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
-        """Return the time in which a ring over the sites sums a tensor, as data parallelism would in every step."""
+        """Return the time for a ring all-reduce of a tensor over the sites, as data parallelism would need in every
+        step."""
         others = self.sites - 1
         return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
 
 
 def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
     """Return the fraction of time in which a site trains: an exchange is sent every `between_steps` steps, and training
-    waits for what it takes beyond `delay_steps` steps."""
+    waits for any time that it takes beyond `delay_steps` steps."""
     busy_s = between_steps * step_s
     return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
 
@@ -96,19 +97,19 @@ class SitesOutlook:
     link_gbit_per_s: float
     link_delay_s: float
     step_time_s: float
-    """Step time of a site by itself."""
+    """Step time of a site on its own."""
     direct: bool
     """Each site reaches every other one; otherwise all use the meeting point."""
     direct_exchange_s: float
-    """Time of the recipe's exchange if sites were directly connected."""
+    """Time of the recipe's exchange if the sites were directly connected."""
     wanted: SitesFigures
-    """The setting of the recipe."""
+    """The recipe's setting."""
     hidden: tuple[SitesFigures, ...]
     """The shortest intervals that hide the exchange, by format; formats without one are left out."""
     data_parallel_utilisation: float
     """The same fraction for a run that sums fp32 gradients over these links in every step."""
     fewer_bytes: float
-    """Bytes of data parallelism divided by bytes of the recipe, over the same steps."""
+    """Bytes sent by data parallelism divided by those of the recipe, over the same steps."""
     loss_penalty: str
     """The known effect on the loss, with its source."""
 
@@ -151,7 +152,7 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
 
 
 def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
-    """Return the prediction. `values`: trained parameters. `step_s`: step time of a site by itself."""
+    """Return the prediction. `values`: trained parameters. `step_s`: step time of a site on its own."""
     assert sites.link_gbit_s is not None, "the recipe describes the links"
     through = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
     direct = replace(through, direct=True)

@@ -16,7 +16,7 @@ EXAMPLE = f"{PATH}.site=I {PATH}.endpoint=HOST:PORT {PATH}.secret=FILE"
 INSTEAD = "resilience=restart"
 MAKE_SECRET = "(umask 77; head -c 32 /dev/urandom > FILE)"
 PACKAGES = (("resilience.mode", "sites", "cryptography", "sites"),)
-"""The package makes the servers' certificates."""
+"""The package needed to create the servers' certificates."""
 
 
 def numbers(spec: RunSpec) -> Iterator[Problem]:
@@ -31,7 +31,7 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{PATH}.delay_steps` is {sites.delay_steps}, but the next exchange is sent after {between} steps"
         yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"set {PATH}.delay_steps={between} or less")
     else:
-        # A round plans the steps from the application of its sum to that of the next one.
+        # A round plans the steps from the application of its sum until that of the next one.
         between = sites.interval_steps // sites.fragments
         delay = sites.delay_steps
         if between + delay > MAX_ITEMS:
@@ -71,7 +71,7 @@ def _is_address(text: str) -> bool:
 
 
 def other_parts(spec: RunSpec) -> Iterator[Problem]:
-    """Check for settings that sites do not support."""
+    """Refuse settings that sites do not support."""
     has_experts = any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
     unlike = {
         "model": (spec.model.unit != "tokens", "supports language models only", "choose another model"),

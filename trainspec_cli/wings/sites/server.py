@@ -1,8 +1,7 @@
-"""The servers of distant sites, each in its own thread: the common part of the meeting point and the inbox, and the
-inbox.
+"""The servers of distant sites, each in its own thread: the inbox, and what the meeting point and the inbox share.
 
-A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server, and forwards
-their messages. It runs next to the supervisor of its site, across restarts of the workers.
+A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server; it forwards
+their messages. It runs next to its site's supervisor, across worker restarts.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from trainspec_cli.wings.sites.messages import (
 
 
 class RankConnection:
-    """The connection of a rank that has proved that it knows the secret."""
+    """The connection of a rank that has proved knowledge of the secret."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self.active_s = time.monotonic()
         self.passed: dict[int, str] = {}
-        """The digest of the newest outer gradient of each site that was forwarded to the rank."""
+        """For each site, the digest of its newest outer gradient forwarded to the rank."""
 
     def note_activity(self) -> None:
         self.active_s = time.monotonic()
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Queue a message behind those sent before."""
+        """Queue a message after those already queued."""
         self.send_packed(pack(message, payload))
 
     def send_packed(self, content: bytes) -> None:
@@ -88,7 +87,7 @@ class ConnectedSite:
     ranks: dict[int, RankConnection] = field(default_factory=dict)
     hellos: dict[int, SiteHello] = field(default_factory=dict)
     sent: dict[int, tuple[Sent, bytes]] = field(default_factory=dict)
-    """The message of each rank for the next round."""
+    """Each rank's message for the next round."""
     followed: dict[int, int] = field(default_factory=dict)
     is_welcome: bool = False
     """All ranks are connected and have been answered."""
@@ -112,7 +111,7 @@ ENDS = (*BAD_REQUEST, OSError, EOFError, TrainspecError, asyncio.CancelledError)
 
 
 class Served(Protocol):
-    """The part behind a server. All methods are called in the server's thread."""
+    """The logic behind a server. All methods are called in the server's thread."""
 
     def refusal(self, hello: SiteHello) -> Refused | None: ...
 
@@ -127,7 +126,7 @@ class Served(Protocol):
         """Do what is due; called repeatedly."""
 
     def lingers(self, closed_for_s: float) -> bool:
-        """Return whether to continue although the server was asked to end this many seconds ago."""
+        """Return whether to continue even though the server was asked to end this many seconds ago."""
 
     def abort(self) -> None:
         """End all connections."""
@@ -171,7 +170,7 @@ class SiteServer:
                 closing_s = self._loop.time()
         server.close()
         self._served.abort()
-        # The loop ends with this coroutine; cancel the connections' tasks first, which it would leave unfinished.
+        # The loop ends with this coroutine, so first cancel the connection tasks that would be left unfinished.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -215,7 +214,7 @@ class SiteServer:
 class SiteInbox:
     """Receives outer gradients directly from other sites and forwards them to the ranks of its own site.
 
-    It stores nothing. A rank gets what it has missed from the meeting point.
+    It stores nothing: ranks get what they have missed from the meeting point.
     """
 
     def __init__(self, site: int, sites: int, secret: bytes, recipe: str, silence_s: float, log: TextIO):
@@ -253,7 +252,7 @@ class SiteInbox:
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         key = hello.site, hello.rank
         if before := self._ranks.get(key):
-            before.abort()  # a restart, whose last connection has not yet been found broken
+            before.abort()  # a restarted rank; its old connection is not yet known to be broken
         self._ranks[key] = connection
         if hello.site != self._site and hello.rank == 0:
             self._log(f"site {hello.site} is connected directly")

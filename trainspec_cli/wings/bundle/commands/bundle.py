@@ -1,4 +1,4 @@
-"""`trainspec bundle`: make a folder that installs trainspec and trains without a network."""
+"""`trainspec bundle`: make a folder for installing trainspec and training offline."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def bundle(
 
 
 def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
-    """Raises RecipeError for a value before the first recipe, a name given twice, and the errors of `load`."""
+    """Raises RecipeError for a value before the first recipe or a repeated name, and the errors of `load`."""
     groups: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in arguments:

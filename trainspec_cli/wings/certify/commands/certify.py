@@ -122,7 +122,7 @@ def certify(
             raise RecipeError(Problem("usage", message, option, "give one of the two"))
         certificate = read_verified(verify, read_fingerprint(key) if key is not None else "")
     else:
-        # Check the key and the output file now, not after minutes of runs.
+        # Check the key and the output file now rather than after minutes of runs.
         private = read_key(Path(key)) if key is not None else None
         if output is not None:
             try:
@@ -164,8 +164,8 @@ def _certify_here(
     *,
     listed: bool,
 ) -> Certificate | None:
-    """Measure this engine and return its certificate; None if the cases were only listed. `device`: one that a wing
-    brings; empty: the machine's.
+    """Measure this engine and return its certificate; None if the cases were only listed. `device`: a device provided
+    by a wing; empty: the machine's own.
 
     Raises RecipeError if the recipe cannot be measured or a pattern matches nothing, MachineError if a run fails,
     Interrupted if a stop was requested.
@@ -186,7 +186,7 @@ def _certify_here(
         if device not in devices:
             remedy = f"pass --device {', '.join(devices)}" if devices else "leave it out"
             raise RecipeError(Problem("unknown_value", f"`{device}` is not an emulated device", "--device", remedy))
-        # What is launched says something about this machine, and not about the device.
+        # Launched runs measure this machine, not the device.
         features, launched = (EMULATED,), ()
     for pattern in only:
         elsewhere = any(fnmatchcase(clause, pattern) for clause in (REFUSALS, *launched))
@@ -214,7 +214,7 @@ def _certify_here(
             with _bar(len(runs)) as on_done:
                 results = measure(runs, root, machine, on_done, on_device=device)
                 findings += [judge(check, results) for check in wanted]
-        # On a CPU, launched runs have at most one process for each core.
+        # On a CPU, launched runs have at most one process per core.
         most = len(machine.gpu_names) or max(2, machine.cpu_cores)
         bench = Bench(root, machine, min(processes, most), recipe, batch)
         with PrintableConsole(stderr=True).status(f"launching runs of {' '.join(recipe)}"):
@@ -262,7 +262,8 @@ def _certify_engine(
 
 
 def machine_here() -> Machine:
-    """Return this machine. Raises MachineError if its GPUs cannot be used: the CPU is certified only on request."""
+    """Return this machine. Raises MachineError if its GPUs cannot be used, because the CPU is certified only on
+    request."""
     machine = detect(look_for_gpus=True)
     if problem := machine.gpu_problem:
         hint = problem.hint.partition(f"; {CPU_HINT}")[0]
@@ -276,7 +277,7 @@ def _today() -> str:
 
 @contextmanager
 def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[tuple[Path, str]]:
-    """Yield the folder of the runs and the day on which they began; without `folder`, use a temporary one."""
+    """Yield the folder for the runs and the date of the first one; without `folder`, use a temporary one."""
     try:
         if folder is not None:
             with opened(folder, subject_of(machine, engine), _today()) as since:
@@ -292,7 +293,7 @@ def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[t
 
 @contextmanager
 def _bar(runs: int) -> Iterator[Callable[[int], None]]:
-    """Show on stderr how many runs have ended."""
+    """Show the number of finished runs on stderr."""
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=PrintableConsole(stderr=True)) as bar:
         task = bar.add_task("runs", total=runs)

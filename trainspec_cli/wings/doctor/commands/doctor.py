@@ -64,7 +64,7 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
 
 
 def _fabric(loaded: Loaded, links: LinksResult | None) -> Iterator[Check]:
-    """Return the network's tiers according to Slurm and to measurements."""
+    """Return the network tiers according to Slurm and measurements."""
     devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
     try:
         yield from check_switches(slurm.show_topology(), devices_per_node)
@@ -79,7 +79,7 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
     if nodes == 1:
         with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
             return examine_here(plan, machine, Path(folder))
-    # srun starts the examination from the job's first node; ./runs is on a file system the nodes share.
+    # srun starts the examination from the job's first node; ./runs is on a file system shared by the nodes.
     start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
     reach = Reach(slurm.own_address(), tuple(start))
     with private_files():
@@ -89,11 +89,11 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
 
 
 def _plan(loaded: Loaded, machine: Machine) -> Plan:
-    """Plan a run on all devices. Unusable GPUs are examined too, because the examination finds the reason."""
+    """Plan a run on all devices, including unusable GPUs, because the examination finds the reason."""
     cluster = loaded.spec.cluster
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
         return plan_for(loaded, machine).as_one_group
-    # A plan for unknown GPUs is impossible, so plan for the CPU and then set the device.
+    # Unknown GPUs cannot be planned for, so plan for the CPU and then set the device.
     on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
     return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 

@@ -1,4 +1,4 @@
-"""`trainspec fabric`: discover the links between the devices and nodes of this machine, for the group `fabric`."""
+"""`trainspec fabric`: discover the links between this machine's devices and nodes, for the group `fabric`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def fabric(
         _check_target(write)
     devices, scaleup_devices = _sizes(arguments or [])
     if gpus:
-        # A saved matrix does not contain the rates of NICs.
+        # A saved matrix does not contain NIC rates.
         source = str(gpus)
         matrix = tuple(parse_matrix(read_text(gpus), source))
         node = NodeLinks(f"the node of {source}", matrix, source, nics_source=source)
@@ -117,7 +117,7 @@ def _switches(file: Path) -> SourceText:
 
 
 def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
-    """Return the command line's devices of a node and of a scale-up domain; None if not given."""
+    """Return the devices per node and per scale-up domain given on the command line; None if not given."""
     if not arguments:
         return None, None
     named = any(argument.startswith("recipe=") for argument in arguments)
@@ -126,7 +126,7 @@ def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
 
 
 def _pairs(file: Path) -> tuple[PairRate, ...]:
-    """Return the links between nodes from a doctor's report. Raises MachineError if it has none."""
+    """Return the links between nodes from a doctor report. Raises MachineError if it has none."""
     content = read_object(file)
     hint = "run in a job of two or more nodes: trainspec doctor --json > doctor.json"
     if not isinstance(content.get("links"), dict):
@@ -143,7 +143,7 @@ def _pairs(file: Path) -> tuple[PairRate, ...]:
 
 
 def _check_target(file: Path) -> None:
-    """Raises RecipeError for an existing file, or a name that recipes cannot use."""
+    """Raises RecipeError if the file exists or recipes cannot use its name."""
     hint = f"such as --write {GROUP / 'mine.yaml'}"
     if file.suffix != SUFFIX or not _NAME.fullmatch(file.stem):
         message = f"--write {file} is not NAME{SUFFIX} with letters, digits, _ . and -"

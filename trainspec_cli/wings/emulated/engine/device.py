@@ -1,11 +1,10 @@
-"""An accelerator in software: a torch device whose memory is the host's and whose operations run on the host.
+"""A software accelerator: a torch device that uses host memory and runs its operations on the host.
 
-torch calls such a device PrivateUse1, the extension point for vendors' plugins. A tensor of the device describes host
-memory that the device's allocator gave it (memory.py), and an operation on it is queued in the current stream
-(streams.py), where it runs as the host's operation. Values are therefore those of a CPU run to the bit. What differs
-from a CPU is what the engine's accelerator path relies on: tensors of host and device do not mix, order between streams
-comes from events and waits, copies are explicit, memory is limited, and reading a value on the host is a
-synchronisation.
+torch calls such a device PrivateUse1, the extension point for vendor plugins. A device tensor describes host memory
+obtained from the device's allocator (memory.py), and an operation on it is queued in the current stream (streams.py),
+where it runs as a host operation. Values are therefore bitwise identical to those of a CPU run. What differs from a CPU
+is what the engine's accelerator path relies on: host and device tensors do not mix, order between streams comes from
+events and waits, copies are explicit, memory is limited, and reading a value on the host synchronises.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def memory(self) -> Tensor:
-        """The host memory that this tensor describes, as it is now."""
+        """The host memory that this tensor describes, with its current content."""
         return self._storage.view(self)
 
     def untyped_storage(self) -> Any:
@@ -75,24 +74,24 @@ class DeviceTensor(torch.Tensor):
 
 
 def memory_of(value: Any) -> Any:
-    """Return the host memory of a tensor of the device; any other value as it is."""
+    """Return the host memory of a device tensor; return any other value unchanged."""
     return value.memory if isinstance(value, DeviceTensor) else value
 
 
 def new_tensor(like: Tensor) -> DeviceTensor:
-    """Return a tensor with this shape, strides and type, in newly allocated memory."""
+    """Return a tensor with the same shape, strides and type in newly allocated memory."""
     return DeviceTensor(like, DeviceStorage(_extent(like) * like.dtype.itemsize, MEMORY))
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the number of elements from a tensor's first to its last one in memory."""
+    """Return the number of elements that a tensor spans in memory, from its first to its last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def to_device(host: Tensor) -> DeviceTensor:
-    """Return a tensor whose memory has these values now."""
+    """Return a device tensor that immediately holds these values."""
     made = new_tensor(host)
     made.memory.copy_(host)
     return made
@@ -102,7 +101,7 @@ def to_device(host: Tensor) -> DeviceTensor:
 
 
 def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Queue an operation in the current stream, and return its tensors."""
+    """Queue an operation in the current stream and return its output tensors."""
     packet = op.overloadpacket
     name = packet.__name__
     counts["operations"] += 1
@@ -135,13 +134,13 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _is_composed(op: Any) -> bool:
-    """Return whether torch makes the operation of others. Below autograd, such operations arrive whole."""
+    """Return whether torch composes the operation from others. Below autograd, such operations arrive undecomposed."""
     is_composed: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     return is_composed and op.overloadpacket.__name__ not in COMPOSED
 
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""torch copies indices on the host to the device, which is easily overlooked."""
+"""Operations for which torch implicitly copies host indices to the device, which is easily overlooked."""
 
 
 def _on_device(index: Any) -> Any:
@@ -154,7 +153,7 @@ def _on_device(index: Any) -> Any:
 
 def _refuse_host_tensors(name: str, args: Any, kwargs: Any) -> None:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, numbers may
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, scalars may
             found = f"{KIND}:0 and {leaf.device}"
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {found}")
 
@@ -165,7 +164,7 @@ def _is_view(op: Any) -> bool:
 
 
 def _view(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a view at once: it reads no memory."""
+    """Run a view operation immediately, because it reads no memory."""
     base = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, DeviceTensor))
     result = op(*tree_map(_described, args), **tree_map(_described, kwargs))
     return tree_map(lambda leaf: DeviceTensor(leaf, base._storage, leaf.storage_offset()), result)
@@ -202,7 +201,7 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _reads(op: Any, args: Any) -> bool:
-    """Return whether the host must know values: a number is returned, or shapes depend on them."""
+    """Return whether the host needs the values: the operation returns a number, or shapes depend on them."""
     if op.overloadpacket.__name__ in INDEXING:
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
@@ -235,7 +234,7 @@ def _queue(work: Callable[[], Any]) -> None:
 
 
 def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what the operation returns, as tensors without memory; None where only running it tells."""
+    """Return the operation's outputs as tensors without memory; None if they are known only by running it."""
     try:
         given = {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
         return op(*tree_map(_described, args), **tree_map(_described, given))
@@ -244,7 +243,7 @@ def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """Return a tensor's shape, strides and place in its storage, as a tensor without memory."""
+    """Return a tensor's shape, strides and storage offset as a tensor without memory."""
     if isinstance(value, Tensor):
         whole = torch.empty(value.storage_offset() + _extent(value), dtype=value.dtype, device="meta")
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -252,7 +251,7 @@ def _described(value: Any) -> Any:
 
 
 def _with_own_random(op: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Return the call of an operation; of a random one with the random numbers of the moment at which it is queued."""
+    """Return the call of an operation; a random one uses the generator state at the time it is queued."""
     if SCHEDULER.random is None or torch.Tag.nondeterministic_seeded not in op.tags:
         return lambda: op(*args, **kwargs)
     generator: torch.Generator = kwargs.get("generator") or torch.default_generator
@@ -287,7 +286,7 @@ def pin(host: Tensor) -> Tensor:
 
 
 def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copy from the device or to it. A copy between the device and page-locked memory may run late."""
+    """Copy from or to the device. A copy between the device and page-locked memory may run late."""
     is_new = op.overloadpacket.__name__ == "_to_copy"
     source = args[0] if is_new else args[1]
     non_blocking = bool(kwargs.get("non_blocking")) or (not is_new and len(args) > 2 and bool(args[2]))
@@ -312,7 +311,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if from_host:
         counts["host to device"] += 1
         if not (non_blocking and is_pinned(source)):
-            value = source.detach().clone()  # it was read before the call returns
+            value = source.detach().clone()  # it must be read before the call returns
     _queue(lambda: into.copy_(value))
     if to_host:
         counts["device to host"] += 1
@@ -321,7 +320,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-# Attention: torch asks a device of this kind for one kernel, and a CPU has its own; the values are to be the same.
+# Attention: torch asks a device of this kind for one kernel, while a CPU has its own; the values must be the same.
 
 
 def _attention(
@@ -350,7 +349,7 @@ def _attention_backward(
     return (*grads, None)
 
 
-# The kernels of CUDA that the engine calls by name. Their log-sum-exp is padded to a multiple of 32 queries.
+# CUDA kernels that the engine calls by name. Their log-sum-exp is padded to a multiple of 32 queries.
 
 
 def _padded(logsumexp: Tensor) -> Tensor:
@@ -401,11 +400,11 @@ ATTENTION: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
 }
 FLASH = 1
-"""torch's number of the flash kernel (at::SDPBackend::flash_attention)."""
+"""torch's number for the flash kernel (at::SDPBackend::flash_attention)."""
 
 
 def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `scaled_dot_product_attention` that takes the kernel a CPU would, where torch would decompose it."""
+    """Return a `scaled_dot_product_attention` that uses the CPU's kernel where torch would decompose it."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -430,7 +429,7 @@ def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Generator(torch._C.Generator):
-    """Random numbers of the device are those of the host: the same seed gives the same values as on a CPU."""
+    """The device uses the host's random numbers: the same seed gives the same values as on a CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         wanted = torch.device(device)
@@ -439,7 +438,7 @@ class Generator(torch._C.Generator):
 
 
 class DeviceModule:
-    """`torch.emulated`: what torch, FSDP2 and the engine ask of a kind of device."""
+    """`torch.emulated`: what torch, FSDP2 and the engine require of a device type."""
 
     Stream = Stream
     Event = StreamEvent
@@ -458,7 +457,7 @@ class DeviceModule:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Do nothing: a process sees one device."""
+        """Do nothing: a process sees only one device."""
 
     def device_count(self) -> int:
         return 1
@@ -517,16 +516,16 @@ ACCELERATOR_CALLS = (
     "current_stream", "synchronize", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
     "get_memory_info", "empty_cache", "reset_peak_memory_stats",
 )  # fmt: skip
-"""Functions of torch.accelerator that a device in Python cannot serve by itself in torch 2.13."""
+"""Functions of torch.accelerator that a device written in Python cannot provide itself in torch 2.13."""
 RESIZING = (
     "arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "randperm",
     "randperm.generator", "tril_indices", "triu_indices",
 )  # fmt: skip
-"""torch composes these from an empty tensor that it resizes, which a wrapper cannot follow."""
+"""Operations that torch composes by resizing an empty tensor, which a wrapper cannot follow."""
 FROM_DATA = ("tensor", "as_tensor")
-"""torch brings the data of these to the device in C++, where a device in Python is not called."""
+"""Functions whose data torch moves to the device in C++, bypassing a device written in Python."""
 COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
-"""A CPU has kernels for these, and torch composes them for other devices."""
+"""Operations for which a CPU has kernels but which torch composes for other devices."""
 _libraries: list[torch.library.Library] = []
 
 
@@ -535,7 +534,7 @@ class EmulatedDevice:
     kind = DeviceKind("gloo", is_profiled=False)
 
     def register(self) -> None:
-        """Register the device in this process, which cannot take it back. `TRAINSPEC_EMULATED` has its settings."""
+        """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` holds its settings."""
         if _libraries:
             return
         settings = read_settings(os.environ.get(EMULATED, ""))
@@ -558,7 +557,7 @@ class EmulatedDevice:
 
 
 def _replace_in_torch(module: Any) -> None:
-    """Replace what torch 2.13 does not pass on to a device in Python."""
+    """Replace functions that torch 2.13 does not dispatch to a device written in Python."""
     torch_itself: Any = torch
     torch_itself.Generator, torch_itself.Stream, torch_itself.Event = Generator, Stream, StreamEvent
     for name in ACCELERATOR_CALLS:
@@ -590,7 +589,7 @@ def _replace_in_torch(module: Any) -> None:
         setattr(torch, name, from_data(name))
     torch_itself.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
     torch_itself.Tensor.is_pinned = lambda tensor, device=None: is_pinned(tensor)
-    # `with torch.device(...)` knows the functions that make tensors by identity.
+    # `with torch.device(...)` recognises tensor constructors by identity.
     _device_constructors.cache_clear()
     _device_constructors().update((empty, *of_host.values()))
 

@@ -1,7 +1,7 @@
-"""Exchanges between emulated devices, as NCCL makes them.
+"""Exchanges between emulated devices, with NCCL's semantics.
 
-An exchange is queued in a stream of its group, after what the calling stream has been given so far. The host continues
-at once, and `wait` lets the calling stream wait. The bytes travel over gloo.
+An exchange is queued in a stream of its group, after everything queued in the calling stream so far. The host continues
+immediately, and `wait` makes the calling stream wait. The bytes are sent over gloo.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 from trainspec_cli.wings.emulated.engine.streams import SCHEDULER, QueuedWork, Stream, StreamEvent, current_stream
 
 _streams: dict[tuple[str, str], Stream] = {}
-"""The stream of each group, and of the messages of each group to and from each peer."""
+"""The stream of each group, and of each group's messages to and from each peer."""
 _kept: list[DeviceExchange] = []
-"""Exchanges under way: torch's part of a handle does not keep Python's."""
+"""Exchanges in progress: torch's part of a handle does not keep the Python part alive."""
 
 
 class DeviceExchange(torch._C._distributed_c10d.Work):
@@ -30,7 +30,7 @@ class DeviceExchange(torch._C._distributed_c10d.Work):
         super().__init__()
         self._done = done
         self._tensors = tensors
-        """Keeps their memory until a stream waits, as ProcessGroupNCCL does."""
+        """Keeps the tensors' memory until a stream waits, like ProcessGroupNCCL."""
 
     def wait(self, timeout: Any = None) -> bool:
         self.synchronize()
@@ -52,7 +52,7 @@ class DeviceExchange(torch._C._distributed_c10d.Work):
 
 
 COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "send", "recv_")
-"""Exchanges that gloo completes only when somebody waits."""
+"""Exchanges that gloo completes only when something waits for them."""
 
 
 class Waited:
@@ -65,7 +65,7 @@ class Waited:
     def _run(self, wait: Callable[[], object]) -> None:
         try:
             self._future.set_result(wait())
-        except Exception as error:  # raised in the thread that finds the exchange completed
+        except Exception as error:  # raised in the thread that observes completion
             self._future.set_exception(error)
 
     def is_completed(self) -> bool:
@@ -91,7 +91,7 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
     on_host = tree_map(memory_of, args)
     names = [argument.name for argument in op._schema.arguments]
     group = args[names.index("process_group")]
-    # Messages that are batched do not wait for one another: each direction has a stream of its own.
+    # Batched messages do not wait for one another: each direction has its own stream.
     stream = _stream_of(group, f"{name} {args[2]}" if name in ("send", "recv_") else "")
 
     def start() -> object:
@@ -111,7 +111,7 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
 
 
 def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any], made: Any) -> Any:
-    """Queue an exchange that returns a new tensor, as DTensor makes them; `made` is that tensor, allocated."""
+    """Queue an exchange that returns a new tensor, as used by DTensor; `made` is that tensor, already allocated."""
     on_host = tree_map(memory_of, args)
     stream = _stream_of(args[-1])
     target = memory_of(made)
@@ -130,7 +130,7 @@ def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callab
 
 
 def wait_for(tensor: Any) -> Any:
-    """Let the current stream wait for the exchange that makes this tensor."""
+    """Make the current stream wait for the exchange that produces this tensor."""
     storage = tensor.untyped_storage()
     if storage.exchange is not None:
         current_stream().wait_event(storage.exchange[0])

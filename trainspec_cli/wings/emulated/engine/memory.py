@@ -1,8 +1,7 @@
-"""The memory of an emulated device: addresses as c10's caching allocator gives them, backed by the host's memory.
+"""The memory of an emulated device: addresses as assigned by c10's caching allocator, backed by host memory.
 
-A freed block goes back to the pool of its stream at once, as on CUDA, and the next allocation may get the same bytes.
-Work of another stream that is still queued then reads what was written over it, unless `record_stream` has kept the
-block.
+A freed block returns to its stream's pool immediately, as on CUDA, and the next allocation may reuse its bytes. Work
+still queued in another stream then reads overwritten data, unless `record_stream` has kept the block.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from trainspec_cli.wings.emulated.engine.streams import LOCK, Stream, StreamEven
 
 GIB = 2**30
 ARENA_BYTES = 64 * GIB
-"""Addresses of a pool. Only pages that are written take memory of the host."""
+"""Address space of a pool. Only written pages use host memory."""
 
 
 MAP_NORESERVE = 0x4000
-"""Of Linux: address space without memory behind it until it is written."""
+"""A Linux flag: reserve address space without backing memory until it is written."""
 
 
 class EmulatedMemory:
-    """Allocators of a device, one for each stream, which share its capacity."""
+    """A device's allocators, one per stream, which share its capacity."""
 
     def __init__(self, capacity_bytes: float = 80 * GIB, *, expandable: bool = True):
         self.capacity_bytes = capacity_bytes
@@ -51,7 +50,7 @@ class EmulatedMemory:
         return sum(one.reserved_bytes for one in self._allocators.values())
 
     def allocate(self, nbytes: int, stream: Stream) -> Allocation:
-        """Raises torch.OutOfMemoryError where it does not fit even when all that is unused is given back."""
+        """Raises torch.OutOfMemoryError if it does not fit even after all unused memory is released."""
         with LOCK:
             self._reclaim()
             allocator = self._allocators.get(id(stream))
@@ -112,7 +111,7 @@ class EmulatedMemory:
         return self._arenas[key]
 
     def statistics(self) -> dict[str, int]:
-        """Return what torch.accelerator.memory_stats does, as far as the engine asks for it."""
+        """Return those entries of torch.accelerator.memory_stats that the engine uses."""
         return {
             "allocated_bytes.all.current": self.allocated_bytes,
             "allocated_bytes.all.peak": self.peak_bytes,
@@ -139,7 +138,8 @@ class DeviceStorage:
         self._nbytes = 0
         self._allocation: Allocation | None = None
         self.exchange: Any = None
-        """The event at which the exchange that makes these bytes ends, and what it reads; until somebody waits."""
+        """The event that marks the end of the exchange producing these bytes, and its inputs; kept until something
+        waits."""
         self.resize_(nbytes)
 
     def resize_(self, nbytes: int) -> DeviceStorage:
@@ -172,7 +172,7 @@ class DeviceStorage:
             self._allocation.used_by.add(stream)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the host memory of a tensor of this storage."""
+        """Return the host memory of a tensor in this storage."""
         return self.strided(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def strided(self, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""The streams of an emulated device: queues of work, in order within a stream, and between streams only where an event
-or a wait says so.
+"""The streams of an emulated device: queues of work, ordered within a stream, and between streams only by events and
+waits.
 
-In order mode work runs late: when something waits for it, or when a seeded random scheduler picks it. A wait that the
-program forgot then shows as stale or overwritten memory. Otherwise work runs as soon as it may.
+In order mode work runs late: when something waits for it, or when a seeded random scheduler picks it. A wait missing
+from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCK = threading.RLock()
 """Held while work is queued or run: the main thread, autograd's and the loader's all use the device."""
 
 PICKED = 0.3
-"""In order mode: the probability that a piece of queued work runs after another one was queued."""
+"""In order mode: the probability of running a piece of queued work after another one is queued."""
 POLL_S = 2e-5
 
 
@@ -36,9 +36,9 @@ class QueuedWork:
     """A piece of work in a stream."""
 
     start: Callable[[], object | None] | None = None
-    """Runs it. An exchange returns a handle with `is_completed`, and is under way until that is true."""
+    """Runs the work. An exchange returns a handle with `is_completed` and is in progress until that is true."""
     after: tuple[Stream, int] | None = None
-    """It may begin once that stream has done so much."""
+    """The work may start once that stream has completed this many pieces of work."""
     handle: Any = None
 
 
@@ -71,7 +71,7 @@ class Stream:
             return self.done >= number
 
     def step(self) -> bool:
-        """Run the first piece of work if it may begin. Return whether anything changed."""
+        """Run the first piece of work if it may start. Return whether anything changed."""
         if not self._queue:
             return False
         work = self._queue[0]
@@ -122,7 +122,7 @@ class Stream:
 class StreamEvent:
     def __init__(self, *_: Any, **__: Any):
         self.at: tuple[Stream, int] | None = None
-        """The stream in which it was recorded, and how much work that had then."""
+        """The stream in which the event was recorded, and the number of pieces of work queued in it until then."""
         self._reached_s = math.nan
 
     def record(self, stream: Stream | None = None) -> None:
@@ -146,7 +146,7 @@ class StreamEvent:
         return self.at is None or self.at[0].has_done(self.at[1])
 
     def elapsed_time(self, end: StreamEvent) -> float:
-        """Return the milliseconds of the host between two events that the streams have reached."""
+        """Return the host time in milliseconds between two events that the streams have reached."""
         if not (self.query() and end.query()) or math.isnan(self._reached_s) or math.isnan(end._reached_s):
             raise RuntimeError("elapsed_time needs two recorded events that the device has reached")
         return (end._reached_s - self._reached_s) * 1e3
@@ -157,10 +157,10 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.random: random.Random | None = None
-        """Of order mode."""
+        """The random generator of order mode."""
 
     def progress(self) -> None:
-        """Run what may run now: everything that can begin, or in order mode what chance picks."""
+        """Run what may run now: everything that can start or, in order mode, a random selection."""
         if self.random is None:
             self.poll()
             return
@@ -168,13 +168,13 @@ class Scheduler:
             self._pick()
 
     def poll(self) -> None:
-        """Outside of order mode, run all work that can begin."""
+        """Outside order mode, run all work that can start."""
         if self.random is None:
             while self._step_all():
                 pass
 
     def _step_all(self) -> bool:
-        """Run the first piece of work of every stream that may begin. Return whether anything changed."""
+        """Run the first piece of work in every stream, if it may start. Return whether anything changed."""
         changed = False
         for stream in STREAMS:
             changed |= stream.step()
@@ -187,7 +187,7 @@ class Scheduler:
         return any(stream.step() for stream in waiting)
 
     def finish(self, stream: Stream, number: int) -> None:
-        """Wait until a stream has done so much."""
+        """Wait until a stream has completed this many pieces of work."""
         while True:
             with LOCK:
                 while stream.done < number:
@@ -199,7 +199,7 @@ class Scheduler:
                         break
                 if stream.done >= number:
                     return
-            time.sleep(POLL_S)  # an exchange is under way
+            time.sleep(POLL_S)  # an exchange is in progress
 
     def finish_all(self) -> None:
         for stream in list(STREAMS):
@@ -213,6 +213,6 @@ _here = threading.local()
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Return the stream of this thread; a thread begins in the default one."""
+    """Return this thread's current stream, initially the default one."""
     found: Stream = getattr(_here, "stream", DEFAULT)
     return found

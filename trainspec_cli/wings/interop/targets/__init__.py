@@ -1,1 +1,1 @@
-"""One table for each engine, which maps keys of the recipe to keys of the engine."""
+"""One table per engine, which maps recipe keys to engine keys."""

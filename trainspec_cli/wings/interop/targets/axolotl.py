@@ -32,7 +32,7 @@ from trainspec_cli.wings.interop.targets.transformers import UPDATE
 
 FILE = "axolotl.yml"
 DATASET = "datasets[0]."
-"""The only data set of an emitted file."""
+"""The only dataset in an emitted file."""
 
 
 MODULES: Mapping[str, str] = {
@@ -268,7 +268,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
 
 
 def config_text(keys: Keys) -> str:
-    """Return the YAML; keys of the data set become the only item of `datasets`."""
+    """Return the YAML; the dataset keys become the only item of `datasets`."""
     dataset = {key.removeprefix(DATASET): value for key, value in keys.items() if key.startswith(DATASET)}
     others = nest({key: value for key, value in keys.items() if not key.startswith(DATASET)})
     text: str = yaml.safe_dump({**others, "datasets": [dataset]}, sort_keys=False)
@@ -283,7 +283,7 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Without FSDP the state is not sharded; the batch size follows from the data-parallel degrees."""
+    """Without FSDP, the state is not sharded; the batch size follows from the data-parallel degrees."""
     if keys.get("bf16") is False and "precision.compute" not in values:
         values["precision.compute"] = "fp32"
     if "fsdp_config" not in {key.partition(".")[0] for key in keys}:

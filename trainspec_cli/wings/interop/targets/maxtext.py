@@ -35,7 +35,7 @@ FILE = "maxtext.yml"
 
 @dataclass(frozen=True)
 class StepsFraction:
-    """Steps in the recipe; in MaxText a fraction of the run, which it multiplies and rounds down."""
+    """Steps in the recipe; in MaxText, a fraction of the run, which is multiplied by its steps and rounded down."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -53,7 +53,7 @@ class StepsFraction:
 
 @dataclass(frozen=True)
 class LastFraction:
-    """The decay of WSD, as a fraction of the run in MaxText that gives whole steps."""
+    """The decay of WSD; in MaxText, a fraction of the run that yields whole steps."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return StepsFraction().write(LastSteps().write(value, run), run)
@@ -86,7 +86,7 @@ PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
 SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
-"""MaxText has no constant rate: a cosine that ends where it began replaces it, and `complete` recognises it."""
+"""MaxText has no constant schedule: a cosine that ends where it started replaces it, and `complete` recognises it."""
 SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec recomputes other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matmuls"
 WARMUP = "its warm-up starts at 0, one update behind trainspec's"

@@ -48,7 +48,7 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out fraction; in Megatron percentages of training, validation and test."""
+    """The held-out fraction; in Megatron, percentages for training, validation and test."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -286,7 +286,7 @@ WITHOUT_FLAGS: dict[str, JsonValue] = {
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Missing flags mean Megatron's defaults; without a sharding flag the state is not sharded."""
+    """Missing flags mean Megatron's defaults; without a sharding flag, the state is not sharded."""
     values = {**WITHOUT_FLAGS, **values}
     if "--swiglu" in keys:
         values |= {"model.activation": "silu", "model.gated_mlp": True}

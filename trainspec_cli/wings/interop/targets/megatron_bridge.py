@@ -1,6 +1,6 @@
 """Megatron-Bridge: a Python module that builds a `ConfigContainer` and trains with it, started by torchrun.
 
-It runs the same Megatron as `megatron`, whose arguments are fields here: most of the table is that one, renamed.
+It runs the same Megatron as `megatron`, whose arguments are fields here, so most of the table is a renamed copy.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ NOT_RENAMED = (
     "--group-query-attention",
     "--disable-bias-linear",
 )
-"""Arguments whose field has the opposite meaning, or that have no field."""
+"""Arguments whose field has the opposite meaning or that have no field."""
 BF16 = given("precision.compute", "bf16")
 FP16 = given("precision.compute", "fp16")
 FP32 = unless("precision.compute", "bf16", "fp16")

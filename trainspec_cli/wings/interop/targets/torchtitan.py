@@ -71,7 +71,7 @@ ROPE = "torchtitan's Llama 3 scales rotary frequencies like Llama 3.1, and initi
 
 @dataclass(frozen=True)
 class Flavor:
-    """The sizes of the model, as a name in the registry."""
+    """The model's sizes, as a name in the registry."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for name, sizes in FLAVORS.items():
@@ -183,7 +183,7 @@ LINES = (
         when=(given("recompute", "selective"),),
         approximate=OPS,
     ),
-    # It has no value for never: the run does not reach this many steps.
+    # There is no value for "never", so use a step that the run does not reach.
     Line("checkpoint.interval_steps", "checkpoint.interval", OrNone(1_000_000_000)),
     Line("checkpoint.mode", "checkpoint.async_mode", Choice({"async": "async", "sync": "disabled"})),
     Line("checkpoint.keep_last", "checkpoint.keep_latest_k", AtLeast(2)),

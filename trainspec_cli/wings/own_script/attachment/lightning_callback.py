@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 STOPPED = "stopped.ckpt"
 
 
-class RunHooks(Callback):  # type: ignore[misc]  # lightning may be absent where types are checked
+class RunHooks(Callback):  # type: ignore[misc]  # lightning may be missing where types are checked
     """Lightning's callback."""
 
     def __init__(self, run: AttachedRun):
@@ -25,7 +25,7 @@ class RunHooks(Callback):  # type: ignore[misc]  # lightning may be absent where
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Record a step, unless the batch only accumulated gradients."""
+        """Record a step unless the batch only accumulated gradients."""
         if trainer.global_step <= self._run.step:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

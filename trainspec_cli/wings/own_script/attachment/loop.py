@@ -1,4 +1,4 @@
-"""A PyTorch training loop that resumes from its newest checkpoint, to the bit."""
+"""A PyTorch training loop that resumes bitwise identically from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ Batch = TypeVar("Batch")
 
 @dataclass
 class DataPosition:
-    """The position in the data: `batch` batches of the epoch are done. `began` is the state of this rank's random
-    numbers at the start of the epoch, `random` the state after the newest step. Checkpoints store these fields by
-    name."""
+    """The position in the data: `batch` batches of the epoch are done. `began` is this rank's random state at the start
+    of the epoch, `random` the state after the newest step. Checkpoints store these fields by name."""
 
     epoch: int = 0
     batch: int = 0
@@ -80,13 +79,13 @@ class StepLoop:
                     self._save(position)
             else:
                 position = DataPosition(position.epoch + 1)
-        # The last step has started an exchange that is still open.
+        # The last step started an exchange that is still pending.
         self._ranks.finish_exchanges()
         self._save(position)
 
     def _batches(self, loader: Iterable[Batch], position: DataPosition) -> Iterator[Batch]:
-        """Yield the rest of an epoch. The order of a loader that is not from `sharded` depends on torch's random
-        numbers: its epoch is restarted with the same state, and the batches that are done are skipped."""
+        """Yield the rest of an epoch. The order of a loader that does not come from `sharded` depends on torch's random
+        numbers, so its epoch is restarted with the same random state, and finished batches are skipped."""
         if position.began:
             torch_state.set_random_state(position.began)
         else:
@@ -111,7 +110,7 @@ class StepLoop:
             began_s = time.monotonic()
             if isinstance(sampler, ShardedBatches) and self._share(sampler):
                 # Shares have changed: read the rest of the epoch again. The sampler draws no random numbers, but
-                # torch's loader does, so its state is restored.
+                # torch's loader does, so restore the random state.
                 sampler.first = position.batch
                 kept = torch_state.random_state()
                 batches = iter(loader)
@@ -123,14 +122,14 @@ class StepLoop:
             yield batch  # type: ignore[misc]  # it is not the sentinel
 
     def _share(self, sampler: ShardedBatches) -> bool:
-        """Give the sampler the shares of the next step; return whether they have changed."""
+        """Pass the next step's shares to the sampler; return whether they have changed."""
         counts = self._run.shares.divide(self._run.step) if self._run.shares else sampler.counts
         changed = counts != sampler.counts
         sampler.counts = counts
         return changed
 
     def _restore(self, loader: Iterable[Batch]) -> DataPosition:
-        """Restore the newest sound checkpoint, which rank 0 chooses for all ranks."""
+        """Restore the newest valid checkpoint, which rank 0 chooses for all ranks."""
         attach_counter(self._ranks.number, self._ranks.count)
         folder = self._run.checkpoints
         mine = None
@@ -152,8 +151,8 @@ class StepLoop:
         return position
 
     def _position_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPosition:
-        """Return this rank's position. Ranks that the checkpoint lacks keep their random numbers. Raises RecipeError if
-        the order of the data depends on the number of ranks."""
+        """Return this rank's position. Ranks missing from the checkpoint keep their random state. Raises RecipeError if
+        the data order depends on the number of ranks."""
         ranks = self._ranks.count
         was = len(places)
         if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):

@@ -26,16 +26,16 @@ class StepCounter(Protocol):
 
 
 def attach_counter(rank: int, ranks: int) -> StepCounter | None:
-    """Return the hook, which from now on ignores optimizers' steps: torch makes one when it restores an optimizer. None
-    if Python has not loaded it (`python -I`), or outside of a run."""
-    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module of that shape
+    """Return the hook, which from now on ignores optimizer steps, because torch takes one when it restores an
+    optimizer. None if Python has not loaded the hook (`python -I`) or outside a run."""
+    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module with this interface
     if hook:
         hook.attach(0, rank, ranks)
     return hook
 
 
 class StepRecord:
-    """The events of one rank. Outside of a run, nothing is written."""
+    """The events of one rank. Outside a run, nothing is written."""
 
     def __init__(self, run: RunDir | None, rank: int, ranks: int):
         self._writer = EventWriter(run.events(rank), rank) if run else None
@@ -71,7 +71,7 @@ class StepRecord:
         self._figures |= figures
 
     def waited(self, seconds: float) -> None:
-        """Add time that the step has waited for its data."""
+        """Add time for which the step waited for its data."""
         self._waited_s += seconds
 
     def step(self, step: int) -> None:
@@ -106,7 +106,7 @@ class StepRecord:
             self._writer.write(CheckpointEvent(step=step, path=path, bytes=size_bytes, seconds=seconds))
 
     def evaluated(self, step: int, heldout_loss: SupportsFloat, accuracy: SupportsFloat | None, seconds: float) -> None:
-        """Record an evaluation; its `seconds` are not part of a step."""
+        """Record an evaluation; its `seconds` do not count toward a step."""
         self._excluded_s += seconds
         if self._writer:
             event = EvalEvent(step=step, heldout_loss=_number(heldout_loss), seconds=seconds)
@@ -117,7 +117,7 @@ class StepRecord:
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """Return a figure, which may be a tensor with a gradient; None if it is not finite, as in events."""
+    """Return a value (possibly a tensor with a gradient) as a float; None if it is not finite, as in events."""
     number = float(getattr(value, "detach", lambda: value)())
     return number if math.isfinite(number) else None
 

@@ -1,9 +1,10 @@
-"""The samples of each step of an attached script, and the shares of its ranks.
+"""The samples in each step of an attached script, and the shares of its ranks.
 
-As in a recipe's run, shares can follow the ranks' measured speeds. A rank's speed is that of its forward passes: the
-time from a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. The figures of a step are
-exchanged during the next one, all ranks decide with the same function (`balance/decisions/shares.py`), and rank 0
-records the directive before it takes effect. A later start of the run follows the directives at the same steps.
+As in a recipe's run, shares can adapt to the ranks' measured speeds. A rank's speed is that of its forward passes: the
+time from receiving a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. A step's
+measurements are exchanged during the next one, all ranks decide with the same function (`balance/decisions/shares.py`),
+and rank 0 records the directive before it takes effect. A later start of the run follows the directives at the same
+steps.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The shares of one script; all ranks call it together. `run`: None outside of a run, then nothing is recorded."""
+    """The shares of one script. Called collectively by all ranks. `run`: None outside a run; nothing is then
+    recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
-        """`largest`: the most samples of a rank in a step. Raises RecipeError if that is too few."""
+        """`largest`: maximum samples per rank and step. Raises RecipeError if that is too few."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
             hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
@@ -66,7 +68,7 @@ class Shares:
         return self._even.counts(self._batch_size)
 
     def divide(self, step: int) -> tuple[int, ...]:
-        """Return the number of samples of each rank in the step after update `step`."""
+        """Return each rank's number of samples in the step after update `step`."""
         if reached := [counts for at, counts in self._ahead if at <= step]:
             self._ahead = [(at, counts) for at, counts in self._ahead if at > step]
             self._scheduler.follow(Division(tuple(map(float, reached[-1])), self._largest))
@@ -76,7 +78,7 @@ class Shares:
         return self._scheduler.division.counts(self._batch_size)
 
     def begin_step(self) -> None:
-        """Start the time of this rank's step, when it has its batch."""
+        """Start timing this rank's step, once it has its batch."""
         self._clock.begin()
 
     def weighted(self, loss: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ class Shares:
         return loss if factor == 1.0 else loss * factor
 
     def end_step(self) -> None:
-        """Record this rank's time of the step, and decide from the figures of the previous one. Raises RecipeError if
-        the loss was not weighted, which would make the gradients wrong."""
+        """Record this rank's time for the step, and decide from the measurements of the previous one. Raises
+        RecipeError if the loss was not weighted, which would make the gradients wrong."""
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
             message = "a step has ended without job.weighted(loss), or with more than one call"
@@ -134,7 +136,7 @@ class Shares:
 
 
 class _Stopwatch:
-    """The time from a batch to the loss; on a GPU, that of the GPU."""
+    """The time from receiving a batch to the loss; on a GPU, measured on the GPU."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -159,7 +161,7 @@ class _Stopwatch:
             self._events[1].record()
 
     def read(self) -> tuple[float | None, float]:
-        """Return the seconds to the loss (None unless it ended exactly once), and those of the whole step."""
+        """Return the seconds to the loss (None unless it was computed exactly once) and for the full step."""
         passed_s = time.monotonic() - self._began_s
         if self._ends != 1:
             return None, passed_s
@@ -170,9 +172,9 @@ class _Stopwatch:
 
 
 class ShardedBatches:
-    """A batch sampler: step N of an epoch takes the N-th `batch_size` samples of a permutation, of which each rank
-    takes its share (`counts`; equal if empty), in order. Samples at the end of an epoch that do not fill a batch are
-    dropped."""
+    """A batch sampler: step N of an epoch takes the N-th group of `batch_size` samples in a permutation, and each rank
+    takes its share of them (`counts`; equal if empty) in order. Samples at the end of an epoch that do not fill a batch
+    are dropped."""
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ class ShardedBatches:
             message = f"batch_size={batch_size} is more than the dataset's {samples} samples"
             raise RecipeError(Problem("too_large", message, "batch_size", f"give {samples} at most"))
         self.counts = counts or (batch_size // ranks,) * ranks
-        """The samples of each rank in a step, for the next iteration."""
+        """Each rank's number of samples per step, for the next iteration."""
         self._samples = samples
         self._batch_size = batch_size
         self._rank = rank

@@ -1,5 +1,5 @@
-"""The ranks of an attached script (of torch.distributed, JAX, TensorFlow or a launcher), and requests to stop, which
-all of them follow at the same step."""
+"""The ranks of an attached script (from torch.distributed, JAX, TensorFlow or a launcher), and stop requests, which all
+of them follow at the same step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 _FLAG = struct.Struct("<QQ")
-"""The steps of a rank, and the first of them after which it wanted the run to end (0: none)."""
+"""A rank's step count, and the first step after which it wanted the run to end (0: none)."""
 _POLL_S = 0.001
 
 
@@ -38,7 +38,7 @@ def find_rank() -> tuple[int, int]:
 
 
 def _in_tf_config(text: str) -> tuple[int, int] | None:
-    """Return the rank among the trainers (the chief, then the workers) and their number; None without them."""
+    """Return the rank among the trainers (the chief, then the workers) and their number; None if there are none."""
     try:
         config = json.loads(text)
         trainers = [
@@ -51,9 +51,9 @@ def _in_tf_config(text: str) -> tuple[int, int] | None:
 
 
 class FlagFiles:
-    """Agreement between ranks on this machine without torch: after each step, each rank writes to its own file how many
-    steps it has made and whether it wants to end. All ranks act on the requests of the previous step, so that they act
-    at the same step. A rank that is ahead waits: no rank is more than one step ahead."""
+    """Agreement between ranks on this machine without torch: after each step, each rank writes its step count and
+    whether it wants to end to its own file. All ranks act on the previous step's requests, so that they act at the same
+    step. Ranks that are ahead wait, so no rank is more than one step ahead."""
 
     def __init__(self, folder: Path, rank: int, ranks: int):
         self._paths = [folder / f"{number}.flag" for number in range(ranks)]
@@ -75,7 +75,7 @@ class FlagFiles:
             made = 0
             wanted_at = 0
             while made < before:
-                with suppress(FileNotFoundError, struct.error):  # the rank has not begun, or is writing its record
+                with suppress(FileNotFoundError, struct.error):  # the rank has not started or is writing its record
                     made, wanted_at = _FLAG.unpack(path.read_bytes())
                 if made < before:
                     time.sleep(_POLL_S)
@@ -85,7 +85,7 @@ class FlagFiles:
 
 
 class StopSignal:
-    """Handles SIGTERM, with which `trainspec stop`, Ctrl-C and schedulers ask a run to end."""
+    """Handles SIGTERM, which `trainspec stop`, Ctrl-C and schedulers send to ask a run to end."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -100,10 +100,10 @@ class StopSignal:
 
 
 class ScriptRanks:
-    """This process among the training processes, by torch.distributed if the script has initialised it.
+    """This process among the training processes, according to torch.distributed if the script has initialised it.
 
-    Ranks agree on a request to stop by an all-reduce of four bytes on the host, which one step begins and the next step
-    ends: no rank waits for it, and all ranks act at the same step. Without torch they use files in `folder` (None: each
+    Ranks agree on a stop request through a four-byte all-reduce on the host, which starts in one step and ends in the
+    next: no rank waits for it, and all ranks act at the same step. Without torch they use files in `folder` (None: each
     rank decides by itself).
     """
 
@@ -139,7 +139,7 @@ class ScriptRanks:
         return before
 
     def finish_exchanges(self) -> bool:
-        """Wait for the open exchanges; return the result of the agreement."""
+        """Wait for pending exchanges; return the result of the agreement."""
         if self._figures is not None:
             self._figures[0].wait()
         if self._pending is None:
@@ -150,8 +150,8 @@ class ScriptRanks:
         return bool(flag.item())
 
     def exchange(self, own: list[float]) -> list[list[float]]:
-        """Return the figures of each rank in the previous step (empty at first), and begin the exchange of `own`. A
-        single process gets its own figures immediately."""
+        """Return each rank's values from the previous step (empty at first), and start exchanging `own`. A single
+        process gets its own values immediately."""
         if self._torch is None:
             return [own]
         figures = self._torch.zeros(self.count, len(own), dtype=self._torch.float64)
@@ -161,13 +161,13 @@ class ScriptRanks:
             work, reported = self._figures
             work.wait()
             before = reported.tolist()
-        # Each rank contributes one row and zeros, so that the sum keeps infinite figures.
+        # Each rank contributes one row and zeros elsewhere, so that the sum preserves infinite values.
         self._figures = self._torch.distributed.all_reduce(figures, group=self._group, async_op=True), figures
         return before
 
     def gather(self, value: object) -> list[object]:
         """Return the value of each rank, in order: tensors, numbers, text, and lists and dicts of them. They are sent
-        in the format of `torch.save`; other objects are not read (`weights_only`)."""
+        in `torch.save` format; other objects are not read (`weights_only`)."""
         if self._torch is None:
             return [value]
         torch = self._torch

@@ -1,8 +1,8 @@
-"""The state of a PyTorch training: the content of an attached script's checkpoint, and its files.
+"""PyTorch training state: the content of an attached script's checkpoint, and its files.
 
-CHECKPOINTS/step_00000100/ contains `state.pt` (tensors and plain values: torch reads it without unpickling code) and
+CHECKPOINTS/step_00000100/ contains `state.pt` (tensors and plain values, which torch reads without unpickling code) and
 `manifest.json` with the digest. Rank 0 writes it under a temporary name, flushes it to disk and renames it, so that it
-is complete or absent.
+is either complete or absent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trained:
         return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def state(self) -> dict[str, object]:
-        """Return the whole state; all ranks of a sharded model take part, and rank 0 gets it."""
+        """Return the full state. Called collectively by all ranks of a sharded model; rank 0 gets the state."""
         if self.is_sharded:
             model = sharded.get_model_state_dict(self.model, options=WHOLE)
             optimizer = sharded.get_optimizer_state_dict(self.model, self._bare_optimizer(), options=WHOLE)
@@ -87,7 +87,7 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def random_state() -> dict[str, object]:
-    """Return the state of the random numbers of Python, numpy, torch and this process' accelerator."""
+    """Return the random states of Python, numpy, torch and this process's accelerator."""
     version, numbers, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     kind, keys, place, has_gauss, cached = of_numpy
@@ -127,7 +127,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_sound(folder: Path) -> Path | None:
-    """Return the newest checkpoint with a valid digest. Damaged ones are named on stderr."""
+    """Return the newest checkpoint with a valid digest. Damaged ones are reported on stderr."""
     for path in reversed(checkpoints_in(folder)):
         fault = f"{path} is damaged"
         try:
@@ -153,7 +153,7 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
     partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir(parents=True)
     try:
-        # Flush files before the rename and the folder after it: a power failure leaves all or nothing.
+        # Flush files before the rename and the folder after it, so that a power failure leaves all or nothing.
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest = _digest(partial / STATE)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RunCallback(TrainerCallback):
-    """Records a step when the next one begins, because the Trainer logs a step's loss after the step has ended. Later
+    """Records a step when the next one starts, because the Trainer logs a step's loss after the step has ended. Later
     starts resume from the Trainer's own checkpoints."""
 
     def __init__(self, run: AttachedRun):

@@ -1,14 +1,14 @@
 """Count the optimizer steps of a program that `trainspec run` has started, without changing the program.
 
-Python imports a module of this name at startup; `trainspec run` puts this folder on PYTHONPATH. The module removes the
-folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It uses only the
-standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be installed. It prints
-nothing and ignores its own errors: the program must run as it would without it.
+Python imports a module with this name at startup; `trainspec run` puts this folder on PYTHONPATH. The module removes
+the folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It uses only
+the standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be installed. It
+prints nothing and ignores its own errors, because the program must run as it would without it.
 
-After its first optimizer step a process has a file FOLDER/PID-TIME.steps of 4096 bytes: 64 bytes of `HEADER`, then
-`SLOTS` records of `SLOT`; the step with number N is in record N % SLOTS. A step is written by one `pwrite` of 16 bytes:
-on a full disk that fails, whereas a mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of all
-threads to FOLDER/PID-TIME.stacks, unless the program handles that signal itself.
+After its first optimizer step, a process has a 4096-byte file FOLDER/PID-TIME.steps: a 64-byte `HEADER`, then `SLOTS`
+records of format `SLOT`; step number N is in record N % SLOTS. A step is written with one 16-byte `pwrite`: on a full
+disk this fails, whereas a mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of all threads to
+FOLDER/PID-TIME.stacks, unless the program handles that signal itself.
 """
 
 import os
@@ -19,10 +19,10 @@ LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 PROGRESS = "TRAINSPEC_PROGRESS"
 MAGIC = b"TSSTEPS1"
 MAGIC_ATTACHED = b"TSSTEPS2"
-"""The magic of a program that reports its steps itself, and writes their events."""
+"""The magic of a program that reports its steps itself and writes their events."""
 HEADER = "<8sIiIIqdQ"
-"""MAGIC, process id, rank (-1: none), world size (0: none), 1 if SIGUSR2 writes stacks, the updates that the
-optimizer's state counts before the first step of this process (-1: unknown), Unix time, and the main thread's id."""
+"""MAGIC, process id, rank (-1: none), world size (0: none), 1 if SIGUSR2 writes stacks, the optimizer state's update
+count before this process's first step (-1: unknown), Unix time, and the main thread's id."""
 HEADER_BYTES = 64
 SLOT = "<Qd"
 """The number of a step in this process, from 1, and its Unix time."""
@@ -37,8 +37,8 @@ STATE_MAKER = "_init_optim_state"
 class StepCount(types.ModuleType):
     """Counts a step when its attribute `stepped` is set.
 
-    It is a module because code compiled by torch sets attributes of modules after the graph has run, without reading
-    them: a compiled `optimizer.step()` is counted without a graph break, a guard or a warning.
+    It is a module because code compiled by torch sets module attributes after the graph has run, without reading them,
+    so a compiled `optimizer.step()` is counted without a graph break, a guard or a warning.
     """
 
     def __setattr__(self, name, optimizer):
@@ -49,9 +49,9 @@ class StepCount(types.ModuleType):
 
 
 _state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False, "restored": False}
-"""pid: the process that counts (a forked one starts again). file: its open file, or None without one or after a failed
-write. ranks: its rank and world size, if the program has reported them. known: optimizers that have made a step.
-registered: the handler of SIGUSR2 is this module's. restored: a model or an optimizer has loaded a state."""
+"""pid: the process that counts (a forked one starts anew). file: its open file; None if there is none or a write
+failed. ranks: its rank and world size, if the program has reported them. known: optimizers that have taken a step.
+registered: the SIGUSR2 handler is this module's. restored: a model or an optimizer has loaded a state."""
 _count = StepCount("trainspec_steps")
 
 
@@ -61,14 +61,14 @@ def _stepped(optimizer, arguments, keywords):
 
 
 def _count_step(optimizer):
-    """Count a step when an optimizer steps again. With one optimizer for each parameter (which steps in the backward),
-    all of them step once in a training step. DeepSpeed's ZeRO lets one optimizer step once for each of its groups of
-    parameters, which it assigns in turn."""
+    """Count a step when an optimizer steps again. With one optimizer per parameter (stepping in the backward), all of
+    them step once per training step. DeepSpeed's ZeRO makes one optimizer step once per parameter group, which it
+    assigns in turn."""
     if id(optimizer) not in _state["known"] and _is_for_state_only():
         return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
-        # An optimizer without a counter (SGD) starts at 0, unless a state was loaded: its steps are unknown then.
+        # An optimizer without a counter (SGD) starts at 0 unless a state was loaded; its steps are then unknown.
         _open(max(_updates(optimizer) - 1, -1 if _state["restored"] else 0))
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
@@ -83,8 +83,8 @@ def _count_step(optimizer):
 
 
 def _is_for_state_only():
-    """Return whether this first step of an optimizer is not part of the training: torch's checkpoints make a step
-    without gradients to create the state that they then load."""
+    """Return whether this first step of an optimizer is not part of the training: torch's checkpointing takes a step
+    without gradients to create the state that it then loads."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == STATE_MAKER:
@@ -115,13 +115,13 @@ def attached_step():
 def _write_step():
     _state["steps"] = step = _state["steps"] + 1
     os.pwrite(_state["file"], _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
-    if _state["answers"] and _state["replaced"]():  # the program has installed a handler of its own
+    if _state["answers"] and _state["replaced"]():  # the program has installed its own handler
         _state["answers"] = 0
         _write_header()
 
 
 def _open(before):
-    """Create this process' file, at its first step: a process that only imports torch has none."""
+    """Create this process's file at its first step; a process that only imports torch has none."""
     import struct
     import threading
     import time
@@ -155,7 +155,7 @@ def _write_header():
 
 
 def _find_ranks():
-    """Return this process' rank and the world size from torch.distributed (Lightning sets no RANK), or else from the
+    """Return this process's rank and the world size from torch.distributed (Lightning does not set RANK), or from the
     environment."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     try:
@@ -167,7 +167,7 @@ def _find_ranks():
 
 
 def _updates(optimizer):
-    """Return the updates that the optimizer's state counts, such as after a resume; 0 if it counts none."""
+    """Return the update count in the optimizer's state, such as after a resume; 0 if there is none."""
     try:
         for state in optimizer.state.values():
             step = state.get("step", 0)
@@ -189,7 +189,7 @@ def _answer_signal(path, flags):
         number = _signal.SIGUSR2
         handler = _signal.getsignal(number)
         _state["replaced"] = lambda: _signal.getsignal(number) != handler
-        # On several nodes agents ignore SIGUSR2, which is Slurm's warning; their processes inherit that.
+        # On several nodes, agents ignore SIGUSR2, which is Slurm's warning signal; their processes inherit that.
         if handler not in (_signal.SIG_DFL, _signal.SIG_IGN) or (_is_caught(number) and not _state["registered"]):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
@@ -201,7 +201,7 @@ def _answer_signal(path, flags):
 
 
 def _is_caught(number):
-    """Return whether native code handles the signal, which Python does not show."""
+    """Return whether native code handles the signal, which is not visible from Python."""
     try:
         with open("/proc/self/status") as status:
             caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
@@ -227,7 +227,7 @@ def _note_loads(owner):
 
 
 class OptimizerImport:
-    """A module finder that waits for the import of torch's optimizers, and then removes itself."""
+    """A module finder that waits for the import of torch's optimizers and then removes itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name != OPTIMIZERS:

@@ -1,12 +1,12 @@
 """The coordinator of one of several distant sites.
 
-A site trains by itself, in any layout. Every few steps, each of its ranks sends an outer gradient of one fragment to
-the other sites, and some steps later it applies the sum over all sites. The decision of a round holds until the next
-one is applied: it names the members and the samples of each member. The last round, after the last step, leaves all
-sites with the same weights.
+A site trains independently, in any layout. Every few steps, each of its ranks sends an outer gradient of one fragment
+to the other sites, and a few steps later it applies the sum over all sites. A round's decision holds until the next one
+is applied: it names the members and each member's samples. The last round, after the last step, leaves all sites with
+the same weights.
 
-Each rank has its own connections (`SiteLink`) for its shares, so a site has as many streams in each direction as ranks
-with different shares. Of ranks with the same shares (replicas along `dp_replicate`), only the first is connected; it
+Each rank has its own connections (`SiteLink`) for its shares, so a site has one stream in each direction per rank with
+distinct shares. Among ranks with the same shares (replicas along `dp_replicate`), only the first is connected; it
 forwards what it receives.
 """
 
@@ -39,7 +39,7 @@ from trainspec_cli.wings.sites.messages import Sent, SiteHello
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
-"""A wait for the meeting point is reported after this time."""
+"""Waiting for the meeting point is reported after this time."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Seen:
     follows: bool
     """The site is not a member: it must catch up."""
     stop: bool
-    """Some rank was asked to stop."""
+    """At least one rank was asked to stop."""
 
 
 class FarSites(Coordinator):
-    """Within a step a site is the only replica group: gradients are exchanged between steps."""
+    """Within a step, a site is the only replica group: outer gradients are exchanged between steps."""
 
     waits_for_groups = True
     merges_at_end = True
@@ -81,22 +81,22 @@ class FarSites(Coordinator):
         self._link: SiteLink | None = None
         """None: another rank forwards what it receives."""
         self._waited_s = 0.0
-        """Seconds of training's waits since the last exchange."""
+        """Seconds for which training has waited since the last exchange."""
         self._record: RoundRecord | None = None
-        """The decision in force; None before the first."""
+        """The current decision; None before the first."""
         self._applied: list[SiteExchange] = []
-        """The exchanges applied since the start, beginning with the newest one in a checkpoint."""
+        """The exchanges applied since the start, beginning with the newest one in the loaded checkpoint."""
         self._progress = TrainProgress()
         self._taken = 0
         """Samples of the current step."""
-        # The speed of this site between two exchanges, without waits for others.
+        # This site's speed between two exchanges, excluding waits for others.
         self._busy_s = 0.0
         self._samples = 0
         self._computes_since_s: float | None = None
 
     @property
     def _next(self) -> SiteExchange | None:
-        """The exchange that is applied next; None at the end of the run."""
+        """The next exchange to apply; None at the end of the run."""
         return self._record.following if self._record else BEGINNING
 
     # Rounds
@@ -110,13 +110,14 @@ class FarSites(Coordinator):
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Take part in the remaining rounds, even if a stop is requested meanwhile: the run cannot end without them."""
+        """Take part in the remaining rounds even if a stop is requested meanwhile, because the run cannot end without
+        them."""
         self._progress = progress
         self._open(heeds_stop=False)
         self._keep_up(heeds_stop=False)
 
     def _open(self, *, heeds_stop: bool = True) -> bool:
-        """Connect at the first call; return False if the run was asked to stop."""
+        """Connect on the first call; return False if the run was asked to stop."""
         if self._is_open:
             return True
         outer = self._outer
@@ -172,7 +173,7 @@ class FarSites(Coordinator):
         """Send and apply the exchanges that are due at this step; return False if the run was asked to stop
         meanwhile."""
         outer = self._outer
-        # Several may be due: without a delay, a sum is applied in the step in which it is sent; so is round 0.
+        # Several may be due: without a delay, a sum is applied in the step in which it is sent, as is round 0.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -199,7 +200,7 @@ class FarSites(Coordinator):
             self._link.send(message, encoded)
 
     def _merge(self, exchange: SiteExchange) -> bool:
-        """Apply a round as a site that has trained; catch up if the round has found this site lost."""
+        """Apply a round as a site that has trained; catch up if the round declared this site lost."""
         outer = self._outer
         own = outer.sent
         record, parts = self._take(exchange.round)
@@ -228,7 +229,7 @@ class FarSites(Coordinator):
                 self._apply(record, parts)
             self._note(record)
             if self.site in record.joined:
-                # Only `joined` counts: earlier rounds name this site as a member too, from before it was lost.
+                # Only `joined` counts: earlier rounds, from before it was lost, also name this site as a member.
                 break
             self._note_followed(number)
         outer.take_shared()
@@ -243,7 +244,7 @@ class FarSites(Coordinator):
             self._link.follow(number)
 
     def _take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, with the outer gradients of this rank's shares by site."""
+        """Return an arrived round with the outer gradients of this rank's shares by site."""
         record, parts = self._link.take(number) if self._link else (None, {})
         if self._copies.size() == 1:
             assert record is not None, "every rank has a connection"
@@ -266,7 +267,7 @@ class FarSites(Coordinator):
         return record, cut
 
     def _hand_on(self, plain: Any, read: Callable[[Any], Any]) -> Any:
-        """Return the value of the first rank with the same shares."""
+        """Return the value held by the first rank with the same shares."""
         return broadcast_json(plain, read, dist.get_global_rank(self._copies, 0), self._copies)
 
     def _apply(self, record: RoundRecord, parts: dict[int, bytes]) -> None:
@@ -285,7 +286,7 @@ class FarSites(Coordinator):
         self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
 
     def _note(self, record: RoundRecord) -> None:
-        """Record a round as applied, and write its events."""
+        """Record a round as applied and write its events."""
         self._outer.note_applied(record.round)
         self._record = record
         self._applied.append(record.exchange)
@@ -336,9 +337,9 @@ class FarSites(Coordinator):
             time.sleep(WAIT_S)
 
     def _look(self, number: int) -> Seen:
-        """Return the state that every rank of this site has reached. All ranks must call it together."""
+        """Return the state that every rank of this site has reached. Called collectively by all ranks."""
         link = self._link
-        # A rank without a connection reports everything as done, so that the minimum over all ranks counts.
+        # A rank without a connection reports everything as done, because the minimum over all ranks is used.
         heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
         has = [*heard, not self._run.stop.requested]
         least = torch.tensor([float(each) for each in has])
@@ -353,7 +354,7 @@ class FarSites(Coordinator):
     # Steps
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
-        """Take the samples that the decision in force gives to this site."""
+        """Take the samples that the current decision assigns to this site."""
         assert self._record is not None, "a round was applied before the first step"
         pieces = self._record.pieces(self.site)
         place = self._progress.step - self._record.window.start

@@ -1,7 +1,7 @@
 """The shared weights of all sites on one rank of a site, and its encoded outer gradients.
 
-For each trained parameter (this rank's share of it, in any layout), the rank keeps the shared weights and the outer
-momentum in fp32. Shares are encoded one by one, so that copies of the same part on several ranks keep the same bits.
+For its share of each trained parameter, in any layout, the rank keeps the shared weights and the outer momentum in
+fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay bitwise identical.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trainspec_cli.engine.shares import Share
 LAYER = re.compile(r"blocks\.(\d+)\.")
 INPUT = "embed."
 NEVER = -2
-"""The applied round of a state that was neither begun nor loaded."""
+"""The applied round of a state that was neither initialised nor loaded."""
 
 
 @dataclass(frozen=True)
 class OuterShare:
-    """One share of a parameter, with its shared weights and outer momentum."""
+    """One share of a parameter with its shared weights and outer momentum."""
 
     share: Share
     fragment: int
@@ -62,9 +62,10 @@ class OuterState:
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         """The encoded outer gradient in flight."""
         self._about = torch.tensor([NEVER, 0, 0, 0, 0])
-        """The newest applied round; the round in flight (0: none), its bytes, and the tokens and steps of its work."""
+        """The newest applied round; the round in flight (0: none), its size in bytes, and the tokens and steps of its
+        work."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """Tokens and steps of this site since its work on each fragment was last merged."""
+        """This site's tokens and steps since its work on each fragment was last merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint. `prefix` names the rank and the layout to which they belong."""
@@ -99,7 +100,7 @@ class OuterState:
 
     @property
     def digest(self) -> str:
-        """A digest of this rank's part of the shared state; any flipped bit changes it."""
+        """A digest of this rank's part of the shared state, which any flipped bit changes."""
         kept = [tensor for one in self.shares for tensor in (one.shared, one.momentum)]
         return str(int(sum_bits(kept)))
 
@@ -123,11 +124,11 @@ class OuterState:
             wanted = (one.shared - one.share.local.detach().float()).flatten()
             rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
-        if len(sent) > len(self._sent):  # all fragments: after the last step, after which no checkpoint is written
+        if len(sent) > len(self._sent):  # all fragments, after the last step, when no more checkpoints are written
             self._sent = sent
         else:
             self._sent[: len(sent)] = sent
-        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # of the fragment merged the longest ago
+        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # of the least recently merged fragment
         self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
         return self.sent
 
@@ -135,11 +136,11 @@ class OuterState:
     def apply(
         self, fragments: Sequence[int], encoded: Sequence[bytes], weights: Sequence[float], own: int | None
     ) -> None:
-        """Update the shared weights by the weighted mean of the sites' outer gradients, summed in fp32 in the given
-        order, and this rank's own weights with them.
+        """Update the shared weights with the weighted mean of the sites' outer gradients, summed in fp32 in the given
+        order, and update this rank's own weights accordingly.
 
-        `own`: the index of this site's outer gradient, or None. Raises ValueError if a gradient has another length than
-        this rank's.
+        `own`: the index of this site's outer gradient, or None. Raises ValueError if the length of a gradient differs
+        from this rank's.
         """
         chosen = self._of(fragments)
         sizes = [self._bytes_of(one) for one in chosen]
@@ -157,15 +158,15 @@ class OuterState:
             self._step(one, gradient, sent)
 
     def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor | None) -> None:
-        """Update by Nesterov's rule as in torch's SGD: m' = factor m + g, weights -= rate (g + factor m'). `sent`: this
-        site's part of the gradient, or None."""
+        """Update with Nesterov momentum as in torch's SGD: m' = factor m + g, weights -= rate (g + factor m'). `sent`:
+        this site's part of the gradient, or None."""
         momentum = one.momentum * self._factor + gradient
         shared = one.shared - (gradient + momentum * self._factor) * self._lr
         local = one.share.local
         if self._keep is None or sent is None:
-            # A site's weights move by the change of the shared weights, less the site's own contribution. The
-            # difference between the two is then exactly what was not sent: later steps and the loss of the encoding. It
-            # starts the next outer gradient.
+            # A site's weights move by the change of the shared weights minus the site's own contribution. The
+            # difference between the two is then exactly what was not sent (later steps and encoding errors), and the
+            # next outer gradient starts from it.
             local.copy_(local + (0.0 if sent is None else sent) + (shared - one.shared))
         else:
             # Streaming DiLoCo, arXiv:2501.18512, equation 3.
@@ -177,13 +178,13 @@ class OuterState:
         self._about[:] = torch.tensor([number, 0, 0, 0, 0])
 
     def note_merged(self, fragments: Sequence[int]) -> None:
-        """Record that the outer gradient in flight was merged; steps since it was sent count for the next one."""
+        """Record that the outer gradient in flight was merged; steps since it was sent count toward the next one."""
         chosen = list(fragments)
         self.counts[:, chosen] = (self.counts[:, chosen] - self._about[3:, None]).clamp_min(0)
 
     @torch.no_grad()
     def take_shared(self) -> None:
-        """Continue from the shared weights; discard what only this site has learned."""
+        """Continue from the shared weights, discarding what only this site has learned."""
         for one in self.shares:
             one.share.local.copy_(one.shared)
         self.counts.zero_()
@@ -214,7 +215,7 @@ class OuterState:
 @torch.no_grad()
 def _beside(share: Share, fragments: int) -> OuterShare:
     if layer := LAYER.match(share.name):
-        # Strided, so that each fragment has early and late layers.
+        # Strided, so that each fragment contains early and late layers.
         fragment = int(layer[1]) % fragments
     else:
         fragment = 0 if share.name.startswith(INPUT) else fragments - 1

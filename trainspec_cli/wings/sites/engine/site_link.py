@@ -1,8 +1,8 @@
 """The connections of a rank to the other sites: through the meeting point, and directly where possible. They are
 encrypted and authenticated.
 
-A separate thread sends messages, keeps what arrives, and reconnects broken connections. Outer gradients that are not
-yet decided are sent again to the meeting point; those that do not arrive directly are requested from it. The training's
+A separate thread sends messages, stores what arrives, and re-establishes broken connections. Outer gradients that are
+not yet decided are resent to the meeting point; those that do not arrive directly are requested from it. The training
 thread never waits for the network.
 """
 
@@ -51,31 +51,31 @@ LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
 
 @dataclass(frozen=True)
 class SiteAccess:
-    """The credentials and the first message of a rank for every server."""
+    """A rank's credentials and first message, the same for every server."""
 
     secret: bytes
     hello: Callable[[], SiteHello]
     silence_s: float
-    """A server that is silent for this many seconds is lost."""
+    """A server that is silent for this many seconds counts as lost."""
 
 
 class SiteConnection:
     def __init__(self, server: str, address: str, access: SiteAccess, hear: Callable[[Message, bytes], None]):
-        """`server`: the name that both ends prove. `hear` is called with the server's messages."""
+        """`server`: the server name used in both ends' proofs. `hear` is called with the server's messages."""
         self.server = server
         self.address = address
         self._access = access
         self._hear = hear
         self.lost: Callable[[], None] = lambda: None
-        """Called whenever a connection could not be made, or has ended."""
+        """Called whenever a connection could not be made or has ended."""
         self.refusal: Refused | None = None
         self.trouble = ""
         """Why the last attempt failed, or why the connection ended."""
         self.sent_bytes = self.received_bytes = 0
-        """Bytes of messages, before encryption; received messages count without their lines."""
+        """Message bytes before encryption; for received messages, only payloads count."""
         self._outbox: asyncio.Queue[bytes] | None = None
         self.unwritten = 0
-        """Messages that were posted but not yet written."""
+        """Number of messages posted but not yet written."""
         self._heard_s = 0.0
 
     @property
@@ -84,7 +84,7 @@ class SiteConnection:
         return self._outbox is not None
 
     def post(self, content: bytes) -> None:
-        """Queue a packed message, if the connection is open."""
+        """Queue a packed message if the connection is open."""
         if self._outbox is not None:
             self._outbox.put_nowait(content)
             self.unwritten += 1
@@ -99,7 +99,7 @@ class SiteConnection:
             await asyncio.sleep(RETRY_S)
 
     async def _connect(self) -> None:
-        """Connect, and serve the connection until it breaks."""
+        """Connect and serve the connection until it breaks."""
         host, _, port = self.address.rpartition(":")
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_BYTES)
@@ -174,7 +174,7 @@ class SiteConnection:
 
 
 HELD_ROUNDS = 4
-"""Outer gradients are held for this many rounds after the newest one taken, before their decision arrives."""
+"""Outer gradients that arrive before their decision are held for up to this many rounds after the newest one taken."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class _Arriving:
     digests: dict[int, str] = field(default_factory=dict)
     """Digests of the merged outer gradients, by site."""
     decided: dict[int, bytes] = field(default_factory=dict)
-    """Outer gradients that came with the decision, or later from the meeting point."""
+    """Outer gradients that came with the decision or later from the meeting point."""
     early: dict[int, tuple[str, bytes]] = field(default_factory=dict)
     """Outer gradients that came before the decision, or directly, with their digests."""
 
@@ -196,10 +196,10 @@ class _Arriving:
 
 
 class ArrivingRounds:
-    """Arriving rounds: decisions from the meeting point, and outer gradients from any connection.
+    """Rounds that are arriving: decisions from the meeting point, and outer gradients from any connection.
 
     A decision names each outer gradient by its digest, so that all sites merge the same bytes: a restarted site may
-    have sent two of them for one round. An outer gradient that is missing, or held under another digest, is lacking.
+    have sent two of them for one round. An outer gradient that is missing or held under another digest is lacking.
     Methods may be called from several threads.
     """
 
@@ -211,11 +211,11 @@ class ArrivingRounds:
         self._lock = threading.Lock()
 
     def hold(self, number: int, site: int, content: bytes) -> None:
-        """Hold an outer gradient that came before the decision of its round, or directly."""
+        """Hold an outer gradient that came before its round's decision or directly."""
         digest = hashlib.sha256(content).hexdigest()
         with self._lock:
             if self._taken < number <= self._taken + HELD_ROUNDS:
-                # The training holds this site's own gradient: its digest is enough.
+                # The training thread holds this site's own gradient, so its digest is enough.
                 self._at(number).early[site] = digest, b"" if site == self._site else content
 
     def decide(self, record: RoundRecord, digests: Sequence[str], parts: Mapping[int, bytes]) -> None:
@@ -242,10 +242,8 @@ class ArrivingRounds:
             return arriving is not None and arriving.record is not None and not arriving.lacking()
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, with the outer gradients by site; earlier rounds are dropped.
-
-        This site's own gradient is included only if another one was merged than this start has sent.
-        """
+        """Return an arrived round with the outer gradients by site; earlier rounds are dropped. This site's own
+        gradient is included only if the merged one differs from the one that this start has sent."""
         with self._lock:
             found = self._rounds[number]
             assert found.record is not None, "the round is decided"
@@ -266,8 +264,8 @@ THROUGH = "through the meeting point"
 class DirectSites:
     """The direct connections between sites: to the inboxes of other sites, and to this site's own inbox.
 
-    The meeting point runs at site 0, so that a direct connection to or from site 0 would use the same link twice. All
-    but `notices` is called in the thread of the connections.
+    The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. All
+    members except `notices` are used in the connection thread.
     """
 
     def __init__(
@@ -276,8 +274,8 @@ class DirectSites:
         arrived: Callable[[int, int, bytes], None],
         broken: Callable[[], None],
     ):
-        """`arrived` is called with the round, the site and an outer gradient that has arrived; `broken` when a
-        connection on which one would have arrived has ended."""
+        """`arrived` is called with the round, the site and the outer gradient that arrived; `broken` when a connection
+        on which one was expected has ended."""
         hello = access.hello()
         self._site = hello.site
         self._listen = hello.listen
@@ -285,7 +283,7 @@ class DirectSites:
         self._arrived = arrived
         self._broken = broken
         self.trusted: set[int] = set()
-        """Sites whose direct connection to this one has delivered something, and has not broken since."""
+        """Sites whose direct connection to this one has delivered something and has not broken since."""
         self.notices: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Messages for the user; each is sent once."""
         self._said: set[str] = set()
@@ -325,7 +323,7 @@ class DirectSites:
                 self._meet(site, address)
 
     def send(self, packed: Callable[[tuple[int, ...]], bytes]) -> bytes:
-        """Send a message to all sites that are reached directly, and return it. `packed` builds it from their numbers.
+        """Send a message to all directly reachable sites and return it. `packed` builds it from their numbers.
 
         A site that is still receiving an earlier message is left out, so that at most one message is queued for it.
         """
@@ -396,7 +394,7 @@ class SiteLink:
         self.is_member: bool | None = None
         """None: the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
-        """The record of the round that was applied when the connection began."""
+        """The record of the round that was applied when the connection started."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._asked: set[tuple[int, int]] = set()
@@ -406,7 +404,7 @@ class SiteLink:
         self._thread = threading.Thread(target=self._run, name="sites", daemon=True)
         self._thread.start()
 
-    # Called from the training's thread
+    # Called from the training thread
 
     @property
     def refusal(self) -> Refused | None:
@@ -431,8 +429,8 @@ class SiteLink:
         return [notices.get() for _ in range(notices.qsize())]
 
     def send(self, message: Sent, payload: bytes) -> None:
-        """Send an outer gradient to the sites that are reached directly, and to the meeting point, to which it is sent
-        again after each reconnect until its round is decided."""
+        """Send an outer gradient to the directly reachable sites and to the meeting point, to which it is resent after
+        each reconnect until its round is decided."""
         self._call(lambda: self._send(message, payload))
 
     def follow(self, number: int) -> None:
@@ -463,7 +461,7 @@ class SiteLink:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(act)
 
-    # Called in the thread of the connections
+    # Called in the connection thread
 
     def _run(self) -> None:
         try:
@@ -487,7 +485,7 @@ class SiteLink:
         self._post_pending()
 
     def _hear(self, message: Message, payload: bytes) -> None:
-        """Handle a message of the meeting point. Raises ValueError for other messages."""
+        """Handle a message from the meeting point. Raises ValueError for unknown messages."""
         if isinstance(message, Welcome):
             self.record = from_plain(RoundRecord, message.record) if message.record else None
             self.is_member = message.is_member
@@ -499,7 +497,7 @@ class SiteLink:
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
             self._ask()
-            # Outer gradients on a direct connection may be lost without a sign: wait for them this long at most.
+            # Outer gradients on a direct connection may be lost silently, so limit the wait for them.
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
             self._rounds.hold(message.round, message.site, payload)
@@ -509,8 +507,8 @@ class SiteLink:
             raise ValueError(f"{type(message).__name__} is not a message of the meeting point")
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
-        """Request what decided rounds lack from the meeting point. Outer gradients that should arrive directly are
-        awaited, except in the round `patiently_awaited`, for which the time is over."""
+        """Request from the meeting point what decided rounds lack. Outer gradients that should arrive directly are
+        awaited, except in the round `patiently_awaited`, whose waiting time is over."""
         for number, sites in self._rounds.lacking().items():
             waits = self._direct.trusted if number != patiently_awaited else set()
             if wanted := tuple(site for site in sites if site not in waits and (number, site) not in self._asked):
@@ -518,7 +516,7 @@ class SiteLink:
                 self._meeting.post(pack(Lacking(number, wanted)))
 
     def _post_pending(self) -> None:
-        """Send the undecided outer gradient, if the meeting point has answered."""
+        """Send the undecided outer gradient if the meeting point has answered."""
         if self._pending and self.is_member and not self.trouble:
             self._meeting.post(self._pending[1])
 
