@@ -3,10 +3,11 @@
 These ranks hold the same part of the model. Once gradients are summed inside each replica group, they are summed over
 the groups here. Each quorum has separate process groups, under a separate prefix in the job's authenticated store:
 
-- gloo between the hosts, for data in host memory: counts, digests and states kept there. Its connections
-  also show that the peers are alive.
+- gloo between the hosts, for data in host memory: counts, digests and states kept there. Its connections also show that
+  the peers are alive.
 - On an accelerator, the device's own backend (NCCL, or what torch or a vendor's plugin registers for other kinds) for
-  gradients and for the state that a group heals from. A device without such a backend copies through the host, over gloo. So do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
+  gradients and for the state that a group heals from. A device without such a backend copies through the host, over
+  gloo. So do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
 
 A gloo collective fails as soon as a connection ends. A device's collective does not: `wait` returns once the collective
 is queued, and its kernel spins for as long as a peer is missing, on NVLink without any error. So this process waits on
