@@ -1,8 +1,8 @@
-"""Layout -> the groups of ranks that work together.
+"""Map a layout to the groups of ranks that work together.
 
-Ranks count with `MESH_AXES` outermost first. Parameters are sharded over dp_shard and cp together, since the ranks of
-both see different tokens. Experts have a separate mesh over the same ranks: ep innermost, and the rest of dp_shard x cp
-x tp shards each rank's experts.
+Ranks are numbered by `MESH_AXES`, outermost first. Parameters are sharded over dp_shard and cp together, since the
+ranks of both process different tokens. Experts have a separate mesh over the same ranks: ep innermost, and the rest of
+dp_shard x cp x tp shards each rank's experts.
 """
 
 from __future__ import annotations
