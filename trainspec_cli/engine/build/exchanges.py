@@ -1,4 +1,4 @@
-"""The exchanges of a plan: their groups, their codecs, their timers and byte counters."""
+"""The exchanges of a plan: their groups, codecs, timers and byte counters."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Activations of regions whose matrices are cut, or their gathering and scattering under sequence parallelism
-    # (comm/exchange.py); the loss over a cut vocabulary (models/cross_entropy.py); gradients of what every rank holds
-    # whole, after the backwards (run/step.py: sum_late).
+    # (comm/exchange.py); the loss over a cut vocabulary (models/cross_entropy.py); gradients of parameters that every
+    # rank holds in full, after the backward passes (run/step.py: sum_late).
     "tp": ("all_reduce", "all_gather", "reduce_scatter"),
     # Keys and values travel around a ring, or are swapped for heads (parallel/context.py).
     "cp": ("send", "receive", "all_to_all"),
-    # Tokens go to the ranks of their experts and back, after the number of them (parallel/expert.py).
+    # Tokens go to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),
     # Activations and their gradients between stages (parallel/pipeline.py).
     "pp": ("send", "receive"),
-    # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a
-    # separate thread (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
+    # Parameters are gathered and gradients reduced: on a GPU by FSDP2 (parallel/data_parallel.py), on a CPU in a
+    # separate thread (parallel/gradient_sums.py), where a swap of rows replaces gloo's reduce-scatter
+    # (comm/exchange.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports end the step (run/step.py); experts' visits (parallel/pipeline.py).
+    # The exchange of loss, norm, noise and the ranks' reports ends the step (run/step.py); expert load
+    # (parallel/pipeline.py).
     "all": ("all_reduce",),
 }
-"""Every exchange of a step inside a replica group, by the axis of its ranks; compressed gradients are swapped and
-gathered in place of a sum (comm/compressed.py). Replica groups sum gradients beyond these (elastic/cross_group.py)."""
+"""Every exchange of a step inside a replica group, by axis; compressed gradients are swapped and gathered in place of a
+sum (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,24 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers of the sum of gradients over replicas, where the blueprint uses them; None: one all-reduce."""
+    """Tiers of the gradient sum over replicas, if the blueprint uses them; None: one all-reduce."""
     sums: GradientSums | None = None
-    """Sums of gradients in a separate thread, where the mesh has groups for that."""
+    """Gradient sums in a separate thread, if the mesh has groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Variants of `sums`, by shard axis."""
 
     def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return the timer and byte counter for the exchanges of `group`, this rank's along `axis`."""
+        """Return the timer and byte counter for the exchanges of `group`, which is this rank's group along `axis`."""
         return self.counted(purpose, self.links.of(axis, group))
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
-        """Return this rank's peers along `axis`, their exchanges timed as the layout's own."""
+        """Return this rank's peers along `axis`, with their exchanges timed as the layout's own."""
         group = mesh.group(axis)
         is_ring = axis == "cp" and mesh.layout.context_method == "ring"
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return the ranks with which gradients are summed along `axis`, their bytes counted as gradients'."""
+        """Return the ranks with which gradients are summed along `axis`, with their bytes counted as gradients."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -85,14 +87,14 @@ class Exchanges:
 
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
-    """Build the exchanges of a plan. Called by every rank together."""
+    """Build the exchanges of a plan. Called collectively by all ranks."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     compression = Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Of several replica groups only one writes checkpoints, and it does not hold the feedback of the others.
+        # Only one of several replica groups writes checkpoints, and it does not hold the feedback of the others.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()

@@ -219,9 +219,7 @@ class DeeperLook(threading.Thread):
             self._begun.add(step)
         elif self._is_wanted.is_set():
             self._is_wanted.clear()
-            is_free = (
-                not torch.autograd._profiler_enabled()
-            )  # the model's own code may be profiling, and torch has only one profiler
+            is_free = not torch.autograd._profiler_enabled()  # the model's code may profile; torch has one profiler
             self._begun = StepsInView(self._device) if is_free else None
             self._has_begun.set()
 

@@ -105,7 +105,7 @@ def build_own_optimizer(
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Updates by the user-defined optimizer; `state` holds what is saved, as tensors."""
+    """Makes updates with the user-defined optimizer; `state` holds the saved entries, as tensors."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits for the value of
+        """Update the parameters unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits for
         `found_inf`."""
         found_inf = self.found_inf
         grad_scale = self.grad_scale
@@ -171,7 +171,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             self._take_over(parameter)
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
-        """Give the optimizer the saved state, which may have been loaded; nothing before its first update."""
+        """Give the optimizer the saved state, which may have been loaded; before its first update, give it nothing."""
         saved = self.state[parameter]
         own = self._inner.state[parameter]
         if not saved[STARTED].item():
@@ -182,7 +182,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save the optimizer's current state. Raises WorkerError where it has another form than in the trial."""
+        """Save the optimizer's current state. Raises WorkerError if its form differs from that in the trial."""
         saved = {STARTED: torch.ones(())}
         forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():
@@ -209,7 +209,7 @@ def _kept(state: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Return the numbers in the groups of parameters, except those that the engine sets."""
+    """Return the numbers in the parameter groups, except those that the engine sets."""
     return [
         {
             name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
@@ -229,8 +229,8 @@ def try_out(
     dims: Iterable[int],
     device: torch.device,
 ) -> Trial:
-    """Make some updates of small tensors of each number of dimensions, whole and cut into two parts. Raises RecipeError
-    where the parts get other values than the whole, or the state cannot be saved."""
+    """Make a few updates of small tensors with each number of dimensions, uncut and cut into two parts. Raises
+    RecipeError if the parts get different values than the full tensor, or if the state cannot be saved."""
     forms = {}
     for dim in sorted(dims):
         whole, forms[dim] = _train(make, extension, dim, 1, device)
@@ -253,7 +253,7 @@ def _train(
     parts: int,
     device: torch.device,
 ) -> tuple[Tensor, dict[str, StateForm]]:
-    """Make `TRIAL_UPDATES` updates of a tensor in `parts` parts. -> (its values, the entries of the state)."""
+    """Make `TRIAL_UPDATES` updates of a tensor in `parts` parts; return (its values, the entries of the state)."""
     generator = torch.Generator().manual_seed(dim)
 
     def draw() -> list[Tensor]:
