@@ -72,8 +72,8 @@ class Codebook:
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes_RC of uint8, scales_RN): the code of each value is that of the nearest in the map.
 
-        Without a sign, only a block of zeros becomes 0: the root of a second moment divides the first, which may not be
-        0 in the same element.
+        In an unsigned map, values become 0 only in a block of zeros: the root of the second moment divides the first,
+        which may be nonzero in the same element.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)
@@ -88,13 +88,13 @@ class Codebook:
 
 
 def _blocks(x_RC: Tensor) -> Tensor:
-    """Return x by blocks, the last of a row filled up with zeros."""
+    """Return x in blocks, with the last block of each row padded with zeros."""
     missing = -x_RC.shape[1] % BLOCK
     return (F.pad(x_RC, (0, missing)) if missing else x_RC).unflatten(1, (-1, BLOCK))
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Trains groups with a rule with moments of 8 bits, and the others by plain AdamW."""
+    """Trains the groups that have a rule with 8-bit moments, and the others with plain AdamW."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr, betas, eps)
@@ -129,7 +129,7 @@ class AdamW8bit(GuardedOptimizer):
                 self._update_rows(chunk, state["step"], group, guard)
 
     def _update_rows(self, rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
-        """Update some rows of the weight and its moments in place, as arXiv:1711.05101 does, in fp32."""
+        """Update some rows of the weight and its moments in place, as in arXiv:1711.05101, in fp32."""
         beta1, beta2 = group["betas"]
         gradient = rows["gradient"] / guard.scale
         first_book, second_book = self.books
