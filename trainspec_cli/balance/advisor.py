@@ -31,7 +31,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
 MEASURED_STEPS = 5
-"""Number of latest steps whose median is the current time of a step."""
+"""Number of latest steps whose median is the current step time."""
 
 
 class Layouts(Protocol):
@@ -53,7 +53,7 @@ def decides_layouts(plan: Plan) -> bool:
 
 
 class LayoutAdvisor:
-    """Propose layouts. Call `look` periodically; the search runs in a thread, and nothing waits for it."""
+    """Proposes layouts. Call `look` periodically; the search runs in a thread, and nothing waits for it."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class LayoutAdvisor:
             if self._searching is not None and self._searching.done():
                 found = self._searching.result()
                 self._searching = None
-                if self._wanted is None:  # else speeds have changed since, and the next search decides
+                if self._wanted is None:  # otherwise speeds have changed since, and the next search decides
                     self._timing.want(found)
             if self._searching is None and self._wanted is not None:
                 self._searching = self._executor.submit(self._wanted)
                 self._wanted = None
             self._propose()
-        except Exception as error:  # any fault, also a bug in the search: it must not end the training
+        except Exception as error:  # any fault, including a bug in the search, must not end the training
             self._is_over = True
             report(f"the search for other layouts has ended: {type(error).__name__}: {error}")
 
@@ -172,7 +172,7 @@ class LayoutAdvisor:
 
     def _process_speeds(self, report: SpeedsReport) -> None:
         if self._changed_to not in (None, report.layout):
-            return  # it was sent before the change
+            return  # the report was sent before the change
         paces = self._paces.note(report.layout, report.even_s)
         links = self._links.note(report.layout, report.links)
         self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
@@ -217,7 +217,8 @@ class LayoutAdvisor:
             self._mail.send(Proposal(self._number, self._in_force, due), rank=0)
 
     def _consider_home(self, step_s: float) -> None:
-        """Want the planned layout if it was measured to be faster than the present one, whose step takes `step_s`."""
+        """Request the planned layout if it was measured to be faster than the present one, whose step takes
+        `step_s`."""
         layout = self._in_force
         home = self._home.layout.describe()
         if layout is None or self._is_home:

@@ -15,7 +15,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 Floats = NDArray[np.float64]
 LEAST_S = 1e-12
-"""Minimum time of a sample, where kernel launches hide all of its compute time."""
+"""Minimum time of a sample if kernel launches hide all of its compute time."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Cluster:
         """Return a step's times, given each rank's samples and micro-batches; a rank with 0 of both is absent.
 
         `in_step`: ranks have whole samples and wait for one another in each micro-batch, the larger ones first.
-        Otherwise they wait at the end of the step, as ranks do whose micro-batches all take the same time.
+        Otherwise they wait at the end of the step, like ranks whose micro-batches all take the same time.
         """
         parts = self.parts
         factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
@@ -153,7 +153,7 @@ class Cluster:
         together = self._exchanging_rows
         if together == 1:
             return device_s
-        # Ranks that exchange tokens of experts synchronise in every layer, so all are as slow as their slowest.
+        # Ranks that exchange tokens of experts synchronise in every layer, so all are as slow as the slowest one.
         blocks = device_s.reshape(self._stages, -1, together).max(2)
         return np.repeat(blocks, together, axis=1)
 

@@ -91,7 +91,7 @@ class ByChance:
     most_factor: Slowdown
     """Factors are uniform between `least_factor` and `most_factor`."""
     network_share: Fraction = 0.0
-    """The fraction that slows a node's network; the others slow a device."""
+    """The fraction of events that slow a node's network; the others slow a device."""
 
 
 Event = SlowDevice | SlowNode | NarrowLink | Leave
@@ -149,7 +149,7 @@ def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturb
 
 
 def _forget_out_of_range(section: Any, prefix: str) -> tuple[Any, list[Problem]]:
-    """Replace values outside their range by UNKNOWN, as in a recipe; also in lists of sections."""
+    """Replace out-of-range values with UNKNOWN, as in a recipe, including those in lists of sections."""
     section, problems = forget_out_of_range(section, prefix)
     for field in fields(section):
         items = getattr(section, field.name)

@@ -1,4 +1,4 @@
-"""The optimum on a disturbed cluster: shares by the true speeds, in real numbers and in whole samples."""
+"""The optimum on a disturbed cluster: shares based on the true speeds, in real numbers and in whole samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainspec_cli.balance.decisions.balance import solve_counts, solve_in_step
 from trainspec_cli.balance.decisions.speeds import Speed
 
 TRIED = 64
-"""Maximum count of numbers of micro-batches to try; the `ROUNDED` best are solved for whole samples."""
+"""Maximum number of micro-batch counts to try; the `ROUNDED` best are solved for whole samples."""
 ROUNDED = 4
 HALVINGS = 60
 
@@ -78,7 +78,7 @@ def best_step(
 
 
 def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> Iterator[int]:
-    """Yield numbers of micro-batches in whole turns, from the fewest possible to twice the usual number."""
+    """Yield micro-batch counts in whole turns, from the smallest possible to twice the usual count."""
     fewest = math.ceil(math.ceil(samples / (largest * ranks)) / turns) * turns
     most = max(2 * usual, fewest + turns)
     stride = max(1, math.ceil((most - fewest) / turns / TRIED)) * turns

@@ -1,5 +1,4 @@
-"""A planned run as the simulation sees it, in each layout that it may have, and its steps with any division of the
-samples."""
+"""A planned run as the simulation sees it, in each possible layout, and its steps with any division of the samples."""
 
 from __future__ import annotations
 
@@ -53,9 +52,9 @@ class DisturbedJob:
     num_nodes: int
     devices_per_node: int
     shares_change: bool = True
-    """The scheduler may change the ranks' and groups' shares."""
+    """True if the scheduler may change the ranks' and groups' shares."""
     layouts: JobLayouts | None = None
-    """The cuts and layouts that it may change to; None if it keeps its own."""
+    """The cuts and layouts that the run may change to; None if it keeps its own."""
 
     def interval(self, step_s: float) -> int:
         """Return the number of steps of `step_s` between two exchanges of the ranks' speeds."""
@@ -116,7 +115,7 @@ class JobLayouts:
     spec: RunSpec
     others: OtherLayouts
     most_layers: int | None
-    """Maximum layers of a pipeline rank; None if no layers move."""
+    """Maximum number of layers on a pipeline rank; None if no layers move."""
 
     def layer_scheduler(self, job: DisturbedJob) -> LayerScheduler | None:
         """Return the scheduler of layers for the layout in force."""
@@ -148,8 +147,8 @@ class JobLayouts:
         return replace(_job_of(self.spec, setup, 1, largest), layouts=layouts)
 
     def pause_s(self, after: JobLayouts, step_s: float) -> float:
-        """Return the seconds of a change to another cut or layout: the transfer of a rank's state over the links
-        between all ranks, and an allowance for building the new stages and a slower first step."""
+        """Return the duration in seconds of a change to another cut or layout: the transfer of a rank's state over the
+        links between all ranks, and an allowance for building the new stages and a slower first step."""
         before = self.others.present
         setup = after.others.present
         fabric = setup.fabric

@@ -1,4 +1,4 @@
-"""Memory limits for other layouts of a run: in the layout, during the change to it, and of the ranks' layers."""
+"""Memory limits for other layouts of a run: in the layout, during the change to it, and for the ranks' layers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LayoutMemory:
         return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
 
     def largest_stage_layers(self, setup: Setup) -> int | None:
-        """Return the most layers that fit on any pipeline rank; None if no layers can move."""
+        """Return the maximum number of layers that fit on any pipeline rank; None if no layers can move."""
         if setup not in self._stages:
             self._stages[setup] = largest_stage(
                 setup.layout,
@@ -101,8 +101,8 @@ class LayoutMemory:
         )
 
     def moved_bytes(self, before: Setup, after: Setup) -> float:
-        """Return the most bytes of state that a rank receives: those of its new layers if only the cut changes.
-        Otherwise it receives its whole state."""
+        """Return the most bytes of state that any rank receives: those of its new layers if only the cut changes,
+        otherwise all of its state."""
         old = before.layout
         new = after.layout
         states = [_state_bytes(stage) for stage in self.of_stages(after)]

@@ -1,4 +1,4 @@
-"""Simulate the live run: the decisions of `balance.decisions` on measured times with noise.
+"""Simulate the live run: the decisions of `balance.decisions`, based on measured times with noise.
 
 Every rank's tracker measures the rank's compute times. The scheduler of each replica group reads the confirmed speeds
 as often as the engine exchanges them, and a change applies from the next step, as in the engine's `StepScheduler`.
@@ -37,7 +37,7 @@ class Situation:
     """The circumstances of a step, independent of decisions."""
 
     events: tuple[Event, ...]
-    """Events that have an effect."""
+    """Events that are in effect."""
     present: tuple[int, ...]
     """Replica groups that take part."""
     samples: int
@@ -75,7 +75,8 @@ class Situations:
 
     def _ideal(self, events: Sequence[Event], present: Sequence[int], samples: int, even_s: float) -> Ideal:
         """Return the optimum over the shares in the planned layout, in its best cut, and in the layout that is worth a
-        change. The plan is assumed to be good: a gain of another layout beyond an undisturbed step does not count."""
+        change. The plan is assumed to be good: a gain that would make another layout faster than an undisturbed step
+        does not count."""
         if not events:
             return Ideal(even_s, even_s)
         own = _best_step(self._job, events, present, samples)
@@ -137,8 +138,8 @@ class LiveGroup:
         return change
 
     def end_step(self, taken: RankCounts, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
-        """Record the times that each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a
-        step are those before it."""
+        """Record the times measured by each stage (inner) of each rank (outer). The speeds exchanged in a step are
+        those from before it."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):

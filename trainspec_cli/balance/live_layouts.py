@@ -2,7 +2,7 @@
 
 `balance.decisions` and the planner's search decide on measured speeds, as in `advisor.py` and the engine. Each device
 knows its own compute time, without waits for devices that work on the same samples: a device that no event slows has
-its usual time, and a slowed one the measured time of its group.
+its usual time, and a slowed device has the measured time of its group.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class LiveLayouts:
         self._due = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
 
     def _want(self, speeds: Sequence[Sequence[Speed]], taken: RankCounts) -> None:
-        """Search the best layout for the paces of devices and links, if these have changed."""
+        """Search for the best layout at the paces of devices and links, if these have changed."""
         cluster = self._job.cluster
         number = taken.micro_batches
         # A device's own pace shows only in its compute time with even shares. So the exchanges of layers are

@@ -1,6 +1,6 @@
-"""Measure the links of a simulated run as a live run does: by occasional samples, with noise.
+"""Measure the links of a simulated run like a live run: by occasional samples, with noise.
 
-Only links that some event slows are tracked. The other links of a tier define its usual speed. If events slow all of
+Only links that an event slows are tracked. The other links of a tier define its usual speed. If events slow all of
 them, each link is compared with its own past.
 """
 
@@ -50,7 +50,7 @@ class MeasuredLinks:
         self.begin()
 
     def begin(self) -> None:
-        """Start learning, at first and in another layout. Known paces are kept until new ones are learnt."""
+        """Start learning, initially and after a change of layout. Known paces are kept until new ones are learnt."""
         self._trackers = {place: LinkTracker((node,), self._change) for place in self._places for _, node in [place]}
         self._times = SampleTimes(self._change)
 

@@ -1,4 +1,5 @@
-"""Find the fastest layout for a run with slow ranks, among all that the planner knows and the engine can change to.
+"""Find the fastest layout for a run with slow ranks among all layouts that the planner knows and the engine can change
+to.
 
 The search is an exact branch and bound: it visits layouts in order of a lower bound over all shares and cuts, until
 that bound reaches the fastest step found.
@@ -35,7 +36,7 @@ from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES
 from trainspec_cli.recipe.rules.run import describe_other_blocks, measurable_noise
 
 WORTHWHILE = 0.1
-"""The layout changes if that saves at least this fraction of a step, because planned times of layouts are rough."""
+"""The layout changes if that saves at least this fraction of a step, because the layouts' planned times are rough."""
 
 
 class OtherLayouts:
@@ -44,7 +45,8 @@ class OtherLayouts:
     def __init__(
         self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
     ):
-        """`setup`: of the layout in force. `samples`: of a step; by default the size that trains most of the run.
+        """`setup`: the setup of the layout in force. `samples`: samples of a step; by default the batch size used for
+        most of the run.
         `is_rough`: planned times are only a rough description of these devices, such as a CPU."""
         self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
@@ -74,8 +76,8 @@ class OtherLayouts:
         return cls(spec, setup_of(candidate, spec, machine), candidate.recompute)
 
     def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
-        """Return the layouts of the same run with this one in force. The run returns to its planned layout when all
-        ranks are equally fast."""
+        """Return the layouts of the same run, with the given one in force. The run returns to its planned layout when
+        all ranks are equally fast."""
         changed = copy(self)  # shares the caches
         changed.present = self.setup_of(layout, micro_batch_size)
         return changed
@@ -85,8 +87,8 @@ class OtherLayouts:
         ranks are equally fast.
 
         `paces`: slowdown of each global rank's compute; the median, and paces within `scheduler.change` of it, count as
-        usual. `links`: slowdown of exchanges, unless they are as fast as planned. What another layout would save on
-        equally fast ranks does not count, because the plan already took it into account.
+        usual. `links`: slowdown of exchanges, unless they are as fast as planned. Savings that another layout would
+        also bring on equally fast ranks do not count, because the plan already took them into account.
         """
         if self._spec.resilience.keeps_layout:
             return None  # replica groups and sites exchange parameters by position, which a layout determines
@@ -183,7 +185,7 @@ class OtherLayouts:
 
     def _faster_anyhow(self, setup: Setup) -> float:
         """Return the planned speedup of another layout over the present one on ranks of usual speed, at least 1. It
-        does not count as a gain, because the present layout was chosen in spite of it."""
+        does not count as a gain, because the present layout was chosen despite it."""
         uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
@@ -234,7 +236,7 @@ class OtherLayouts:
     def _best_cut(
         self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float
     ) -> PacedStep | None:
-        """Return the fastest step of less than `enough_s` among the cuts that fit; the cut in force does."""
+        """Return the fastest step of less than `enough_s` among the cuts that fit, as the cut in force does."""
         tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
         best = None
         for hoped in sorted(tried, key=lambda step: step.step_s):
@@ -262,6 +264,6 @@ def axes_of(layout: Layout) -> Layout:
 
 
 def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
-    """Return paces relative to the median, with 1 for all that differ from it by at most `change`."""
+    """Return the paces relative to the median, with 1 for all paces that differ from it by at most `change`."""
     usual = median_low(paces)
     return tuple(1.0 if abs(pace / usual - 1) <= change else pace / usual for pace in paces)

@@ -1,4 +1,4 @@
-"""Steps of a layout on ranks of measured speeds: with the best shares and cut, and a lower bound."""
+"""A layout's steps on ranks of measured speeds: with the best shares and cut, and a lower bound on their time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PacedStep:
     division: Division
     step_s: float
     largest_micro_batch: int
-    """Maximum samples of a micro-batch in the division."""
+    """Maximum number of samples in a micro-batch of the division."""
 
 
 class Paces:
@@ -98,7 +98,7 @@ class PacedSteps:
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
-        # Equal ranks share one object, because thousands of ranks have few distinct speeds.
+        # Equal ranks share one object, because thousands of ranks have only a few distinct speeds.
         kinds, places = np.unique(np.stack([(fixed_s / number), each_s]), axis=1, return_inverse=True)
         known = [Speed(fixed, each) for fixed, each in kinds.T.tolist()]
         speeds = [known[place] for place in places.ravel().tolist()]
@@ -109,7 +109,7 @@ class PacedSteps:
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        # The linear model has a small error. Without this lower limit an undisturbed run could seem to gain by a
+        # The linear model has a small error. Without this lower limit, an undisturbed run could seem to gain from a
         # change.
         uncut = replace(setup, layout=replace(layout, stage_layers=None))
         return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)
@@ -127,7 +127,7 @@ class PacedSteps:
         return planned_times(self._steps.micro_batch(setup), setup)
 
     def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
-        """Return a micro-batch of the setup's size and one of twice that size."""
+        """Return a micro-batch of the setup's size and one twice that size."""
         twice = replace(setup, micro_batch_size=2 * setup.micro_batch_size)
         return self._steps.micro_batch(setup), self._steps.micro_batch(twice)
 
@@ -140,15 +140,16 @@ class PacedSteps:
         return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._steps.eff))
 
     def planned_s(self, setup: Setup) -> float:
-        """Return the seconds of a step on ranks of the usual speed, by the planner; its layers cut as if they were all
-        the average one, unless the setup says how."""
+        """Return the planner's seconds for a step on ranks of usual speed; layers are cut as if all were average,
+        unless the setup specifies the cut."""
         key = setup.layout, setup.micro_batch_size
         if key not in self._planned_s:
             self._planned_s[key] = self._steps.step_s(setup)
         return self._planned_s[key]
 
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
-        """Return the least that a sample takes through the whole model and back: computing, and exchanges in layers."""
+        """Return the minimum times of a sample's forward and backward pass through the full model: compute, and
+        exchanges in layers."""
         once, twice = self._once_and_twice(setup)
         size = setup.micro_batch_size
         most = max(largest, setup.micro_batch_size)
@@ -156,7 +157,7 @@ class PacedSteps:
         parts = [
             (before[-1], one, two, True) for before, one, two in zip(once.before, once.kinds, twice.kinds, strict=True)
         ]
-        # Embedding and head are not done again in the backward.
+        # Embedding and head are not recomputed in the backward pass.
         parts += [(1, once.embedding, twice.embedding, False), (1, once.head, twice.head, False)]
         for number, one, two, again in parts:
             once_s, twice_s = (

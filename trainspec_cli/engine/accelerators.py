@@ -1,8 +1,8 @@
-"""The kinds of device that the engine runs on, and the operations that it needs from one, whatever its vendor.
+"""The kinds of device that the engine runs on, and the operations that it needs from a device, whatever its vendor.
 
-torch.accelerator, torch.Event and torch.Stream serve the chips of every vendor, on CUDA by the same calls as torch.cuda
-(read in torch 2.11 to 2.13). What they lack, a device's name and its random numbers, comes from the device's own module
-(`torch.get_device_module`). What only CUDA has is in `cuda_only.py`.
+torch.accelerator, torch.Event and torch.Stream serve every vendor's chips, on CUDA through the same calls as torch.cuda
+(checked in torch 2.11 to 2.13). What they lack, such as a device's name and its random numbers, comes from the device's
+own module (`torch.get_device_module`). Features that only CUDA has are in `cuda_only.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeviceKind:
     is_numbered: bool = True
     """False if a machine has one device and torch gives it no number."""
     capturable: bool = True
-    """True if torch's optimizers can keep the count of their updates on the device (torch/optim/optimizer.py)."""
+    """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
     """True if torch's profiler measures times on the device (torch/autograd/profiler.py)."""
 
@@ -39,12 +39,12 @@ KINDS = {
     "npu": DeviceKind("hccl"),
     "mps": DeviceKind("gloo", is_numbered=False, capturable=False, is_profiled=False),
 }
-"""torch's name of a kind of device -> its properties. NVIDIA's and AMD's devices are both `cuda`, and RCCL is AMD's
-`nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's."""
+"""Maps torch's name for a kind of device to its properties. NVIDIA's and AMD's devices are both `cuda`, and RCCL is
+AMD's `nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's."""
 
 
 class DevicePlugin(Protocol):
-    """A device that torch does not support by itself."""
+    """A device that torch does not support natively."""
 
     name: str
     kind: DeviceKind
@@ -57,7 +57,7 @@ DEVICES: Point[DevicePlugin] = Point("devices")
 
 
 def _plugged_in(device_type: str) -> str:
-    """Return the kind of device that this process is to use: the plan's, or one that a wing brings."""
+    """Return the kind of device that this process is to use: the plan's, or one that a wing provides."""
     wanted = os.environ.get(DEVICE)
     if wanted is None:
         return device_type
@@ -73,7 +73,7 @@ def on_chip(device: torch.device) -> bool:
 
 
 def enter(device_type: str) -> torch.device:
-    """Return this process' device, by its number on the node, and make it the current one of this thread."""
+    """Return this process's device, by its number on the node, and make it this thread's current device."""
     device_type = _plugged_in(device_type)
     number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
     device = torch.device(device_type) if number is None else torch.device(device_type, number)
@@ -82,7 +82,7 @@ def enter(device_type: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make an accelerator the current device of this thread: a thread starts on the first one of the node."""
+    """Make an accelerator this thread's current device: a thread starts on the first one of the node."""
     if KINDS[device.type].is_numbered:
         torch.accelerator.set_device_index(device)
 
@@ -105,7 +105,7 @@ def devices_here(device_type: str) -> list[torch.device]:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Context that queues an accelerator's work in a new stream; on a CPU it does nothing."""
+    """Return a context that queues an accelerator's work in a new stream; on a CPU, it does nothing."""
     return torch.Stream(device) if on_chip(device) else nullcontext()
 
 
@@ -129,16 +129,16 @@ class DeviceMemory:
     """Memory of an accelerator in bytes."""
 
     used: int
-    """Used by this process' tensors."""
+    """Used by this process's tensors."""
     reserved: int
-    """Held by this process' allocator."""
+    """Held by this process's allocator."""
     free: int
     """Not used by any process."""
     total: int
 
     @property
     def available(self) -> int:
-        """Memory that this process may still allocate: free memory, and the unused part of its allocator's."""
+        """Memory that this process may still allocate: free memory plus the unused part of its allocator's memory."""
         return self.free + self.reserved - self.used
 
 
@@ -149,7 +149,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocator_count(device: torch.device, name: str) -> int:
-    """Return a counter of the allocator's statistics; 0 on a CPU, and before the first allocation."""
+    """Return a counter from the allocator's statistics; 0 on a CPU and before the first allocation."""
     return int(torch.accelerator.memory_stats(device).get(name, 0)) if on_chip(device) else 0
 
 
@@ -163,14 +163,14 @@ def release_unused(device: torch.device) -> None:
 
 
 def chip_name(device: torch.device) -> str:
-    """Return the accelerator's name, or its kind's where its module has no names, as Apple's."""
+    """Return the accelerator's name, or the name of its kind if its module has no names, like Apple's."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name_of(device)) if name_of else device.type
 
 
 def physical_device(device: torch.device) -> str | None:
-    """Return what two processes share that use one physical device, or slices of one; None where that is unknown.
-    Devices are identified by their place on the bus, as NCCL does."""
+    """Return an identifier shared by processes that use the same physical device, or slices of it; None if unknown.
+    Devices are identified by their position on the bus, as in NCCL."""
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = properties_of(device) if properties_of else None
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
@@ -179,7 +179,7 @@ def physical_device(device: torch.device) -> str | None:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the device's random numbers, a tensor on the host."""
+    """Return the state of the device's random number generator, as a tensor on the host."""
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
@@ -189,7 +189,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def started_kind() -> str | None:
-    """Return the kind of accelerator that this process has begun to use; the query itself does not begin it."""
+    """Return the kind of accelerator that this process has started to use; the query itself does not start one."""
     chip = torch.accelerator.current_accelerator()
     module: Any = torch.get_device_module(chip) if chip else None
     is_started = getattr(module, "is_initialized", lambda: True)

@@ -1,6 +1,6 @@
-"""Features of NVIDIA's and AMD's devices alone, which have no general form in torch.
+"""Features that only NVIDIA and AMD devices have, for which torch has no general form.
 
-Pinning memory that exists already (torch pins only what it allocates itself, and rounds that up to powers of two), and
+These are pinning existing memory (torch pins only what it allocates itself, and rounds that up to powers of two), and
 NCCL: its version, and a process group whose errors leave the process alive. Kernels that need CUDA (Triton, cuDNN) are
 marked in the table of kernels, `recipe/keys/kernels.py`.
 """
@@ -25,19 +25,19 @@ SURVIVABLE_NCCL = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """Variables that a ProcessGroupNCCL reads when it is created (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, read,
-not run). By default its watchdog ends the process at the first error of a peer; after one it sleeps for a minute, in
-which the group cannot be destroyed, and its monitor ends a process whose watchdog is blocked."""
+not run). By default, its watchdog ends the process at a peer's first error; after an error it sleeps for a minute,
+during which the group cannot be destroyed, and its monitor ends a process whose watchdog is blocked."""
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """Pin the host memory of a tensor in place, so that copies from this device are asynchronous; on other devices than
-    CUDA no call for it exists, and the host waits."""
+    """Pin the host memory of a tensor in place, so that copies from this device are asynchronous; devices other than
+    CUDA have no call for this, and the host waits."""
     if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 
 
 def unpin(buffer: Tensor, device: torch.device) -> None:
-    """Undo `pin` before the buffer is freed: its addresses may be reused."""
+    """Undo `pin` before the buffer is freed, because its addresses may be reused."""
     if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
 
@@ -49,10 +49,10 @@ def nccl_version() -> str:
 def open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a ProcessGroupNCCL that may lose peers: its owner sees errors, checks the time, and calls `abort`.
 
-    Connecting is non-blocking on the device, so that it ends after `timeout` if a peer has died meanwhile; NCCL's
-    blocking form waits forever, and cannot be aborted. torch reads that timeout once in a process. The group's own
-    timeout is longer than its owner's: it limits `abort`, and the watchdog must not be the first to find an exchange
-    late.
+    Connecting is non-blocking on the device, so that it ends after `timeout` if a peer has died in the meantime; NCCL's
+    blocking form waits forever and cannot be aborted. torch reads this timeout once per process. The group's own
+    timeout is longer than its owner's: it limits `abort`, and the watchdog must not be the first to detect that an
+    exchange is late.
     """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     options = dist.ProcessGroupNCCL.Options()

@@ -18,8 +18,8 @@ from trainspec_cli.engine.shares import Share, unique_shares
 
 @torch.no_grad()
 def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
-    """SHA-256 over the parameters in name order, each as its name and the SHA-256 of its little-endian bytes. Called by
-    every rank together; one full parameter at a time is in memory."""
+    """Return the SHA-256 over the parameters in name order, each as its name and the SHA-256 of its little-endian
+    bytes. Called collectively by all ranks; only one full parameter is in memory at a time."""
     own = {share.name: _sha256(share.gather()) for share in unique_shares(shares)}
     stages = gather_json(own, _read_digests, pipeline)
     digest = hashlib.sha256()
@@ -40,21 +40,21 @@ def _sha256(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def local_digest(shares: Sequence[Share]) -> Tensor:
-    """Return the sum of this rank's bits as whole numbers, (1,) int64: any one flip changes it."""
+    """Return the sum of this rank's bits as integers, (1,) int64; any single bit flip changes it."""
     return sum_bits([share.local.detach() for share in shares])
 
 
 @torch.no_grad()
 def sum_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bits of fp32 tensors (or of bytes) as whole numbers, (1,) int64."""
+    """Return the sum of the bits of fp32 tensors (or of bytes) as integers, (1,) int64."""
     words = [tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32) for tensor in tensors]
     sums = [of_tensor.sum(dtype=torch.int64) for of_tensor in words if of_tensor.numel()]
     return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
 
 
 def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
-    """Return the places of the groups that differ from the majority; without a majority (two groups), of all of
-    them."""
+    """Return the indices of the groups that differ from the majority or, without a majority (two groups), of all
+    groups."""
     values = [int(digest) for digest in digests]
     counted = Counter(values).most_common(2)
     if len(counted) < 2:
@@ -63,7 +63,7 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
     return [place for place, value in enumerate(values) if value != usual or most == next_most]
 
 
-# Finds NaN and infinity in tensors, without another tensor of their size.
+# Find NaN and infinity in tensors, without another tensor of their size.
 
 
 NOT_FINITE = "values that are not finite (NaN or infinity)"
@@ -90,21 +90,21 @@ def count_not_finite(tensor: Tensor) -> int:
 MicroBatch = tuple[Tensor, ...]
 """(tokens, targets), each (B, S) of int64, on the device; or images (B, C, ...) of fp32 and their labels of int64.
 
-Where attention is to stay within documents, (tokens, targets, documents): the number of each token's document.
+If attention is to stay within documents, (tokens, targets, documents), with the number of each token's document.
 """
 
 IGNORED_TARGET = -1
-"""A target that is ignored by the loss."""
+"""A target that the loss ignores."""
 
 
 def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
-    """The positions that a rank holds of each sequence; None: all."""
+    """Return the part that a rank holds of each sequence. `positions_S`: None for all positions."""
     if positions_S is None:
         return micro_batch
     return tuple(tensor[:, positions_S] for tensor in micro_batch)
 
 
-# Moments of the computation: of the host's clock on a CPU, events on the compute stream on a GPU.
+# Moments in the computation: times on the host's clock on a CPU, events on the compute stream on a GPU.
 
 
 Mark = float | torch.Event

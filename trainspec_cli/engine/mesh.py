@@ -1,8 +1,8 @@
-"""Layout -> the groups of ranks that work together.
+"""Map a layout to the groups of ranks that work together.
 
-Ranks count with `MESH_AXES` outermost first. Parameters are sharded over dp_shard and cp together, since the ranks of
-both see different tokens. Experts have a separate mesh over the same ranks: ep innermost, and the rest of dp_shard x cp
-x tp shards each rank's experts.
+Ranks are numbered by `MESH_AXES`, outermost first. Parameters are sharded over dp_shard and cp together, since the
+ranks of both process different tokens. Experts have a separate mesh over the same ranks: ep innermost, and the rest of
+dp_shard x cp x tp shards each rank's experts.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")
 class Mesh:
     layout: Layout
     axes: DeviceMesh
-    """Every axis of `MESH_AXES`, also those of size 1, so that no code has to check which exist."""
+    """Every axis of `MESH_AXES`, including those of size 1, so that no code has to check which exist."""
     shard: DeviceMesh
     """dp_shard x cp, flat."""
     experts: DeviceMesh | None
-    """(pp, dp_replicate, expert_shard, ep), where ep spreads experts."""
+    """(pp, dp_replicate, expert_shard, ep), if ep spreads experts."""
     stage: DeviceMesh
-    """All axes but pp, flat: the ranks that hold the same layers."""
+    """All axes except pp, flat: the ranks that hold the same layers."""
     upstream: dist.ProcessGroup
-    """The pipeline's ranks once more: messages against the stages' order have a separate group."""
+    """The pipeline's ranks again: messages against the order of stages have a separate group."""
     ends: dist.ProcessGroup
     """The ranks of the pipeline's first and last stage, if both have a tied embedding."""
     sums: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """On gloo the groups of `SUMMED_OVER` with several ranks once more, for gradients alone: they are summed in a
-    separate thread, and calls of two threads on one group would come in another order on each rank."""
+    """On gloo, a second set of the groups of `SUMMED_OVER` with several ranks, only for gradients: they are summed in a
+    separate thread, and two threads' calls on one group would come in a different order on each rank."""
     connections_of_sums: frozenset[Connection] = frozenset()
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -79,15 +79,15 @@ class Mesh:
 
     @property
     def expert_data_ranks(self) -> range:
-        """The data ranks whose tokens this rank's experts get, where whole ones share them; without ep only its own."""
+        """The data ranks whose tokens this rank's experts get; without ep, only its own."""
         together = max(1, self.layout.ep // (self.layout.cp * self.layout.tp))
         first = self.data_rank - self.rank("dp_shard") % together
         return range(first, first + together)
 
 
 def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
-    """Return the ranks that differ only in the dimensions `along`. NumPy also computes where torch's tensors are fake,
-    as in a trace."""
+    """Return the ranks that differ only in the dimensions `along`. NumPy is used because it also works when torch's
+    tensors are fake, as in a trace."""
     others = [dim for dim in range(ranks.ndim) if dim not in along]
     grid = np.array(ranks.tolist()).transpose(*others, *along)
     rows = grid.reshape(-1, math.prod(grid.shape[len(others) :]))
@@ -97,11 +97,11 @@ def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
 def split_by_tier(
     rows: Sequence[Sequence[int]], place_of: Callable[[int], int], sizes: Sequence[int]
 ) -> list[list[list[int]]] | None:
-    """Return the groups of a sum over each row of ranks that is made tier by tier, innermost first: the ranks inside
+    """Return the groups for a sum over each row of ranks that proceeds tier by tier, innermost first: the ranks inside
     each element, then those with the same number in each element that the next tier joins, and so on.
 
-    `place_of` gives the place of a rank's device among all, and `sizes` the number of devices in an element of each
-    tier, innermost first. None unless several levels have several ranks, and all elements of a tier have equally many.
+    `place_of`: position of a rank's device among all devices. `sizes`: number of devices in an element of each tier,
+    innermost first. None unless several levels have several ranks and all elements of a tier have the same number.
     """
     if not sizes:
         return None
@@ -125,7 +125,7 @@ def split_by_tier(
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Called by every rank together."""
+    """Build the groups of a layout. Called collectively by all ranks."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     upstream = ends = axes["pp"].get_group()
@@ -157,6 +157,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def ranks_of_pipelines(layout: Layout) -> list[list[int]]:
-    """Each from its first rank on; pp is the outermost axis."""
+    """Return the ranks of each pipeline, from the first on; pp is the outermost axis."""
     apart = math.prod(getattr(layout, axis) for axis in MESH_AXES if axis != "pp")
     return [[first + apart * rank for rank in range(layout.pp)] for first in range(apart)]

@@ -1,11 +1,11 @@
 """4-bit NormalFloat with double quantisation, the storage of frozen weights in QLoRA (arXiv:2305.14314).
 
-A matrix's rows are cut into blocks of 64 weights; the last of a row may be shorter. Each weight is kept as the nearest
-of 16 quantiles of a normal distribution, times the block's largest magnitude. These magnitudes, less their mean, are
-quantised in turn: in blocks of 256 to 8 bits, in the dynamic format of arXiv:2110.02861. That makes 4 + 8 / 64 +
-32 / (64 * 256) = 4.127 bits a weight. Codes, mean and scales are those of bitsandbytes.
+A matrix's rows are cut into blocks of 64 weights; the last block of a row may be shorter. Each weight is kept as the
+nearest of 16 quantiles of a normal distribution, times the block's largest magnitude. These magnitudes, minus their
+mean, are in turn quantised to 8 bits in blocks of 256, in the dynamic format of arXiv:2110.02861. That makes 4 + 8 / 64
++ 32 / (64 * 256) = 4.127 bits per weight. Codes, mean and scales are the same as in bitsandbytes.
 
-Shapes: F a matrix's rows (outputs), D its columns (inputs), N its blocks in a row, G its blocks of magnitudes.
+Shapes: F rows of a matrix (outputs), D its columns (inputs), N blocks per row, G blocks of magnitudes.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The code book, as Appendix E of the paper prints it."""
+"""The code book, as printed in Appendix E of the paper."""
 
 
 class Nf4(NamedTuple):
     """A matrix, or a rank's part of one."""
 
     codes: Tensor
-    """(F, D / 2) uint8: of two neighbours the first in the high four bits."""
+    """(F, D / 2) uint8: the first of two neighbours is in the high four bits."""
     magnitudes: Tensor
     """(F, N) uint8: each block's largest magnitude."""
     scales: Tensor
-    """(1 + G,) fp32 of the whole matrix: the mean of the magnitudes, then the largest distance to it in each block."""
+    """(1 + G,) fp32, for the full matrix: the mean of the magnitudes, then the largest distance from it in each
+    block."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank's part among the blocks of the whole matrix."""
+    """The position of a rank's part among the blocks of the full matrix."""
 
     row: int = 0
     column: int = 0
     columns: int = 0
-    """Blocks in a row of the whole matrix; 0: as many as the part has."""
+    """Number of blocks in a row of the full matrix; 0: the same as in the part."""
 
 
 def shapes_of(rows: int, columns: int) -> Nf4:
@@ -73,15 +74,15 @@ def shapes_of(rows: int, columns: int) -> Nf4:
 
 
 def pair_table(device: torch.device | str) -> Tensor:
-    """Return the two weights (256, 2) that each byte of codes stands for."""
+    """Return (256, 2): the two weights that each byte of codes stands for."""
     book = torch.tensor(NF4, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([book[byte // 16], book[byte % 16]], dim=1)
 
 
 def _dynamic_levels() -> tuple[float, ...]:
-    """Return 0, 1, and in each of seven decades the middles of equal intervals, twice as many as in the decade below,
-    with both signs."""
+    """Return 0, 1 and, in each of seven decades, the midpoints of equal intervals, twice as many as in the decade
+    below, with both signs."""
     positive = [0.0, 1.0]
     negative = []
     for exponent in range(7):
@@ -102,7 +103,7 @@ def magnitude_table(device: torch.device | str) -> Tensor:
 
 @torch.no_grad()
 def quantise(weight_FD: Tensor) -> Nf4:
-    """Return a whole fp32 matrix, of an even number of columns, in NF4."""
+    """Return a full fp32 matrix with an even number of columns in NF4."""
     rows, columns = weight_FD.shape
     blocks = F.pad(weight_FD, (0, -columns % NF4_BLOCK)).view(-1, NF4_BLOCK)
     largest = blocks.abs().amax(dim=1)
@@ -110,7 +111,7 @@ def quantise(weight_FD: Tensor) -> Nf4:
     codes = _nearest(torch.tensor(NF4, device=weight_FD.device), scaled).view(rows, -1)[:, :columns]
     packed = codes[:, ::2] * 16 + codes[:, 1::2]
 
-    # The magnitudes in turn
+    # Now the magnitudes
     mean = largest.mean()
     groups = -(-len(largest) // NF4_SCALE_BLOCK)
     centred = largest.new_zeros(groups * NF4_SCALE_BLOCK)
@@ -129,7 +130,7 @@ def _nearest(table: Tensor, values: Tensor) -> Tensor:
 
 
 def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are the two tables."""
+    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels`: the two tables."""
     rows = held.codes.shape[0]
     columns = 2 * held.codes.shape[1]
     largest_FN = magnitudes_of(held, place, levels)
@@ -137,7 +138,7 @@ def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: to
     step = max(1, NF4_CHUNK // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        # A function, so that the previous rows are freed first.
+        # A separate function, so that the previous rows are freed first.
         weight_FD[part] = _multiply_out(held.codes[part], largest_FN[part], pairs)
     return weight_FD
 
@@ -153,7 +154,7 @@ def _multiply_out(codes: Tensor, largest_FN: Tensor, pairs: Tensor) -> Tensor:
 
 
 def magnitudes_of(held: Nf4, place: Place, levels: Tensor) -> Tensor:
-    """Return each block's largest magnitude (F, N), fp32. Blocks of magnitudes continue from row to row of the whole
+    """Return each block's largest magnitude (F, N), fp32. Blocks of magnitudes continue from row to row of the full
     matrix."""
     (rows, columns), device = held.magnitudes.shape, held.magnitudes.device
     row_F1 = torch.arange(place.row, place.row + rows, device=device)[:, None]

@@ -1,4 +1,5 @@
-"""Trials of user-defined code: whether they can be made, which errors are not the code's fault, and its refusal."""
+"""Trials of user-defined code: whether they are possible, which errors are not the code's fault, and how code is
+refused."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from trainspec_cli.recipe.user_code import Extension
 
 
 def refused(extension: Extension, what: str, hint: str = "", code: str = "own_code") -> RecipeError:
-    """Return the error of code that cannot be trained with; `what` follows the code's name in a sentence."""
+    """Return the error for code that cannot be used for training; `what` follows the code's name in a sentence."""
     return RecipeError(Problem(code, f"`{extension.path}`: {extension.text} {what}", extension.path, hint))
 
 
 def is_no_fault(error: Exception) -> bool:
-    """Return whether memory ran out or a peer was lost, which the run deals with as everywhere else."""
+    """Return whether the process ran out of memory or lost a peer, which the run handles as everywhere else."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def has_values() -> bool:
-    """Return whether tensors hold numbers: those of a step that is only traced have none, and nothing can be tried."""
+    """Return whether tensors hold numbers: those of a step that is only traced hold none, so nothing can be tried."""
     return not isinstance(torch.empty(0), FakeTensor)

@@ -1,7 +1,7 @@
-"""The part of each parameter that a rank holds: one record for initialising, saving, measuring and digesting.
+"""The part of each parameter that a rank holds, as one record for initialising, saving, measuring and digesting.
 
 A parameter is cut first by tensor or expert parallelism (`Cut`: this rank's module holds a smaller plain tensor), and
-what is left is sharded by FSDP2 (a DTensor over one mesh axis). Copies of the same part on other ranks are counted.
+the rest is sharded by FSDP2 (a DTensor over one mesh axis). Copies of the same part on other ranks are counted.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Cut:
         return -(-self.full_size // self.count)
 
     def part_of(self, parameter: Tensor) -> nn.Parameter:
-        """Return a copy of this rank's part of a whole tensor."""
+        """Return a copy of this rank's part of a full tensor."""
         part = parameter.detach().narrow(self.dim, self.start, self.size).contiguous()
         return nn.Parameter(part, parameter.requires_grad)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Return a tensor whose parts along `dim` are on the ranks of `group`, in order, each of `size` / ranks, rounded
-    up; the last ones may be shorter or empty."""
+    """A tensor whose parts along `dim` are on the ranks of `group`, in order, each of `size` / ranks, rounded up; the
+    last ones may be shorter or empty."""
 
     dim: int
     size: int
@@ -66,21 +66,21 @@ class Split:
 @dataclass(frozen=True)
 class Share:
     name: str
-    """The name in the whole model, whatever the layout."""
+    """The name in the full model, whatever the layout."""
     parameter: nn.Parameter
-    """As the module has it: of FSDP2 a DTensor."""
+    """The parameter as the module holds it: a DTensor under FSDP2."""
     cut: Cut | None = None
     copies: int = 1
-    """Ranks of the job that hold this part, including this one."""
+    """Number of ranks of the job that hold this part, including this one."""
 
     @cached_property
     def local(self) -> nn.Parameter:
-        """The same memory as a plain tensor: what the optimizer updates."""
+        """The same memory as a plain tensor, which the optimizer updates."""
         return nn.Parameter(local_part(self.parameter.detach()), requires_grad=False)
 
     @property
     def is_trained(self) -> bool:
-        """False if adapters are trained in its place."""
+        """False if adapters are trained instead."""
         return self.parameter.requires_grad
 
     @property
@@ -106,7 +106,7 @@ class Share:
             assert isinstance(placement, Shard), "FSDP2 shards over one axis"
             size = self.parameter.shape[placement.dim]
             mesh = self.parameter.device_mesh
-            chunk = -(-size // mesh.size())  # FSDP2 cuts as torch.chunk does
+            chunk = -(-size // mesh.size())  # FSDP2 cuts like torch.chunk
             offsets[placement.dim] += min(size, mesh.get_local_rank() * chunk)
         return torch.Size(offsets)
 
@@ -124,8 +124,8 @@ class Share:
         return tuple(split for split in found if split.group.size() > 1)
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offsets, full shape) of a tensor of the optimizer's state: one like the local part, or one that has
-        in its last dimension a number of values for each row (scales of blocks), along which only a cut divides it."""
+        """Return (offsets, full shape) of an optimizer state tensor. It is shaped like the local part, or its last
+        dimension has several values for each row (block scales), and only a cut divides it along that dimension."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
         rows = state.dim() - 1
@@ -134,21 +134,21 @@ class Share:
         return (*self.offsets[:rows], index * values), (*self.full_shape[:rows], count * values)
 
     def part_of(self, full: Tensor) -> Tensor:
-        """The local part of `full`, a view."""
+        """Return the local part of `full` as a view."""
         for dim, (start, size) in enumerate(zip(self.offsets, self.local.shape, strict=True)):
             full = full.narrow(dim, start if size else 0, size)
         return full
 
     def gather(self, tensor: Tensor | None = None) -> Tensor:
-        """Return the full parameter, or `tensor` (for example its gradient) assembled in the same way. Called together
-        by all ranks that hold parts of it."""
+        """Return the full parameter, or `tensor` (for example its gradient) assembled in the same way. Called
+        collectively by all ranks that hold parts of it."""
         tensor = self.parameter if tensor is None else tensor
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         return gather_cut(whole, self.cut) if self.cut else whole
 
 
 def unique_shares(shares: Sequence[Share]) -> list[Share]:
-    """A tied embedding may be on two stages of one rank: it is saved and digested once."""
+    """Return each share once: a tied embedding may be on two stages of one rank, but is saved and digested once."""
     return list({share.name: share for share in shares}.values())
 
 
@@ -157,7 +157,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_cut(part: Tensor, cut: Cut) -> Tensor:
-    """Parts of all ranks of the cut, joined along its dimension; the last ones may be smaller."""
+    """Return the parts of all ranks of the cut, joined along its dimension; the last ones may be smaller."""
     size = -(-cut.full_size // cut.count)
     padded = part.new_zeros((size, *part.movedim(cut.dim, 0).shape[1:]))
     padded[: cut.size] = part.movedim(cut.dim, 0)
@@ -166,7 +166,7 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
     return torch.cat(gathered)[: cut.full_size].movedim(0, cut.dim).contiguous()
 
 
-# The parts of quantised matrices that a rank holds, filled from whole matrices.
+# The parts of quantised matrices that a rank holds, filled from full matrices.
 
 
 TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
@@ -175,10 +175,10 @@ TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A rank's part of a matrix; whole matrices are quantised, so that the layout changes no value."""
+    """A rank's part of a matrix; full matrices are quantised, so that the layout does not change any value."""
 
     name: str
-    """The name of the matrix where it is not quantised."""
+    """The name that the matrix has when it is not quantised."""
     parts: tuple[Share, ...]
     """In the order of `Nf4`."""
 
@@ -215,11 +215,11 @@ def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def names_of(weight: str) -> tuple[str, ...]:
-    """Return the names of the tensors that replace a layer's `weight`, of that name, if it is quantised."""
+    """Return the names of the tensors that replace a layer's weight, named `weight`, if it is quantised."""
     return tuple(f"{weight.removesuffix('weight')}{leaf}" for leaf in TENSORS)
 
 
 def restore(held: Nf4) -> Tensor:
-    """Return a whole matrix in fp32."""
+    """Return the full matrix in fp32."""
     device = held.codes.device
     return dequantise(held, Place(), pair_table(device), magnitude_table(device), torch.float32)

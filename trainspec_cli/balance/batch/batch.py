@@ -1,7 +1,7 @@
-"""The samples and the learning rate of each step, by a schedule or by the gradient noise.
+"""The samples and the learning rate of each step, set by a schedule or by the gradient noise.
 
-All functions are pure: they depend on the step, the samples trained so far, and averages stored in checkpoints. A
-resume needs no other state.
+All functions are pure: they depend on the step, the samples trained so far, and averages stored in checkpoints.
+Resuming a run needs no other state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainspec_cli.recipe.rules.run import largest_size
 
 
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:
-    """Return the rate of update `step` (0 is the first) of a run of `max_steps`.
+    """Return the learning rate of update `step` (the first is 0) in a run of `max_steps`.
 
     `step` may lie between two updates, because one large step counts as several of the starting size.
     """
@@ -43,13 +43,13 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
 # The samples and the learning rate of each step, as pure functions of the samples trained so far.
 #
 # A run trains `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step
-# that trains the last sample. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate
+# that trains on the last sample. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate
 # is the rate of `optim.schedule` in the middle of these steps, times f(B / B0), where f is `batching.schedule.lr_rule`.
 #
 # A growing batch therefore replaces part of the schedule's decay. Where the schedule multiplies the rate by a, a batch
-# of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as in Seesaw (arXiv:2510.14717), and the whole rate for SGD
-# (arXiv:1711.00489; arXiv:2510.14717, theorem 1). The number of steps falls to the mean of a: to half for a cosine
-# that ends at 0, and by 1 - 2/pi for a quarter of a cosine.
+# of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as in Seesaw (arXiv:2510.14717), and the full rate for SGD
+# (arXiv:1711.00489; arXiv:2510.14717, theorem 1). The number of steps is multiplied by the mean of a: it halves for a
+# cosine that ends at 0, and falls by 1 - 2/pi for a quarter of a cosine.
 
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
@@ -89,12 +89,13 @@ class BatchSchedule:
 
     optim: OptimSpec
     max_steps: int
-    """Number of steps of the run at the starting size."""
+    """Number of steps that the run would take at the starting size."""
     start_samples: int
     """Samples of the first step, which is the smallest."""
     lr_rule: ShrinkRule
     stages: tuple[BatchStage, ...]
-    """The first starts at 0. A `noise` schedule has one stage, because sizes are chosen during the run."""
+    """The first stage starts at 0. A `noise` schedule has only one stage, because its sizes are chosen during the
+    run."""
 
     @property
     def run_samples(self) -> int:
@@ -129,8 +130,8 @@ def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -
     """Return the step that begins after `samples` have been trained.
 
     `size`: the current batch size of a schedule that is decided during the run (`noise`). The last step takes all
-    remaining samples, also those that would make up a step below the starting size. Raises ValueError if no samples
-    remain.
+    remaining samples, including those that would otherwise form a step below the starting size. Raises ValueError if no
+    samples remain.
     """
     left = schedule.run_samples - samples
     if left <= 0:
@@ -154,7 +155,7 @@ def count_steps(schedule: BatchSchedule) -> int:
 
 
 def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
-    """Yield the phases. Steps are counted in whole stages, because a run may have 10^12 steps."""
+    """Yield the phases. Steps are counted by complete stages, because a run may have 10^12 steps."""
     trained = 0
     total = schedule.run_samples
     start = schedule.start_samples
@@ -188,13 +189,14 @@ def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
     return stages
 
 
-# The gradient noise scale, measured from what data-parallel ranks exchange anyway, and the batch size derived from it.
+# The gradient noise scale, measured from data that data-parallel ranks exchange anyway, and the batch size derived from
+# it.
 #
-# The gradient of one sample has the mean mu and the covariance S. Of B samples that n ranks share, rank i's mean
-# gradient g_i over its part w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g =
-# sum w_i g_i has E|g|^2 = |mu|^2 + tr S / B. Both are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
-# simple noise scale (McCandlish et al., arXiv:1812.06162). Both are sums over parameters, and groups of parameters may
-# be divided differently: an expert trains on the samples of several ranks.
+# The gradient of one sample has the mean mu and the covariance S. If n ranks share B samples, rank i's mean gradient
+# g_i over its fraction w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g = sum w_i
+# g_i has E|g|^2 = |mu|^2 + tr S / B. The two equations are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
+# simple noise scale (McCandlish et al., arXiv:1812.06162). Both values are sums over parameters, and groups of
+# parameters may be divided differently: an expert trains on the samples of several ranks.
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ class NoiseMeasurement:
 
 @dataclass(frozen=True)
 class PartSquares:
-    """Squared norms of one step's gradient before clipping, for parameters that are divided into the same parts."""
+    """Squared norms of one step's gradient before clipping, for parameters whose samples are divided into the same
+    parts."""
 
     weighted_square: float
     """Sum of w_i |g_i|^2 over the parts, with g_i the mean gradient of a part and w_i its fraction of the step."""
@@ -240,7 +243,7 @@ class NoiseAverage:
     """Sum of the measurements' weights, which approaches 1. It corrects the bias of averages that start at 0."""
 
     def updated(self, measured: NoiseMeasurement, smoothing_steps: int) -> NoiseAverage:
-        """Return the averages after one more step, which has the weight 1 / `smoothing_steps`.
+        """Return the averages after one more step, which has a weight of 1 / `smoothing_steps`.
 
         A measurement that is not finite is skipped, as is the update of its step.
         """
@@ -260,7 +263,7 @@ class NoiseAverage:
 
     @property
     def settled(self) -> bool:
-        """Return whether at least `smoothing_steps` steps were measured.
+        """Return whether at least `smoothing_steps` steps have been measured.
 
         After n steps of weight 1/n, the sum of weights is 1 - (1 - 1/n)^n, which is 1 - 1/e or slightly more.
         """
@@ -268,7 +271,7 @@ class NoiseAverage:
 
     @property
     def noise_scale(self) -> float | None:
-        """Return B_noise in samples; None before the first measurement, infinite where noise hides |mu|^2.
+        """Return B_noise in samples; None before the first measurement, infinite if noise hides |mu|^2.
 
         It is a ratio of averages, because an average of ratios would be biased.
         """
@@ -283,16 +286,16 @@ class BatchPace:
     """The state of a run's batch schedule. Checkpoints store it, so that a resumed run makes the same decisions."""
 
     size: int
-    """Current batch size of the schedule `noise`, in samples."""
+    """Current batch size of the `noise` schedule, in samples."""
     noise: NoiseAverage
 
 
 def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> int:
-    """Return the next batch size of the schedule `noise`, after `size`. Called every `interval_steps` steps.
+    """Return the next batch size of the `noise` schedule, after `size`. Called every `interval_steps` steps.
 
     The size goes one up when the target (`noise_fraction` of the noise scale) reaches the next size, and one down when
-    the target is below the previous size. In between, and without a measurement, it stays: this hysteresis absorbs
-    measurement noise.
+    the target is below the previous size. Otherwise, or without a measurement, it stays the same: this hysteresis
+    absorbs measurement noise.
     """
     sizes = batching.sizes_up_to(batching.schedule.max_global_batch_size or batching.global_batch_size)
     place = max(0, bisect_right(sizes, size) - 1)
@@ -310,7 +313,7 @@ EQUIVALENT_FRACTION = 0.5
 """Up to this fraction of the noise scale B_n, a larger batch at a larger rate trains nearly as well as the first size.
 
 Scaling the rate with the square root of the batch is exact where noise dominates the gradient. Otherwise AdamW's
-normaliser falls less: for equal progress the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B than
+normaliser falls less: for equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B than
 at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1% at two
 thirds."""
 
@@ -318,7 +321,7 @@ thirds."""
 def outgrows_noise(batching: BatchingSpec, samples: int, noise: NoiseAverage) -> bool:
     """Return whether a schedule has grown the batch to more than half the gradient noise scale.
 
-    A larger batch with a larger rate trains as a smaller batch with a smaller rate while the noise outweighs the
+    A larger batch with a larger rate trains like a smaller batch with a smaller rate as long as the noise outweighs the
     gradient (arXiv:2205.10287; arXiv:2510.14717). Returns False until the averages are settled.
     """
     grown = batching.schedule.kind in GROWS_BY_ITSELF and samples > batching.global_batch_size

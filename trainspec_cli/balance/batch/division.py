@@ -1,6 +1,6 @@
 """Divide a step's samples over replica groups, data-parallel ranks and micro-batches: pure functions of the position.
 
-A step's samples follow those of the previous step, so every sample is used exactly once, whatever has failed before and
+A step's samples follow those of the previous step, so every sample is used exactly once, whatever failures occurred and
 however unevenly samples are divided. Any number of samples can be divided over any number of ranks. By default parts
 differ by at most one sample; a part may be empty.
 """
@@ -19,7 +19,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.results.plan import Plan
 
 ROUNDING = 1e-9
-"""A share that is below a whole number of samples by less than this counts as that number."""
+"""A share that falls short of an integer number of samples by less than this counts as that number."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Division:
     weights: tuple[float, ...]
     """The share of each rank, in any unit."""
     micro_batch_size: int
-    """Maximum number of samples that a rank processes together."""
+    """Maximum number of samples that a rank processes at a time."""
     turns: int = 1
     """The number of micro-batches is a multiple of it."""
     micro_batches: int = 1
@@ -128,10 +128,11 @@ def count_micro_batches(samples: int, micro_batch_size: float, turns: int) -> in
 
 
 def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Return whole numbers in proportion to `weights` that sum to `samples`, by largest remainder, ties to lower ranks.
+    """Return integers proportional to `weights` that sum to `samples`, by largest remainder, with ties going to lower
+    ranks.
 
-    If there are enough samples, every rank gets at least one, because an idle rank shows no speed. The other ranks
-    share the rest in proportion.
+    If there are enough samples, every rank gets at least one, because an idle rank does not show its speed. The other
+    ranks share the rest in proportion.
     """
     single = _given_one(samples, weights) if samples >= len(weights) else set()
     total = sum(weight for rank, weight in enumerate(weights) if rank not in single)
@@ -193,8 +194,8 @@ def take_portion(
 ) -> Portion:
     """Return the portion of group number `rank` in the step of `samples` that begins at `position`.
 
-    `weights` has one share for each group that takes part, out of `replica_groups`. A batch that shrinks with the
-    number of groups keeps at least one sample per group, if it had that many.
+    `weights`: one share for each group, out of `replica_groups`, that takes part. A batch that shrinks with the number
+    of groups keeps at least one sample per group, if it had that many.
     """
     present = len(weights)
     if batching.on_loss == "shrink":

@@ -1,4 +1,4 @@
-"""Divide samples over ranks, and layers over stages, so that the slowest of them finishes as early as possible."""
+"""Divide samples over ranks, and layers over stages, so that the slowest one finishes as early as possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVEN_ENOUGH = 0.02
 SAME = 1e-9
 """Relative tolerance of times, which are sums of rounded numbers."""
 TRIED = 8
-"""Maximum count of alternative numbers of micro-batches that are tried."""
+"""Maximum number of alternative micro-batch counts to try."""
 MORE_TURNS = 4
 """Number of additional turns to try if a fast rank's share exceeds memory with the usual number of micro-batches."""
 
@@ -66,9 +66,9 @@ def _line(speed: Speed) -> tuple[float, float]:
 def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) -> float:
     """Return the time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest one in each micro-batch, if
     every rank's larger micro-batches come first: the sum over the turns of the slowest rank's time."""
-    # Thousands of ranks differ in few numbers of larger micro-batches, so each turn reads two running maxima instead of
-    # all ranks. Both lists: seconds of the slowest rank for a larger and for a smaller micro-batch, by how many larger
-    # ones the rank has.
+    # Even thousands of ranks have only a few distinct counts of larger micro-batches, so each turn reads two running
+    # maxima instead of all ranks. Both lists hold the slowest rank's seconds for a larger or a smaller micro-batch,
+    # indexed by the number of larger ones that the rank has.
     larger_s = [0.0] * (micro_batches + 1)
     smaller_s = [0.0] * (micro_batches + 1)
     for fixed_s, sample_s, samples in ranks:
@@ -87,15 +87,15 @@ def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most
     Each rank gets at most `most` samples, and at least one if there are enough. Raises ValueError if the ranks cannot
     hold all samples.
 
-    The real-valued optimum gives all ranks the same time. Rounded down it is short by less than one sample per rank,
-    and each missing sample goes to the rank that finishes first with it.
+    The real-valued optimum gives all ranks the same time. Rounded down, it is short by less than one sample per rank,
+    and each missing sample goes to the rank that would finish it first.
     """
     kinds = _Kinds.of(speeds)
     return kinds.of_ranks(_solve(samples, micro_batches, kinds, most))
 
 
 def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
-    """Return samples of each rank that give a small sum of the slowest micro-batches, for ranks that wait for one
+    """Return the samples of each rank that keep the sum of the slowest micro-batches small, for ranks that wait for one
     another in each micro-batch of at most `largest` samples: the optimum in 97 of 100 small cases, and at most 25%
     above it.
 
@@ -155,7 +155,7 @@ class _Kinds(NamedTuple):
         return max(last_s, micro_batches * fixed_s + (count + (solved.ahead > 0)) * sample_s)
 
     def in_step_s(self, solved: _Solved, micro_batches: int) -> float:
-        """Return the time at which ranks finish that wait for one another in each micro-batch."""
+        """Return the time at which the ranks finish if they wait for one another in each micro-batch."""
         odd = self.fixed_s[solved.odd], self.sample_s[solved.odd], solved.counts[solved.odd] + (solved.ahead > 0)
         whole = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
         return _in_step_s((*whole, odd), micro_batches)
@@ -166,14 +166,14 @@ class _Kinds(NamedTuple):
 
 
 def _solve_in_step(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Solve `solve_in_step` by kinds: equally filled turns, or shares by speed if these are faster."""
+    """Solve `solve_in_step` by kind of rank, with equally filled turns, or with shares by speed if these are faster."""
     filled = _leave_out_idle(samples, micro_batches, kinds, largest)
     shared = _solve(samples, micro_batches, kinds, micro_batches * largest)
     return min(filled, shared, key=lambda solved: kinds.in_step_s(solved, micro_batches))
 
 
 def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Return filled turns; ranks too slow for a share get one sample each, and the others the rest."""
+    """Return filled turns; ranks too slow for a share get one sample each, and the others get the rest."""
     solved = _fill_turns(samples, micro_batches, kinds, largest)
     idle = {kind for kind, count in enumerate(solved.counts) if not count}
     if not idle or samples < sum(kinds.sizes):
@@ -190,8 +190,8 @@ def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: in
 
 
 def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Fill each turn with the samples that all ranks finish in the least time; as many turns as possible omit the
-    samples that finish last."""
+    """Fill each turn with the samples that all ranks finish in the shortest time; as many turns as possible omit the
+    samples that would finish last."""
     turn = _solve(math.ceil(samples / micro_batches), 1, kinds, largest, least=0)
     limit_s = kinds.slowest_s(turn, 1)
     lines = list(zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True))
@@ -216,7 +216,7 @@ def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -
 
 
 def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: int | None = None) -> _Solved:
-    """Solve `solve_counts` by kinds; `least`: minimum samples of each rank."""
+    """Solve `solve_counts` by kind of rank. `least`: minimum samples of each rank."""
     ranks = sum(kinds.sizes)
     if samples > most * ranks:
         raise ValueError(f"{samples} samples are more than {most} on each of {ranks} ranks")
@@ -249,7 +249,7 @@ class _Line(NamedTuple):
 def _shift(
     counts: list[int], sizes: Sequence[int], samples: int, limit: int, change: int, key: Callable[[int], float]
 ) -> _Solved:
-    """Add (`change` 1) or remove (-1) samples one by one, each at the rank with the least key, up to `limit`."""
+    """Add (`change` 1) or remove (-1) samples one by one, each on the rank with the smallest key, up to `limit`."""
     queue = [(key(kind), kind) for kind in range(len(counts)) if counts[kind] != limit] if samples else []
     heapq.heapify(queue)
     while samples:
@@ -267,10 +267,10 @@ def _shift(
 
 
 def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
-    """Return the time that all ranks together need for `samples`, with 0 to `most` samples on each rank.
+    """Return the time in which all ranks together finish `samples`, with 0 to `most` samples on each rank.
 
-    The samples grow piecewise linearly with the time. Each round removes the ranks that are at an end of their range,
-    until the common time of the others leaves none outside.
+    The number of samples grows piecewise linearly with the time. Each round removes the ranks at an end of their range,
+    until the common time keeps all other ranks within theirs.
     """
     free = list(lines)
     left = float(samples)
@@ -334,8 +334,8 @@ def best_division(
 
 
 def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the numbers of micro-batches to try: the usual one, a few more, and the number that the fastest rank needs
-    for its share; in a pipeline also numbers in between, with smaller micro-batches."""
+    """Return the micro-batch counts to try: the usual one, a few more, and the count that the fastest rank needs for
+    its share; in a pipeline, also counts in between, with smaller micro-batches."""
     if even.in_step:
         return _numbers_in_step(usual, even.turns, samples, kinds, largest_micro_batch)
     if not even.bubble and largest_micro_batch * usual >= samples:
@@ -351,8 +351,8 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the numbers to try if ranks wait for one another in each micro-batch: also fewer and larger micro-batches,
-    which let a slow rank's be smaller, and the numbers that the faster ranks alone need."""
+    """Return the counts to try if ranks wait for one another in each micro-batch. They include fewer and larger
+    micro-batches, which let a slow rank's be smaller, and the counts that the faster ranks alone need."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
     stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns
@@ -367,23 +367,23 @@ def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, larges
 # Decide when to move layers between pipeline stages, by weighing the time saved against the cost of a change.
 #
 # As with shares, the decision is a pure function of what all ranks know. It applies to all pipelines of a run at once,
-# because their ranks of one stage share its parameters. Shares of the samples even out the remaining differences.
+# because the ranks of a stage share its parameters. Sample shares even out the remaining differences.
 
 
 WORTHWHILE = 0.05
-"""Layers move if that saves at least this fraction of the compute time, because planned times of layers are rough."""
+"""Layers move if that saves at least this fraction of the compute time, because the layers' planned times are rough."""
 PAUSE_STEPS = 0.5
 PAUSE_S = 2.0
-"""Assumed pause of a change of layout, in steps plus seconds, until one was measured. On CPUs changes took 0.03 to 0.08
-of a step, and the first step after them at most 0.2 of a step more (`tests/bench/relayout.py`). Connections between
-many ranks, and a GPU's allocator, take longer."""
+"""Assumed pause for a change of layout, in steps plus seconds, until one has been measured. On CPUs, changes took 0.03
+to 0.08 of a step, and the first step after them took at most 0.2 of a step more (`tests/bench/relayout.py`).
+Connections between many ranks, and a GPU's allocator, take longer."""
 
 PipelineSpeeds = Sequence[Sequence[Speed | None]]
 """The speed of each pipeline rank, for each data-parallel rank; None: not known yet."""
 
 
 def expected_pause_s(step_s: float) -> float:
-    """Return the assumed pause of a change of layout in a run whose steps take `step_s`."""
+    """Return the assumed pause for a change of layout in a run whose steps take `step_s`."""
     return PAUSE_S + PAUSE_STEPS * step_s
 
 
@@ -400,7 +400,7 @@ class LayerChange:
 
 
 class LayerScheduler:
-    """Track the speeds of the pipeline ranks, and decide on their layers."""
+    """Track the speeds of the pipeline ranks, and decide how many layers each gets."""
 
     def __init__(
         self,
@@ -412,8 +412,9 @@ class LayerScheduler:
         change: float,
         patience_s: float = 0.0,
     ):
-        """`times`: planned times, in any unit. `most_layers`: maximum layers of a pipeline rank. `change`: ranks whose
-        speeds differ from the median by at most this fraction count as equally fast. `patience_s`: see SkiRental."""
+        """`times`: planned times, in any unit. `most_layers`: maximum number of layers on a pipeline rank. `change`:
+        ranks whose speeds differ from the median by at most this fraction count as equally fast. `patience_s`: see
+        SkiRental."""
         self._layout = layout
         self._times = times
         self._change = change
@@ -436,9 +437,9 @@ class LayerScheduler:
         steps: int = 1,
     ) -> LayerChange | None:
         """Record a step of `samples` samples in this division, at these speeds. `pause_s`: measured pause of the last
-        change of layout; `steps`: steps since the last call.
+        change of layout; `steps`: number of steps since the last call.
 
-        Return the change to make, once it has paid as a SkiRental decides.
+        Return the change to make, once a SkiRental decides that it pays.
         """
         known = samples, division, tuple(map(tuple, speeds))
         if any(speed is None for row in speeds for speed in row):
@@ -458,7 +459,7 @@ class LayerScheduler:
         return wanted if pays else None
 
     def _consider(self, samples: int, division: Division, speeds: Sequence[Sequence[Speed]]) -> LayerChange | None:
-        """Return the best cut by the slowest rank or by the mean of each stage, if it is worth the change."""
+        """Return the best cut, judged by the slowest rank or by the mean of each stage, if it is worth the change."""
         before_s = compute_s(division, samples, [_slowest(row, samples) for row in speeds], 0.0)
         found: dict[Counts, float] = {}
         # A stage waits for its slowest data-parallel rank, but samples move between those ranks: try the mean too.
@@ -477,7 +478,7 @@ class LayerScheduler:
         return LayerChange(best, before_s, found[best], self._describe(speeds, samples))
 
     def _paces(self, speeds: Sequence[Sequence[Speed]], samples: int) -> list[list[float]]:
-        """Return measured over planned times, by pipeline rank (outer) and data-parallel rank (inner)."""
+        """Return the ratio of measured to planned times, by pipeline rank (outer) and data-parallel rank (inner)."""
         planned = rank_times_s(self._times, self._counts, self._layout)
         share = samples / len(speeds)
         return [[row[rank].time_s(share, 1) / planned[rank] for row in speeds] for rank in range(self._layout.pp)]
@@ -501,7 +502,8 @@ class LayerScheduler:
 
 
 def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callable[[Layout], bool]) -> int | None:
-    """Return the most layers that `fits` on any pipeline rank, up to `wanted` (`scheduler.max_stage_layers`).
+    """Return the largest number of layers that `fits` on any pipeline rank, up to `wanted`
+    (`scheduler.max_stage_layers`).
 
     None if no layers can move, because there is one pipeline rank or each has several stages.
     """
@@ -525,5 +527,5 @@ def with_stages(layout: Layout, counts: Counts) -> Layout:
 
 
 def _slowest(row: Sequence[Speed], samples: int) -> Speed:
-    """Return the slowest speed of ranks of one pipeline, which work on the same samples."""
+    """Return the slowest speed among the ranks of one pipeline, which work on the same samples."""
     return max(row, key=lambda speed: speed.time_s(samples, 1))

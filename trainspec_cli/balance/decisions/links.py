@@ -1,9 +1,9 @@
-"""Measure how fast the links of each mesh axis are from a run's own exchanges, and when that has changed.
+"""Measure how fast the links of each mesh axis are from a run's own exchanges, and detect when that has changed.
 
 A link is a group of ranks that exchange along one axis; in a pipeline, two neighbours. A sample is one step with a
-barrier before every exchange, which separates the transfer from the wait for the last rank. As for a rank's speed
-(`speeds.py`), more consecutive samples than chance explains confirm a change. Samples are fewer and noisier than steps,
-and are compared by their logarithms.
+barrier before every exchange, which separates the transfer from the wait for the last rank. As with a rank's speed
+(`speeds.py`), a change is confirmed by more consecutive samples than chance would explain. Samples are fewer and
+noisier than steps, and are compared by their logarithms.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ RECENT_SAMPLES = 25
 """A drift that no single sample shows is found by comparing the median of the recent samples with that of the first
 `REMEMBERED_SAMPLES` since the last change."""
 DRIFT_FACTOR = 5.0
-"""Number of standard errors of the difference that count as a drift; a median's is 1.2533 deviations / sqrt(n)."""
+"""Number of standard errors at which a difference counts as a drift; a median's standard error is 1.2533 deviations /
+sqrt(n)."""
 TIMED_EXCHANGES = 4
-"""Maximum number of exchanges of an axis that are timed in a sampled step, spread over the step."""
+"""Maximum number of an axis's exchanges that are timed in a sampled step, spread over the step."""
 COST_SHARE = 1e-3
 """Share of the run's time that sampling may take."""
 FIRST_SAMPLE_STEPS = 3
-"""First steps of a start, which compile, warm up and connect."""
+"""Number of first steps after a start, which compile, warm up and connect."""
 LEAST_INTERVAL_STEPS = 10
 TOLD_STEPS = 2
-"""Steps until all ranks know when the next sample is taken: the figures of a sample travel with the next step, and the
-decision with the step after it."""
+"""Number of steps until all ranks know when the next sample is taken: a sample's figures travel with the next step, and
+the decision with the step after that."""
 REMEMBERED_STEPS = 20
 DEPARTED_STEPS = 2
 """Number of consecutive steps of unusual duration that trigger a sample."""
 OTHER_SIZE = 0.25
-"""If the bytes of an exchange change by this fraction, its speed is learnt again, because size alone changes it."""
+"""If the bytes of an exchange change by this fraction, the speed is learnt again, because it depends on the size."""
 LARGE = 0.5
 """Exchanges below this fraction of the largest one's bytes show latency rather than bandwidth, and are ignored."""
 
@@ -66,7 +67,7 @@ class LinkSpeed:
 
     ranks: tuple[int, ...]
     bytes_per_s: float
-    """Rate at which each of its ranks sends."""
+    """Rate at which each rank of the link sends."""
     noise: float
     """The samples' standard deviation (median absolute deviation x 1.4826), as a fraction."""
     sent_bytes: float
@@ -98,8 +99,8 @@ class LinkChange:
 
 
 def transfer_of(exchanges: Sequence[tuple[float, float, float]]) -> Transfer:
-    """Summarise a rank's timed exchanges (bytes, seconds, waiting seconds). The median pace of the large ones counts,
-    because the operating system may pause a rank during one of them."""
+    """Summarise a rank's timed exchanges (bytes, seconds, waiting seconds). The median pace of the large exchanges
+    counts, because the operating system may pause a rank during one of them."""
     largest_bytes = max((sent_bytes for sent_bytes, *_ in exchanges), default=0.0)
     if largest_bytes <= 0:
         return Transfer()
@@ -134,10 +135,10 @@ class LinkTracker:
         """Median of the first `REMEMBERED_SAMPLES` samples, once there are that many."""
 
     def note(self, step: int, transfers: Sequence[Transfer]) -> LinkChange | None:
-        """Record a sample, with a transfer for each rank; return the change that it confirms.
+        """Record a sample with a transfer for each rank; return the change that it confirms, if any.
 
-        An exchange ends with its slowest rank: a rank with a slow outgoing link hands over its data long before they
-        arrive.
+        An exchange ends with its slowest rank: a rank with a slow outgoing link hands over its data long before the
+        data arrives.
         """
         sent_bytes = max(transfer.sent_bytes for transfer in transfers)
         seconds = max(transfer.seconds for transfer in transfers)
@@ -224,12 +225,13 @@ class AxisLinks:
     """All links of an axis."""
 
     def __init__(self, axis: str, links: Sequence[tuple[int, ...]], change: float):
-        """`links`: the ranks of each."""
+        """`links`: the ranks of each link."""
         self.axis = axis
         self._trackers = [LinkTracker(ranks, change) for ranks in links]
 
     def note(self, step: int, transfers: Sequence[Sequence[Transfer]]) -> LinkChange | None:
-        """Record a sample, with the transfers of each link's ranks; return the largest change that it confirms."""
+        """Record a sample with the transfers of each link's ranks; return the largest change that it confirms, if
+        any."""
         noted = [tracker.note(step, of_link) for tracker, of_link in zip(self._trackers, transfers, strict=True)]
         changes = [change for change in noted if change is not None]
         if not changes:
@@ -244,7 +246,7 @@ class AxisLinks:
 
     @property
     def is_undecided(self) -> bool:
-        """Return whether the speed of some link is being learnt, or may have changed."""
+        """Return whether the speed of any link is being learnt, or may have changed."""
         return any(tracker.is_undecided for tracker in self._trackers)
 
     @property
@@ -260,8 +262,8 @@ class AxisLinks:
 
 
 def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
-    """Return the steps until the next sample, where the latest ones each cost the slowest rank `costs_s` on top of a
-    step of `step_s`."""
+    """Return the number of steps until the next sample, given the extra seconds `costs_s` that each of the latest ones
+    cost the slowest rank, and the duration `step_s` of a step."""
     if not costs_s or step_s <= 0:
         return LEAST_INTERVAL_STEPS
     return max(LEAST_INTERVAL_STEPS, math.ceil(median(costs_s) / (COST_SHARE * step_s)))
@@ -269,10 +271,10 @@ def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
 
 class SampleTimes:
     """Schedule the samples: immediately after the duration of steps changes, in quick succession while links are
-    undecided, else as rarely as their cost requires.
+    undecided, and otherwise as rarely as their cost requires.
 
-    The number of extra samples is limited to what it takes to learn a link, plus one for each regular sample. So noise
-    that looks like changes costs at most twice the allowed share.
+    The number of extra samples is limited to those needed to learn a link, plus one for each regular sample. Noise that
+    looks like a change therefore costs at most twice the allowed share.
     """
 
     def __init__(self, change: float) -> None:
@@ -306,7 +308,8 @@ class SampleTimes:
         return True
 
     def steps_to_next(self, usual: int, least: int, *, is_undecided: bool) -> int:
-        """Return the steps until the next sample: `usual` by its cost, and at least `least`."""
+        """Return the number of steps until the next sample: `usual`, which its cost determines, but at least
+        `least`."""
         if is_undecided and self._spare > 0:
             self._spare -= 1
             return max(1, least)
@@ -314,12 +317,12 @@ class SampleTimes:
         return max(usual, least)
 
 
-# The ratio of each rank's exchange times to the usual ones, inside scale-up domains and between them.
+# Track the ratio of each rank's exchange times to the usual ones, inside scale-up domains and between them.
 #
 # The model: a slow link is a rank's own connection to the others, shared by its exchanges along all axes. An exchange
-# is as slow as its slowest rank's connection, so a rank with any exchange of usual speed is not slow. The usual speed
-# is learnt as for computing (`PaceTracker`): once per layout, from all links of an axis in one pipeline stage, taking
-# into account the ranks' earlier paces.
+# is as slow as its slowest rank's connection, so a rank with any exchange at the usual speed is not slow. The usual
+# speed is learnt in the same way as for computing (`PaceTracker`): once per layout, from all links of an axis in one
+# pipeline stage, taking into account the ranks' earlier paces.
 
 
 @dataclass(frozen=True)
@@ -349,7 +352,8 @@ class LinkPaceTracker:
         """Paces by (whether the exchange crosses domains, rank)."""
 
     def note(self, layout: Layout, links: Sequence[MeasuredLink]) -> LinkPaces:
-        """Record the speeds of links, and return the paces; ranks without a link among them keep their paces."""
+        """Record the speeds of links, and return the paces; ranks that none of these links includes keep their
+        paces."""
         if layout != self._layout:
             self._layout = layout
             self._usual = {}
@@ -363,7 +367,7 @@ class LinkPaceTracker:
                 for rank in link.ranks:
                     shown[self._is_between(link), rank].append((link.sent_bytes, self._pace(link, usual)))
         for place, of_rank in shown.items():
-            # A rank's own pace is the smallest one, because another rank may slow its other exchanges.
+            # A rank's own pace is the smallest one, because other ranks may slow its other exchanges.
             largest_bytes = max(sent_bytes for sent_bytes, _ in of_rank)
             self._paces[place] = min(pace for sent_bytes, pace in of_rank if sent_bytes >= LARGE * largest_bytes)
         scaleup, network = (
@@ -373,13 +377,13 @@ class LinkPaceTracker:
         return LinkPaces(scaleup, network)
 
     def _usual_of(self, kind: tuple[str, int], links: Sequence[MeasuredLink]) -> Usual:
-        """Return the usual speed of links of a kind, learnt at their first sample or when the size of exchanges
+        """Return the usual speed of links of this kind, learnt from their first sample or when the size of exchanges
         changes."""
         usual = self._usual.get(kind)
         middle = sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
-            # A link that is known to be slow counts with the speed that it would usually have.
+            # A link that is known to be slow counts at the speed that it would usually have.
             known = (
                 (link, max(self._paces.get((self._is_between(link), rank), 1.0) for rank in link.ranks))
                 for link in alike

@@ -21,12 +21,13 @@ from trainspec_cli.recipe.keys.layout import Layout
 WORTHWHILE = 0.03
 """Samples are divided unevenly if that saves at least this fraction of the compute time."""
 COST_STEPS = 1.0
-"""Upper bound on the cost of a change of shares, in steps of compute: batches that were read ahead are read again, and
+"""Upper bound on the cost of a change of shares, in compute steps: batches that were read ahead are read again, and
 reading keeps up with the steps."""
 LEAST_COST_STEPS = 0.1
-"""Lower bound on the same cost, so that speeds from few steps change nothing."""
+"""Lower bound on the same cost, so that speeds measured over few steps do not trigger a change."""
 RANKS_A_STEP = 512
-"""Above this number of ranks, speeds are not exchanged in every step, unless that takes at most `SHARE` of a step."""
+"""Above this number of ranks, speeds are not exchanged in every step, unless the exchange takes at most `SHARE` of a
+step."""
 SHARE = 1e-3
 RANK_S = 1e-5
 """Seconds to exchange the speed of one rank."""
@@ -49,7 +50,7 @@ class ShareChange:
 
 
 class ChangeCost:
-    """The cost of a change of shares to a rank, measured from its own steps. The first step of a start also counts: it
+    """What a change of shares costs a rank, measured from its own steps. The first step after a start also counts: it
     reads its batch, compiles and warms up like the first step with other shares."""
 
     def __init__(self) -> None:
@@ -70,13 +71,13 @@ class ChangeCost:
 
 
 def cost_s(step_s: float, change_s: float) -> float:
-    """Return the assumed cost of a change, where a step computes for `step_s` and a change was measured to take
-    `change_s` (infinite: unknown)."""
+    """Return the assumed cost of a change if a step computes for `step_s` and a change was measured to take `change_s`
+    (infinite: unknown)."""
     return min(COST_STEPS * step_s, max(LEAST_COST_STEPS * step_s, change_s))
 
 
 class ShareScheduler:
-    """Track the speeds of the data-parallel ranks, and decide on their shares."""
+    """Track the speeds of the data-parallel ranks and decide on their shares."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class ShareScheduler:
         self._keeps = keeps_micro_batches
         self._known: tuple[int, tuple[Speed, ...]] | None = None
         self._counted: set[Speed] = set()
-        """Speeds whose confirming steps are already counted."""
+        """Speeds whose confirming steps have already been counted."""
         self._wanted: ShareChange | None = None
         self._rental = SkiRental[Division](patience_s)
 
@@ -120,18 +121,18 @@ class ShareScheduler:
     def note_step(
         self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1, change_s: float = inf
     ) -> ShareChange | None:
-        """Record a step of `samples` samples at these speeds of the ranks (None: not known yet), where each micro-batch
+        """Record a step of `samples` samples at these speeds of the ranks (None: not known yet); each micro-batch
         exchanges for `exchange_s`. `steps` is the number of steps since the last call, and `change_s` the measured time
         of a change.
 
-        Return the change to make, which is then in force. It is made once it has paid, as a SkiRental decides.
+        Return the change to make, which is then in force. A SkiRental decides when it pays.
         """
         known = samples, tuple(speed for speed in speeds if speed is not None)
         if len(known[1]) < len(speeds):
             return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
-            # The steps that confirmed a change of speed were slow too, and their loss counts.
+            # The steps that confirmed a change of speed were slow too, and the time lost in them counts.
             steps += max((speed.shown_steps for speed in set(known[1]) - self._counted), default=0)
             self._counted = set(known[1])
         wanted = self._wanted
@@ -174,20 +175,20 @@ def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change
 
 
 def reporting_interval(ranks: int, step_s: float = 0.0) -> int:
-    """Return the number of steps between exchanges of the speeds of `ranks` ranks, where a step takes `step_s` (0:
+    """Return the number of steps between exchanges of the speeds of `ranks` ranks, if a step takes `step_s` (0:
     unknown)."""
     usual = 1 + ranks // RANKS_A_STEP
     return min(usual, math.ceil(ranks * RANK_S / (SHARE * step_s))) if step_s > 0 else usual
 
 
 def exchange_each_s(layout: Layout, least_waited_s: float) -> float:
-    """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least, or 0 where ranks exchange
-    only once per step."""
+    """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least, or 0 if ranks exchange only
+    once per step."""
     return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
 
 
 def samples_per_s(speeds: Sequence[Speed | None]) -> float:
-    """Return the samples per second that ranks of these speeds compute together."""
+    """Return the samples per second that ranks with these speeds compute together."""
     return sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
 
 
@@ -226,8 +227,8 @@ def describe_speeds(speeds: Sequence[Speed]) -> str:
 # Decide when to drop a node, by weighing the time saved against the cost of a restart.
 #
 # This is the scheduler's last resort: shares, layers and layout change without a restart, and leave a slow node some
-# work. A node is dropped if even that work delays the others for longer than they would take to do it themselves, or
-# if a spare node can replace it. The decision is a pure function of measured times.
+# work. A node is dropped if even that work delays the others longer than doing it themselves would, or if a spare node
+# can replace it. The decision is a pure function of measured times.
 
 
 WORTH_LEAVING_OUT = 0.1
@@ -252,13 +253,13 @@ class Gain:
     """The expected gain of a run without one of its nodes."""
 
     node: int
-    """Index of the node: its ranks begin at this index times the ranks of a node."""
+    """Index of the node: its first rank is this index times the number of ranks per node."""
     pace: float
     """Pace of its slowest rank."""
     before_s: float
     """Current seconds of a step."""
     kept_s: float
-    """Seconds of a step with the node, at best."""
+    """Seconds of a step with the node, in the best case."""
     expected_s: float
     """Expected seconds of a step without the node."""
 
@@ -273,11 +274,11 @@ def gain_without_slowest(
 ) -> Gain | None:
     """Return the gain of dropping the node with the slowest rank of all; None if that is not worthwhile.
 
-    `step_s`: current seconds per step. `best_s`: the slowest rank's compute time with the node, at best. `work`: growth
-    factor of each rank's work without the node (1 if a spare node replaces it).
+    `step_s`: current seconds per step. `best_s`: the slowest rank's compute time with the node, in the best case.
+    `work`: growth factor of each rank's work without the node (1 if a spare node replaces it).
 
-    All parts of a step except the slowest rank's compute time are assumed to stay. The remaining ranks keep their
-    paces, and the work of the dropped node is done at the usual pace.
+    All parts of a step except the slowest rank's compute time are assumed to stay the same. The remaining ranks keep
+    their paces, and the work of the dropped node is done at the usual pace.
     """
     nodes = [range(first, first + ranks_per_node) for first in range(0, len(times.paces), ranks_per_node)]
     paces = [max(times.paces[rank] for rank in ranks) for ranks in nodes]
@@ -316,7 +317,7 @@ def data_rows(layout: Layout) -> list[list[int]]:
 
 
 def added_work(before: Layout, after: Layout, samples: int) -> float:
-    """Return the ratio of the largest work of a rank in the layout `after` to the mean work in `before`, in a step of
+    """Return the ratio of the largest work of any rank in layout `after` to the mean work in `before`, for a step of
     `samples`."""
     most = math.ceil(samples / after.data_parallel_size)
     mean = samples / before.data_parallel_size
@@ -330,7 +331,7 @@ def _split(layout: Layout) -> int:
 
 class LeaveOutScheduler:
     """Decide when dropping a node pays: once the time lost with it equals the cost of a restart, as in the ski-rental
-    problem, and if the remaining steps recover that."""
+    problem, and if the remaining steps recover that cost."""
 
     def __init__(self) -> None:
         self._rental = SkiRental[int]()

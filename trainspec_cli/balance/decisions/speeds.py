@@ -1,9 +1,10 @@
-"""Measure how fast a rank computes: the time of a micro-batch by its samples, and when that has changed. Also how much
-slower than usual each rank of a layout is, and which size of gradient buckets causes the shortest waits.
+"""Measure how fast a rank computes: the time of a micro-batch as a function of its samples, and when that has changed.
+Also measure how much slower than usual each rank of a layout is, and which gradient bucket size causes the shortest
+waits.
 
 A rank's own compute time shows its speed; the time of a whole step does not, since all ranks wait for the slowest. A
-change is confirmed when several consecutive steps lie outside the rank's own noise, fewer if they lie far outside.
-Greyhound (arXiv:2410.12588) also confirms changes of 10% and more.
+change is confirmed when several consecutive steps lie outside the rank's own noise; fewer are needed if they lie far
+outside. Greyhound (arXiv:2410.12588) also confirms changes of 10% and more.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ CLEAR_FACTOR = 2.0
 CLEAR_STEPS = 2
 CLEAR_S = 30.0
 """A change of more than `CLEAR_FACTOR` times the noise is clear: `CLEAR_STEPS` consecutive steps confirm it, once they
-have taken `CLEAR_S` seconds. Work that runs next to the training, such as writing a checkpoint, ends sooner."""
+have taken `CLEAR_S` seconds. Work that runs alongside training, such as writing a checkpoint, ends sooner."""
 SETTLING_S = 1.0
 """Other work on the machine that lasts less than this is not a change of a rank's speed."""
 REFINING_STEPS = 10
-"""After a change of speed or shares, the median of this many steps without a change replaces the speed, because the few
-steps that confirmed it are noisy."""
+"""After a change in speed or shares, the median of this many steps without a further change replaces the speed, because
+the few steps that confirmed the change are noisy."""
 REMEMBERED_STEPS = 50
-"""Number of steps whose noise is remembered; also the number after which a speed is accepted however noisy it is."""
+"""Number of steps whose noise is remembered; also the number of steps after which a speed is accepted, however noisy it
+is."""
 STEEP = 1.35
-"""A change by more than this factor shows in `CONFIRMING_STEPS` steps, also while a speed is being learnt. If steps
-differ by 5%, every change by 1.5 or more does, and noise never does."""
+"""A change by more than this factor shows within `CONFIRMING_STEPS` steps, even while a speed is being learnt. If steps
+differ by 5%, every change by a factor of 1.5 or more does, and noise never does."""
 EARLY_NOISE = 1 - 1 / STEEP
 """Noise of a speed that is not settled: ranks count as equally fast up to the factor `STEEP`."""
 SEPARABLE = 0.25
 """The fixed part of a micro-batch's time is fitted only from two sizes that differ by at least this fraction. With
-closer sizes the noise of the steps would pass for it."""
+closer sizes, noise would be mistaken for a fixed part."""
 OFF_THE_LINE = 0.15
 """If the size of micro-batches changes by this fraction, their time may not lie on the fitted line, so the speed is
 measured again."""
@@ -52,7 +54,7 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a micro-batch's forward and backward: `fixed_s` and `per_sample_s` for each sample in it."""
+    """Seconds of a micro-batch's forward and backward pass: `fixed_s`, plus `per_sample_s` for each sample in it."""
 
     fixed_s: float
     per_sample_s: float
@@ -64,7 +66,7 @@ class Speed:
         return micro_batches * self.fixed_s + samples * self.per_sample_s
 
     shown_steps: int = field(default=0, compare=False)
-    """Number of steps that confirmed it as a change; their loss counts when a response is decided."""
+    """Number of steps that confirmed it as a change; the time lost in them counts when a response is decided."""
     is_settled: bool = field(default=True, compare=False)
     """True if it was learnt from enough steps for small differences to count."""
 
@@ -73,7 +75,7 @@ class Speed:
 
 
 def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
-    """Return the seconds of a rank's step that show its speed; `garbage_s` of its passes were garbage collection.
+    """Return the seconds of a rank's step that reflect its speed; `garbage_s` of its passes were garbage collection.
 
     Data loading, checkpoints and garbage collection do not show how fast a rank computes, and do not shrink with its
     share of samples.
@@ -82,7 +84,7 @@ def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
 
 
 class _Seen(NamedTuple):
-    """A rank's speed as one step shows it."""
+    """A rank's speed as measured in one step."""
 
     pace: float
     """Compute time divided by the time expected from the rank's speed."""
@@ -104,9 +106,9 @@ class SpeedTracker:
         self._learning = list[_Seen]()
         """Steps that will determine the next speed; here a pace is in seconds."""
         self._early: Speed | None = None
-        """Preliminary speed from these steps, where it differs steeply from the known one."""
+        """Preliminary speed from these steps, if it differs steeply from the known one."""
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        """Measured over expected time of steps without a change."""
+        """Ratio of measured to expected time in steps without a change."""
         self._departed = list[_Seen]()
         """The latest consecutive steps that did show a change."""
         self._unrefined: list[float] | None = None
@@ -119,12 +121,13 @@ class SpeedTracker:
 
     @property
     def speed(self) -> Speed | None:
-        """Return the confirmed speed; None until enough steps were measured."""
+        """Return the confirmed speed; None until enough steps have been measured."""
         return self._speed
 
     @property
     def estimate(self) -> Speed | None:
-        """Return the preliminary speed if the first steps of a shape show a steep change, else the confirmed speed."""
+        """Return the preliminary speed if the first steps of a shape show a steep change, otherwise the confirmed
+        speed."""
         return self._early or self._speed
 
     def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
@@ -145,7 +148,7 @@ class SpeedTracker:
             self._compare(seen, self._speed.time_s(*shape), self._speed)
 
     def _begin(self, shape: StepShape) -> None:
-        """Begin steps of another shape. Micro-batches of sizes that were processed before need no warm-up."""
+        """Start a series of steps of another shape. Micro-batch sizes that were processed before need no warm-up."""
         if shape.samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
             self._unrefined = []
         warms_up = not shape.sizes <= self._shape.sizes
@@ -163,8 +166,8 @@ class SpeedTracker:
         self._shape = shape
 
     def _learn(self, seen: _Seen) -> None:
-        """Learn until the error of the median is below a change. A steep change meanwhile restarts the learning: the
-        steps before and after it have no common median, and their spread would count as noise."""
+        """Learn until the error of the median is smaller than a change. A steep change in the meantime restarts the
+        learning: the steps before and after it have no common median, and their spread would count as noise."""
         known = self._learning[: len(self._learning) - len(self._departed)]
         self._learning.append(seen)
         middle_s = median(one.pace for one in known) if known else seen.pace
@@ -194,8 +197,8 @@ class SpeedTracker:
         self._accept(found, len(paces))
 
     def _estimate_early(self, shown: Sequence[_Seen]) -> None:
-        """Publish a preliminary speed if the known one does not explain the first steps. It uses the lower quartile of
-        their times, so that single disturbed steps do not count."""
+        """Publish a preliminary speed if the known one does not explain the first steps. It is based on the lower
+        quartile of their times, so that single disturbed steps do not count."""
         if len(shown) < CONFIRMING_STEPS or sum(one.passed_s for one in shown) < self._settling_s:
             return
         measured_s = sorted(one.pace for one in shown)[(len(shown) - 1) // 4]
@@ -213,13 +216,13 @@ class SpeedTracker:
     def _accept(self, speed: Speed, steps: int, shown_steps: int = 0) -> None:
         """Set the speed to the median of `steps` steps; a median's standard error is 1.25 deviations / sqrt(steps)."""
         noise = 1.25 * self._limit(self._paces) / math.sqrt(steps)
-        # Number of steps, not noise alone: on a rank whose steps always differ widely, the noise never falls below
-        # EARLY_NOISE, and no decision that needs settled speeds of all ranks would ever be made.
+        # The number of steps counts, not the noise alone: on a rank whose steps always vary widely, the noise never
+        # falls below EARLY_NOISE, and no decision that needs settled speeds on all ranks would ever be made.
         is_settled = noise < EARLY_NOISE or steps >= FIRST_STEPS
         self._speed = replace(speed, noise=noise, shown_steps=shown_steps, is_settled=is_settled)
 
     def _are_enough(self, paces: Sequence[float]) -> bool:
-        """Return whether these steps are enough to learn a speed; few are if the rank's noise is known."""
+        """Return whether these steps are enough to learn a speed; few are enough if the rank's noise is known."""
         steps = len(paces)
         least = CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
         noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
@@ -244,8 +247,8 @@ class SpeedTracker:
                     self._unrefined = None
                     self._refined_at = self._shape
             elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
-                # A change too small for single steps shows in the median of all remembered ones: more than half of
-                # them came after it.
+                # A change too small to show in single steps shows in the median of all remembered ones, once more than
+                # half of them came after it.
                 self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])
             return
         if self._confirms(seen, noise):
@@ -283,7 +286,7 @@ def spread(values: Collection[float]) -> tuple[float, float]:
 
 
 def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
-    """Return the slowest speed of ranks that work on the same samples; None until all are known."""
+    """Return the slowest speed among ranks that work on the same samples; None until all are known."""
     known = [speed for speed in speeds if speed is not None]
     return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
 
@@ -296,15 +299,15 @@ class StepShape(NamedTuple):
 
     @property
     def sizes(self) -> set[int]:
-        """Return the sizes of the micro-batches in samples."""
+        """Return the micro-batch sizes in samples."""
         return {self.samples // self.micro_batches, -(-self.samples // self.micro_batches)}
 
     def differs(self, other: StepShape) -> bool:
-        """Return whether the shapes differ enough to fit a fixed and a per-sample time."""
+        """Return whether the shapes differ enough to fit a fixed time and a per-sample time."""
         return self.apart(other) >= SEPARABLE
 
     def apart(self, other: StepShape) -> float:
-        """Return the relative difference of the sizes of micro-batches, which determine their times."""
+        """Return the relative difference between the micro-batch sizes, which determine the times."""
         sizes = self.samples / self.micro_batches, other.samples / other.micro_batches
         return abs(sizes[0] - sizes[1]) / max(sizes)
 
@@ -312,7 +315,8 @@ class StepShape(NamedTuple):
 def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) -> Speed:
     """Return the speed that explains both the known time of one shape and the measured time of another.
 
-    If no fixed part >= 0 does, the device itself has become slower or faster, and the known speed is scaled.
+    If that would take a negative fixed part, the device itself has become slower or faster, and the known speed is
+    scaled.
     """
     known_s = known.time_s(*before)
     determinant = before.micro_batches * now.samples - now.micro_batches * before.samples
@@ -324,10 +328,10 @@ def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) 
     return known.scaled(measured_s / known.time_s(*now))
 
 
-# How much longer than usual each rank computes, independent of the work that its layout gives it.
+# How much longer than usual each rank computes, independently of the work that its layout gives it.
 #
 # Ranks of one pipeline stage do the same work, so their median is the usual time. It is learnt once per layout, from
-# the ranks' earlier paces: after a change of layout a rank may be alone in its stage, and is as slow as before.
+# the ranks' earlier paces: after a change of layout, a rank may be alone in its stage and is still as slow as before.
 
 
 class PaceTracker:
@@ -362,30 +366,30 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
     return median_low(time_s / pace for time_s, pace in zip(times_s, paces, strict=True))
 
 
-# The size of the buckets in which gradients are summed, found by trials in a run's first steps.
+# Find the size of the buckets in which gradients are summed, by trials in a run's first steps.
 #
 # A large bucket pays the latency of an exchange once for many gradients, but leaves more of the last exchange exposed
-# after the backward. b* = sqrt(S a B) balances both, for S bytes, latency a and bandwidth B. Steps try sizes around it
-# in turn, and the size with the shortest waits is kept. All ranks see the same figures and decide alike.
+# after the backward pass. b* = sqrt(S a B) balances the two, for S bytes, latency a and bandwidth B. Steps try sizes
+# around it in turn, and the size with the shortest waits is kept. All ranks see the same figures and decide alike.
 
 
 ONE_BY_ONE = 0
 """Bucket size for one bucket per block."""
 WARM_STEPS = 3
-"""First steps of a start, which connect and warm up."""
+"""Number of first steps after a start, which are spent connecting and warming up."""
 ROUNDS = 3
 """Number of trials of each size."""
 SPREAD = 4
 """Ratio between neighbouring sizes."""
 WORTH = 0.01
-"""Sizes are tried only if at least this fraction of a step is spent waiting."""
+"""Other sizes are tried only if at least this fraction of a step is spent waiting."""
 BETTER = 0.95
 """A size replaces the first one if its waits are below this fraction."""
 
 
 def sizes_to_try(total_bytes: int, block_bytes: int, planned_bytes: float | None) -> tuple[int, ...]:
     """Return sizes in order of preference, with `planned_bytes` (b*) first if it is known; empty if there is only one
-    block. `block_bytes`: the gradients of the largest block."""
+    block. `block_bytes`: size of the largest block's gradients."""
     if total_bytes <= block_bytes:
         return ()
     middle = planned_bytes or math.sqrt(total_bytes * block_bytes)
@@ -415,7 +419,7 @@ class BucketTries:
 
     @property
     def best(self) -> int:
-        """Return the size with the shortest waits, or the first one if its waits are hardly longer."""
+        """Return the size with the shortest waits, or the first size if its waits are hardly longer."""
         usual_s = self.usual_s
         least = min(usual_s, key=lambda size: usual_s[size])
         return least if usual_s[least] < BETTER * usual_s.get(self.sizes[0], math.inf) else self.sizes[0]

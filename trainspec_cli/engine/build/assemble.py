@@ -37,11 +37,11 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS
 
-# A model or a stage of one: built on meta, allocated, and filled with its first values.
+# A model or one of its stages: built on meta, allocated, and filled with its initial values.
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
-    """Build the whole model, or the pipeline stage with `layers`."""
+    """Build the full model, or the pipeline stage with `layers`."""
     return import_module(model.record.builder).build(model, seq_len, layers)
 
 
@@ -58,9 +58,9 @@ def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
 def materialise(
     model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
 ) -> None:
-    """Fill `model`, allocated, whose parameters are `shares`; `positions_S` where it sees part of a sequence. Each
-    parameter has its own generator, seeded by the run's seed and its name, so that its values depend neither on the
-    layout nor on the order; one full parameter at a time is in memory."""
+    """Fill the allocated `model`, whose parameters are `shares`; `positions_S` if it sees only part of a sequence. Each
+    parameter has its own generator, seeded by the run's seed and its name, so its values depend neither on the layout
+    nor on the order; only one full parameter is in memory at a time."""
 
     def first_values(name: str, full: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -94,7 +94,7 @@ ENGINE = __package__.rpartition(".")[0]
 
 
 def load_kernel(op: str, backend: str) -> Callable[..., Any]:
-    """Raises ImportError where its package is not installed."""
+    """Return a backend's function. Raises ImportError if its package is not installed."""
     found = KERNELS[op][backend]
     module, _, name = found.source.partition(":")
     function: Callable[..., Any] = getattr(import_module(f"{ENGINE}.{module}"), name)
@@ -107,14 +107,14 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*inputs: Any) -> Any:
-        # Evaluation has other shapes, and each would be compiled.
+        # Evaluation has other shapes, each of which would be compiled.
         return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
 
     return call
 
 
 def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
-    """Return the engine's own modules that have the operation: a user's module may use the name for something else."""
+    """Return the engine's own modules that have the operation; a user's module may use the name for something else."""
     found = []
     for module in part.modules():
         definer = next((base for base in type(module).__mro__ if op in vars(base)), None)
@@ -124,7 +124,7 @@ def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
 
 
 def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
-    """Replace the default operations by the chosen ones, in every module that has them."""
+    """Replace the default operations with the chosen ones, in every module that has them."""
     for op, backend in kernels.changed.items():
         function = load_kernel(op, backend)
         for module in modules_with(part, op):
@@ -139,8 +139,8 @@ def spread_stage(
 ) -> tuple[Any, dict[str, Cut], list[str]]:
     """Build one stage of the model on meta, and spread it over the mesh's other axes.
 
-    The order of the techniques is fixed: each is applied to the result of those before it. Return (the module, how
-    parameters are cut, names of those whose gradients are partial over tp).
+    The order of the techniques is fixed: each is applied to the result of the previous ones. Return (the module, how
+    parameters are cut, names of parameters whose gradients are partial over tp).
     """
     layout = plan.layout
     with torch.device("meta"):
@@ -234,8 +234,8 @@ def build_train_state(
     """Build each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the
     optimizer.
 
-    `clock` and `wire` are those of the state that this one replaces. Without `fill` parameters have no values yet, and
-    moments no memory either, since `reshard` brings both.
+    `clock` and `wire` are those of the state that this one replaces. Without `fill`, parameters have no values and
+    moments no memory yet, since `reshard` provides both.
     """
     mesh = mesh or build_mesh(plan.layout, device.type)
     clock = clock or StepClock(device)
@@ -266,8 +266,8 @@ def build_train_state(
         allocate(part, device, offload=plan.offload != "none")
         held = []
         for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
-            # Replicas hold copies, and so do the ranks of tp if a parameter is not cut, and those of all data
-            # parallelism if it is quantised; a tied embedding exists twice.
+            # Replicas hold copies. So do the ranks of tp if a parameter is not cut, and all data-parallel ranks if it
+            # is quantised; a tied embedding exists twice.
             copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
             copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
             held.append(Share(name, parameter, cuts.get(name), copies))
@@ -286,8 +286,8 @@ def build_train_state(
     else:
         update = load_kernel("adamw", plan.kernels.adamw)
         optimizer = build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, compute)
-    # Gradients that no backward sums: of parameters that every rank of tp holds whole, and of a tied embedding, whose
-    # two copies are at the two ends of a pipeline.
+    # Gradients that no backward pass sums: those of parameters that every rank of tp holds in full, and those of a tied
+    # embedding, whose two copies are at the two ends of a pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None

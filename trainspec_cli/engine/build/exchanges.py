@@ -1,4 +1,4 @@
-"""The exchanges of a plan: their groups, their codecs, their timers and byte counters."""
+"""The exchanges of a plan: their groups, codecs, timers and byte counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # these ranks too (parallel/data_parallel.py), the noise of gradients is summed (parallel/noise.py), and so is the
     # loss that balances experts (parallel/pipeline.py).
     "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
-    # Tokens go to the ranks of their experts and back, after the number of them (parallel/expert.py).
+    # Tokens go to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),
     # Activations and their gradients between stages (parallel/pipeline.py); gradients of an embedding that the first
     # and the last stage share (build/assemble.py).
@@ -45,8 +45,8 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # the statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
     "all": ("all_reduce",),
 }
-"""Every exchange of a step inside a replica group, by the axis of its ranks; compressed gradients are swapped and
-gathered in place of a sum (comm/compressed.py). Replica groups sum gradients beyond these (elastic/cross_group.py)."""
+"""Every exchange of a step inside a replica group, by axis; compressed gradients are swapped and gathered in place of a
+sum (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,24 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers of the sum of gradients over replicas, where the blueprint uses them; None: one all-reduce."""
+    """Tiers of the gradient sum over replicas, if the blueprint uses them; None: one all-reduce."""
     sums: GradientSums | None = None
-    """Sums of gradients in a separate thread, where the mesh has groups for that."""
+    """Gradient sums in a separate thread, if the mesh has groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Variants of `sums`, by shard axis."""
 
     def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return the timer and byte counter for the exchanges of `group`, this rank's along `axis`."""
+        """Return the timer and byte counter for the exchanges of `group`, which is this rank's group along `axis`."""
         return self.counted(purpose, self.links.of(axis, group))
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
-        """Return this rank's peers along `axis`, their exchanges timed as the layout's own."""
+        """Return this rank's peers along `axis`, with their exchanges timed as the layout's own."""
         group = mesh.group(axis)
         is_ring = axis == "cp" and mesh.layout.context_method == "ring"
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return the ranks with which gradients are summed along `axis`, their bytes counted as gradients'."""
+        """Return the ranks with which gradients are summed along `axis`, with their bytes counted as gradients."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -90,14 +90,14 @@ class Exchanges:
 
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
-    """Build the exchanges of a plan. Called by every rank together."""
+    """Build the exchanges of a plan. Called collectively by all ranks."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     compression = Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Of several replica groups only one writes checkpoints, and it does not hold the feedback of the others.
+        # Only one of several replica groups writes checkpoints, and it does not hold the feedback of the others.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()

@@ -1,4 +1,4 @@
-"""The weights of a run, and its model with them, for Python: on the CPU, in one process, from a checkpoint in any
+"""Load a run's weights, or its model with them, in Python: on the CPU, in one process, from a checkpoint in any
 layout."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainspec_cli.run.folder.record import read_plan
 
 
 def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
-    """Return the model's tensors by name as the checkpoint holds them. Raises MachineError where it is damaged, and
-    RecipeError where its matrices are in 4 bits."""
+    """Return the model's tensors by name as the checkpoint holds them. Raises MachineError if the checkpoint is
+    damaged, and RecipeError if its matrices are in 4 bits."""
     folder = run.checkpoint(step)
     manifest = read_manifest(folder)
     entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}
@@ -37,8 +37,8 @@ def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
 
 
 def read_run_model(run: RunDir, step: int) -> Any:
-    """Return the model as the engine builds it, in fp32, with the weights of a checkpoint. Raises as
-    `read_run_weights`, and RecipeError for adapters and for user-defined blocks whose file has changed."""
+    """Return the model as the engine builds it, in fp32, with the weights of a checkpoint. Raises the errors of
+    `read_run_weights`, and RecipeError for adapters or for user-defined blocks whose file has changed."""
     spec = read_plan(run).spec
     if spec.lora.rank:
         message = f"{run.root} trained adapters, which are not merged here"

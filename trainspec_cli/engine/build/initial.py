@@ -29,10 +29,10 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 def load_initial(plan: Plan, state: TrainState) -> None:
-    """Fill the model with the weights of `init.from`; without it the values drawn from the seed stay. Called by every
-    rank together.
+    """Fill the model with the weights of `init.from`; without it, the values generated from the seed stay. Called
+    collectively by all ranks.
 
-    Raises RecipeError or MachineError, on all of them, where the checkpoint does not match the model or a weight is not
+    Raises RecipeError or MachineError on all ranks if the checkpoint does not match the model or a weight is not
     finite.
     """
     init = plan.spec.init
@@ -54,13 +54,13 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 def load_tensors(
     folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
 ) -> None:
-    """Load the weights in `folder`. A rank reads only what its parts cover: files are mapped, other pages stay unread.
-    Raises MachineError that names the tensors with values that are not finite."""
+    """Load the weights in `folder`. A rank reads only what its parts cover: files are memory-mapped, and other pages
+    stay unread. Raises a MachineError that names the tensors with non-finite values."""
     tensors = MappedTensors(entries)
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
     plain, quantised = split_quantised(shares)
     faults = [fault for share in plain for fault in tensors.fill(share, by_name.get(share.name, ()))]
-    for matrix in quantised:  # a whole one is read, and this rank's part kept in 4 bits
+    for matrix in quantised:  # the full matrix is read, and this rank's part is kept in 4 bits
         whole = Share(matrix.name, nn.Parameter(torch.empty(matrix.full_shape), requires_grad=False))
         faults += tensors.fill(whole, by_name[matrix.name])
         matrix.fill(whole.local)
@@ -71,15 +71,16 @@ def load_tensors(
 
 
 class MappedTensors:
-    """Tensors of files: a safetensors file's as views of the mapped file, others assembled from their parts."""
+    """Tensors from files: those of a safetensors file are views of the mapped file, and others are assembled from their
+    parts."""
 
     def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
     def fill(self, share: Share, pieces: Sequence[Piece]) -> Iterator[str]:
-        """Read what a share covers. Yield each tensor with values that were read and are not finite as a weight, with
-        the number of such values in the whole tensor."""
+        """Read what a share covers. Yield each tensor in which non-finite weights were read, with the number of such
+        values in the full tensor."""
         for piece in pieces:
             met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
             if met is None:
@@ -112,5 +113,5 @@ class MappedTensors:
             whole = file.stat().st_size
             self._files[file] = torch.from_file(str(file), shared=False, size=whole, dtype=torch.uint8)
         content = self._files[file][start : start + size]
-        # Numbers of several bytes need aligned memory, which a file need not have.
+        # Multi-byte numbers need aligned memory, which a file may not provide.
         return (content.clone() if start % dtype.itemsize else content).view(dtype)

@@ -1,4 +1,4 @@
-"""Move the compression errors of gradients from one layout to another, with parameters and moments."""
+"""Move gradient compression errors from one layout to another, together with parameters and moments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PREFIX = "lost."
 
 @torch.no_grad()
 def lost_parts(state: TrainState) -> list[TensorPart]:
-    """Return this rank's shares of the compression errors that the sums of gradients still lack, in bf16; none where no
-    format has error feedback. Called by every rank together."""
+    """Return this rank's shares of the compression errors that the gradient sums still lack, in bf16; empty if no
+    format has error feedback. Called collectively by all ranks."""
     if not state.compression.feeds_back:
         return []
     flat = {id(parameter): lost for losses in state.losses for parameter, lost in losses.sum_up()}
@@ -54,8 +54,9 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
 
 
 def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
-    """Give the exchanges of `state` the contents of `parts`; return whether some content belongs to no exchange with
-    feedback here. Where gradients are later summed again over other ranks, each of them gets an equal part."""
+    """Give the exchanges of `state` the contents of `parts`; return whether some content does not belong to any
+    exchange with feedback here. If gradients are later summed again over other ranks, each of these gets an equal
+    part."""
     takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}
     left = {part.name.removeprefix(PREFIX): part.tensor for part in parts}
     names = {id(share.parameter): share.name for share in _trained(state)}
@@ -70,7 +71,7 @@ def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
 
 
 def has_other_losses(state: TrainState) -> bool:
-    """Return whether exchanges outside of the layout have lost something: those of replica groups."""
+    """Return whether exchanges outside the layout, those of replica groups, have lost something."""
     moved = {id(kept) for losses in state.losses for kept in (losses.over_shards, losses.over_replicas)}
     others = (kept for kept in state.compression.feedbacks.values() if id(kept) not in moved)
     return any(bool(kept.committed.any()) for kept in others)

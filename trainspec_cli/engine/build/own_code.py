@@ -1,7 +1,7 @@
 """User-defined blocks and losses in a run: tested on small inputs before the first step.
 
-The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be a function of its
-input alone, sample by sample, and causal. A loss has to depend on each token alone.
+The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be causal and depend
+only on its input, sample by sample. Each token's loss has to depend only on that token.
 
 Shapes: B samples, S tokens per sample, D hidden size, T tokens, V vocabulary.
 """
@@ -25,11 +25,12 @@ from trainspec_cli.recipe.user_code import Extension, arguments, load, user_code
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""The largest relative difference (to the largest value) between outputs that have to be equal."""
+"""The largest relative difference (to the largest value) between outputs that should be equal."""
 AGREEMENT_ELSE = 1e-4
 LOSS_TRIAL_TOKENS = 6
 LOSS_AGREEMENT = 1e-5
-"""The largest relative difference between tokens' losses and those of some of the tokens alone."""
+"""The largest relative difference between the losses of tokens computed together and of some of them computed
+separately."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
@@ -65,7 +66,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
-    # Its form: also for no samples, as on a rank whose share is used up.
+    # Its shape, including without any samples, as on a rank whose share is used up.
     x_BSD = draw()
     y_BSD = forward(x_BSD)
     for given in (x_BSD, x_BSD[:0]):
@@ -86,7 +87,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "a block must not keep state from step to step"
         raise refused(maker.extension, "changes a buffer in its forward", hint)
 
-    # Its reach: a token's output depends only on its own sample, and there on no later token.
+    # Its reach: a token's output depends only on its own sample, and not on later tokens in it.
     half = length // 2
     other_BSD = draw()
     later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
@@ -97,7 +98,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "layouts spread samples over ranks: compute no statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
 
-    # Its backward: every parameter has a gradient, and the same one if the forward is computed again.
+    # Its backward pass: every parameter has a gradient, which is the same if the forward pass is recomputed.
     plain = gradients()
     unused = next((name for name, gradient in plain.items() if gradient is None), None)
     if unused is not None:
@@ -114,8 +115,8 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
 def load_loss(
     extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
 ) -> LossOfTokens:
-    """Import a loss, and test it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
-    one another."""
+    """Import a loss, and test it on a few tokens. Raises RecipeError if the code is wrong or its tokens' losses depend
+    on one another."""
     call = partial(load(extension), **arguments(options))
 
     def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:

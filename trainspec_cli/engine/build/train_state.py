@@ -30,27 +30,27 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass
 class Throttle:
-    """Passes that take longer than they need, by an injected fault; usually None."""
+    """Passes that an injected fault slows down; usually None."""
 
     parts: Mapping[int, float]
-    """The part of the model's layers in each stage of this rank."""
+    """The fraction of the model's layers in each stage of this rank."""
     sample_s: float = 0.0
     """Additional time of all passes of one sample through all layers."""
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
-        """Wait for the additional time of a pass of that kind; the whole backward costs two forwards."""
+        """Wait for the additional time of a pass of this kind; a full backward pass costs two forward passes."""
         if self.sample_s:
             time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
 
 
 @dataclass
 class Allowance:
-    """Memory for this number of samples at a time, by an injected fault; usually None."""
+    """Memory limited by an injected fault to this number of samples at a time; usually None."""
 
     samples: int | None = None
 
     def check(self, kind: Kind, samples: int) -> None:
-        """Raise the error of an allocation in the backward of a micro-batch that is too large."""
+        """Raise an allocation error in the backward pass of a micro-batch that is too large."""
         if self.samples is not None and samples > self.samples and kind.startswith("backward"):
             raise torch.OutOfMemoryError(f"a fault that the recipe asked for: {samples} samples do not fit")
 
@@ -61,7 +61,7 @@ class Stages:
 
     layout: Layout
     parts: dict[int, Any]
-    """Stage -> its part of the model."""
+    """Maps each stage to its part of the model."""
     lines: Lines
     queue: WeightQueue
     hidden: Hidden
@@ -73,7 +73,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class LateSum:
-    """Gradients that are summed over a group after the backwards."""
+    """Gradients that are summed over a group after the backward passes."""
 
     shares: Sequence[Share]
     peers: Peers
@@ -95,25 +95,26 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None: all."""
     routers: Sequence[Any]
-    """Routers of experts that are to be balanced."""
+    """Routers whose experts are to be balanced."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that ep spreads."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
-    """The sums of gradients over data-parallel ranks during the backward; None on a GPU, and where one rank has all."""
+    """The gradient sums over data-parallel ranks during the backward pass; None on a GPU, or if one rank has
+    everything."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The errors of compressed exchanges of gradients, by module."""
+    """The errors of compressed gradient exchanges, by module."""
     beyond: dict[str, Tensor] = field(default_factory=dict)
-    """What a coordinator saves in addition to the model, by a name that no other rank or layout has."""
+    """The tensors that a coordinator saves in addition to the model, by a name that no other rank or layout uses."""
 
     @property
     def parts(self) -> list[Any]:
         return list(self.stages.parts.values())
 
     def await_sums(self) -> Callable[[], object]:
-        """Return a function that waits, in any thread, for the sums of gradients over data-parallel ranks that have
-        begun."""
+        """Return a function that waits, in any thread, for the gradient sums over data-parallel ranks that have
+        started."""
         return self.sums.await_added() if self.sums is not None else lambda: None
 
     @property

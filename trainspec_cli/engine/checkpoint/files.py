@@ -1,8 +1,9 @@
 """A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts exist.
 
-So a folder with the final name is whole, whenever the run was killed. The ranks agree through the folder itself: each
-writes `rank00003.json` next to its file when that is on disk, or `rank00003.failed.json`. The token is unique to a run,
-so leftovers of a killed save are never mistaken for a part; the next published save removes them.
+So a folder with the final name is always complete, whenever the run was killed. The ranks agree through the folder
+itself: each writes `rank00003.json` next to its file once that is on disk, or `rank00003.failed.json` on failure. The
+token is unique to a run, so leftovers of a killed save are never mistaken for a part; the next published save removes
+them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def file_name(rank: int) -> str:
 
 
 def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
-    """Write and digest a file, and flush it to disk; other threads can run meanwhile."""
+    """Write and digest a file, and flush it to disk; other threads can run in the meantime."""
     sha256 = hashlib.sha256()
     size = 0
     with path.open("wb") as file:
@@ -70,7 +71,7 @@ def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
 
 
 def leave_part(folder: Path, rank: int, part: WrittenPart) -> None:
-    """Report that this rank's part is whole and on disk."""
+    """Report that this rank's part is complete and on disk."""
     write_json(folder / f"rank{rank:05d}.json", asdict(part))
 
 
@@ -85,8 +86,8 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
 def commit(
     run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int, kept_step: int | None = None
 ) -> CheckpointManifest:
-    """Wait for every rank's part, then publish; called by one rank. The last checkpoints are kept, and that of
-    `kept_step`. Raises MachineError if a part failed."""
+    """Wait for every rank's part, then publish the checkpoint; called by one rank. The last checkpoints and that of
+    `kept_step` are kept. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
@@ -98,7 +99,8 @@ def commit(
         write_manifest(partial, manifest)
         for path in reports:
             path.unlink()
-        # The files' names must be on disk before the folder's new name is: a crash may keep only the latter.
+        # The file names must reach the disk before the folder's new name does; otherwise a crash may keep only the
+        # latter.
         _sync_folder(partial)
         final = run_dir.checkpoint(about.step)
         partial.rename(final)
@@ -152,11 +154,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# The content of a checkpoint as named parts of full tensors, and the choice of the rank that writes each part.
+# A checkpoint's content as named parts of full tensors, and the choice of the rank that writes each part.
 
 
 PartKey = tuple[str, tuple[int, ...]]
-"""(name of the tensor, start of the part in it)"""
+"""(name of the tensor, start of the part within it)"""
 Span = tuple[int, int]
 
 
@@ -182,7 +184,7 @@ def overlap(ours: Box, theirs: Box) -> list[Span] | None:
 
 
 def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Return the place of `spans` of the full tensor in a part that starts at `offsets`."""
+    """Return the slices of a part starting at `offsets` that correspond to `spans` of the full tensor."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))
 
 
@@ -216,10 +218,11 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
-    """Errors of compressed exchanges of gradients on this rank, and state of its coordinator, by a name that no other
-    rank or layout has. It is saved and loaded, but not copied to another replica group."""
+    """Errors of compressed gradient exchanges on this rank, and the state of its coordinator, by a name that no other
+    rank or layout uses. It is saved and loaded, but not copied to another replica group."""
     lost: Sequence[TensorPart] = ()
-    """The same as shares of the parameters, the form that moves to another layout; created only for that."""
+    """The same errors as shares of the parameters, the form that moves to another layout; created only for this
+    purpose."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
@@ -237,7 +240,7 @@ class Held:
         return [TensorPart.whole(name, tensor) for name, tensor in self.feedback.items()]
 
     def tensors(self) -> list[Tensor]:
-        """Return the parts' tensors in an order that depends on the layout alone, the same on ranks with the same
+        """Return the parts' tensors in an order that depends only on the layout and is the same on ranks with the same
         parts."""
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
 
@@ -247,7 +250,7 @@ def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Return the buffers that training changes; they are the same on every rank that holds them."""
+    """Return the buffers that training changes; they are identical on every rank that holds them."""
     kept = module.state_dict(keep_vars=True).keys()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
@@ -282,7 +285,7 @@ def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
 
 
 def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:
-    """Return the rank that writes each part, given the parts with their bytes that each rank holds: `held[rank]`.
+    """Return the rank that writes each part. `held[rank]`: the parts that a rank holds, with their bytes.
 
     The largest parts are assigned first, each to the holder with the least to write so far. Every rank that computes
     this from the same lists gets the same result.

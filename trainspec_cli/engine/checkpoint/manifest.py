@@ -1,6 +1,6 @@
 """A checkpoint's manifest: its step, the digest of each file, and the location of each tensor's parts.
 
-It is plain JSON with its own digest in it: no part of a checkpoint is ever unpickled.
+It is plain JSON that contains its own digest; no part of a checkpoint is ever unpickled.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class About:
     """The step and the run that a checkpoint belongs to."""
 
     step: int
-    """Updates done."""
+    """Number of updates made."""
     samples: int
-    """Samples seen, over all ranks: the next sample's position."""
+    """Samples read by all ranks, which is also the next sample's position."""
     seed: int
     recipe_digest: str
     pace: BatchPace | None = None
-    """The state of a batch that follows the gradients' noise; None for any other batch."""
+    """The state of a batch size that follows the gradient noise; None for any other schedule."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Chunk:
 class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
-    """The dtype by safetensors' name: F32, BF16, U8, ..."""
+    """The dtype by its safetensors name: F32, BF16, U8, ..."""
     chunks: tuple[Chunk, ...]
     """Together they cover the tensor, each element once."""
 
@@ -70,7 +70,7 @@ class WrittenPart:
 
     file: FileDigest
     tensors: dict[str, TensorEntry]
-    """The entries hold this rank's chunk alone."""
+    """The entries hold only this rank's chunk."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CheckpointManifest:
 
 
 def join_parts(about: About, parts: Sequence[WrittenPart]) -> CheckpointManifest:
-    """Join all ranks' parts, in the order of ranks."""
+    """Join all ranks' parts, in rank order."""
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
@@ -135,7 +135,7 @@ def part_from(content: Mapping[str, object]) -> WrittenPart:
 
 
 def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError for a file outside of the checkpoint's own folder, and for a negative size."""
+    """Raise ValueError for a file outside the checkpoint's folder, or for a negative size."""
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
     for name in dict.fromkeys([*(file.name for file in files), *(chunk.file for chunk in chunks)]):
         if not is_plain_name(name):
@@ -162,7 +162,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
-    """Raise MachineError that names the first file that is missing, truncated or altered."""
+    """Raise a MachineError that names the first file that is missing, truncated or altered."""
     for expected in files:
         path = folder / expected.name
         if path.is_symlink():
@@ -177,6 +177,6 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:
-    """`hint`: for a whole checkpoint; a damaged one is to be removed."""
+    """`hint`: for a complete checkpoint; a damaged one is to be removed."""
     damaged = f"remove the folder {folder} to resume from the checkpoint before it"
     return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

@@ -1,9 +1,9 @@
 """Copies of the newest state in the nodes' memory, which outlive the workers; a neighbour's copy outlives its node.
 
-Each rank's copy is a checkpoint file in /dev/shm, in one of two slots, so that one of them is always whole. With
-several nodes every rank also keeps the copy of its neighbour, the same local rank of the node before. A run that
-restarts on the same nodes resumes from there if all parts of a step newer than the disk's are found; parts that a new
-node lacks are sent to it.
+Each rank's copy is a checkpoint file in /dev/shm, in one of two slots, so that one of them is always complete. With
+several nodes, every rank also keeps a copy for its neighbour, the same local rank on the previous node. A run that
+restarts on the same nodes resumes from there if all parts of a step newer than the one on disk are found; parts that a
+new node lacks are sent to it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ from trainspec_cli.run.folder.files import write_json
 
 # The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format").
 #
-# Eight bytes of the header's length, the header in JSON, then the tensors' bytes without a gap. The largest elements
-# come first, so every tensor is aligned. Files are read by safetensors itself, and written from a buffer that is
-# reused.
+# Eight bytes with the header's length, the header in JSON, then the tensors' bytes without gaps. The largest elements
+# come first, so every tensor is aligned. Files are read with safetensors itself, and written from a reused buffer.
 
 
 CODES = {
@@ -63,14 +62,14 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""A dtype -> its name in safetensors."""
+"""Maps a dtype to its name in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class Image:
-    """The layout of the file; it is filled again and again by parts of the same names, shapes and dtypes."""
+    """The layout of the file, which is filled repeatedly with parts of the same names, shapes and dtypes."""
 
     parts: tuple[TensorPart, ...]
     header: bytes
@@ -105,8 +104,8 @@ class Image:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional tensor of uint8 on the CPU; it keeps the tensor alive. numpy is not used:
-    torch cannot free a storage that numpy has seen, and a change of layout has to."""
+    """Return the memory of a one-dimensional uint8 tensor on the CPU; it keeps the tensor alive. numpy is not used,
+    because torch cannot free a storage that numpy has seen, which a change of layout must do."""
     array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
@@ -155,7 +154,7 @@ class CopyLocation:
 
 
 class MemoryCopies:
-    """The copies that one rank keeps. All ranks make the same calls; `share` runs in the writer's thread, on its own
+    """The copies that one rank keeps. All ranks make the same calls; `share` runs in the writer's thread, on a separate
     group."""
 
     def __init__(self, location: CopyLocation, image: Image, device: torch.device):
@@ -166,7 +165,7 @@ class MemoryCopies:
         name = file_name(location.rank)
         own = WrittenPart(FileDigest(name, image.bytes, sha256=""), image.entries(name))
         self._images = gather_json(asdict(own), part_from)
-        """What each rank's copy holds, without a digest."""
+        """The content of each rank's copy, without a digest."""
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
@@ -193,7 +192,7 @@ class MemoryCopies:
         return self._own[slot]
 
     def share(self, slot: int, about: About) -> None:
-        """Digest a filled slot, send it to its keeper, and mark both copies here as whole."""
+        """Digest a filled slot, send it to its keeper, and mark both copies here as complete."""
         digest = hashlib.sha256(view_bytes(self._own[slot])).digest()
         self._mark_whole(slot, self._location.rank, about, digest)
         if self._location.guest is None:
@@ -217,7 +216,7 @@ class MemoryCopies:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The record of a rank's whole copy, kept next to it."""
+    """The record of a rank's complete copy, kept next to it."""
 
     slot: int
     rank: int
@@ -227,7 +226,7 @@ class KeptPart:
 
     @staticmethod
     def read(content: Mapping[str, object]) -> KeptPart:
-        """Build from plain JSON, the inverse of `asdict`. Raises as `part_from` does."""
+        """Build from plain JSON, the inverse of `asdict`. Raises the errors of `part_from`."""
         kept = read_record(KeptPart, content)
         check_content((kept.part.file,), kept.part.tensors)
         return kept
@@ -235,18 +234,18 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step whose parts are all in some node's memory."""
+    """A step whose parts are all in the memory of some node."""
 
     folder: Path
     """The slot on this node, with all files that its ranks need."""
     slot: int
     manifest: CheckpointManifest
     holders: dict[str, int]
-    """A rank on a node that has the file, by file."""
+    """For each file, a rank on a node that has it."""
 
 
 def find_newest(location: CopyLocation) -> FoundCopy | None:
-    """Return the newest step whose parts are all whole on some node. Called by all ranks together."""
+    """Return the newest step whose parts are all complete on some node. Called collectively by all ranks."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
     own = [asdict(part) for part in _whole_parts(location)]
     for holder, kept in enumerate(gather_json(own, lambda contents: list(map(KeptPart.read, contents)))):
@@ -262,9 +261,9 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
 
 
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
-    """Yield the whole parts of this node; its ranks share the verification.
+    """Yield the complete parts on this node; its ranks share the verification.
 
-    The mark of a copy that is not whole is removed, so that `fetch` replaces the copy.
+    The mark of an incomplete copy is removed, so that `fetch` replaces the copy.
     """
     marks = sorted(location.folder.glob("slot*/rank*.json"))
     for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:
@@ -277,7 +276,7 @@ def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
 
 
 def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
-    """Send the files of `found` that ranks need to nodes that lack them. Called by all ranks together."""
+    """Send the files of `found` that ranks need to nodes that lack them. Called collectively by all ranks."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
     wanted = gather_json(
@@ -308,8 +307,8 @@ def _mark_file(slot: Path, rank: int) -> Path:
 
 
 def _segment(path: Path, size: int, device: torch.device) -> Tensor:
-    """Return shared memory that outlives this process; it is reserved, since writing to a full tmpfs kills the
-    process."""
+    """Return shared memory that outlives this process; it is reserved in advance, since writing to a full tmpfs kills
+    the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

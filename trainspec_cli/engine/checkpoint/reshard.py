@@ -1,8 +1,8 @@
 """Move the state of one layout into another, between the same processes, in memory.
 
 Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that little of
-the state exists twice. Until the last bucket has arrived the move can be undone: a rank that cannot continue reports it
-before any message of its bucket is sent, and all of them move back what was moved.
+the state exists twice. Until the last bucket has arrived, the move can be undone: a rank that cannot continue reports
+this before any message of its bucket is sent, and all ranks move back what was moved.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.recipe.records import convert
 
-# The slices that ranks send to one another, so that the state of one layout becomes that of another.
+# The slices that ranks send to one another to turn the state of one layout into that of another.
 #
-# Parts are identified as in a checkpoint: by the name of the whole tensor and their place in it. Tenplex
+# Parts are identified as in a checkpoint: by the name of the full tensor and their position in it. Tenplex
 # (arXiv:2312.05181) derives its exchanges from such coordinates too.
 
 
 BUCKET_BYTES = 2**26
-"""The most bytes of a rank's tensors, in the old layout and the new one, that are moved at a time; at least one
-tensor."""
+"""The most bytes of a rank's tensors, in the old and the new layout together, that are moved at a time; a bucket has at
+least one tensor."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class Move:
 
 
 Places = Sequence[Sequence[PartPlace]]
-"""The parts of every rank: `places[rank]`. A rank has one part of a name at most."""
+"""The parts of every rank: `places[rank]`. A rank has at most one part per name."""
 
 
 def plan_moves(old: Places, new: Places) -> list[Move]:
     """Return the moves that fill every part of `new` from `old`, each element once, ordered by name.
 
-    A rank copies from itself what it holds; where several others hold a slice, the receivers are spread over them.
-    Every rank that computes this from the same places gets the same result. Raises ValueError where the old layout
-    lacks an element, or holds it in another format.
+    A rank copies what it holds from itself; if several others hold a slice, the receivers are spread over them. Every
+    rank that computes this from the same places gets the same result. Raises ValueError if the old layout lacks an
+    element, or holds it in another format.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):
@@ -121,8 +121,8 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
 
 
 def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
-    """Divide the names of all tensors, in order, so that no rank holds more than the limit of a bucket in both layouts
-    together; a tensor that exceeds the limit on some rank gets its own bucket."""
+    """Divide the names of all tensors, in order, into buckets, so that no rank holds more than the limit per bucket in
+    both layouts together; a tensor that exceeds the limit on some rank gets its own bucket."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for rank, places in (*enumerate(old), *enumerate(new)):
         for place in places:
@@ -146,9 +146,9 @@ def peak_bytes(
     buckets: Sequence[Sequence[str]],
     rank: int,
 ) -> int:
-    """Return the most that a rank holds of the state while it is moved, messages included.
+    """Return the most bytes of state that any rank holds during the move, messages included.
 
-    For each bucket the new parts are allocated, then its messages, and when these have arrived the old parts are freed.
+    For each bucket, the new parts are allocated, then its messages; once these have arrived, the old parts are freed.
     """
     before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
@@ -167,22 +167,22 @@ MESSAGE_CHARS = 500
 
 
 class ReshardError(Exception):
-    """The state could not be moved; every rank raises it, and holds what it held before."""
+    """The state could not be moved; every rank raises this error and holds what it held before."""
 
 
 @dataclass(frozen=True)
 class Resharded:
-    """The bytes that a change of layout took."""
+    """The bytes moved and held in a change of layout."""
 
     moved_bytes: int
     """Sent from one rank to another, over all ranks."""
     peak_bytes: int
-    """The most that a rank held of the state while it was moved."""
+    """The most bytes of state that any rank held during the move."""
 
 
 def agree_on_failure(own: str) -> str:
-    """Return, on every rank, the failure of the first rank that has one; empty if none has. Called by every rank
-    together. Without a failure it takes one small exchange."""
+    """Return, on every rank, the failure of the first rank that has one; empty if none has. Called collectively by all
+    ranks. Without a failure, it takes one small exchange."""
     failed = torch.tensor([int(bool(own))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
@@ -202,23 +202,23 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Bytes of parts whose memory numpy shares, which torch frees only with the last reference."""
+        """Bytes of parts whose memory is shared with numpy, which torch frees only with the last reference."""
 
     def take(self, names: Sequence[str]) -> None:
-        """Allocate the memory of parts again. Raises MemoryError or RuntimeError where that fails."""
+        """Allocate the memory of parts again. Raises MemoryError or RuntimeError if that fails."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
 
     def give_back(self, names: Sequence[str]) -> None:
-        """Free the memory of parts, and their content."""
+        """Free the memory of parts, discarding their content."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(0)
 
 
 def _storage_bytes(tensor: Tensor) -> int:
-    """FSDP2 pads the storage of a parameter; that of a moment may have been freed already."""
+    """Return the bytes to allocate: FSDP2 pads a parameter's storage, and a moment's may have been freed already."""
     needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return max(needed, tensor.untyped_storage().nbytes())
 
@@ -231,11 +231,11 @@ def reshard(
     room_bytes: Callable[[], float] = lambda: math.inf,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Resharded:
-    """Fill `new`, whose memory this allocates, from `old`, whose memory it frees. Called by every rank together.
+    """Fill `new`, whose memory this allocates, from `old`, whose memory it frees. Called collectively by all ranks.
 
     `prepare` is called with (bucket, number of buckets) while this rank can still report by raising that it cannot
     continue. `room_bytes` is the additional memory that this rank may use; if that is too little, nothing moves.
-    `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of them could not move.
+    `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any of them could not move.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())
@@ -245,7 +245,7 @@ def reshard(
         moves = plan_moves(*held)
         buckets = fill_buckets(*held, bucket_bytes)
     except ValueError as error:
-        raise ReshardError(str(error)) from error  # every rank has computed the same
+        raise ReshardError(str(error)) from error  # every rank has computed the same error
     own = dist.get_rank()
     peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own) + before.fixed_bytes
     needed_bytes = peak - sum(place.bytes for place in held[0][own])
@@ -265,7 +265,7 @@ def reshard(
             raise ReshardError(failure)
     first = {id(share) for share in unique_shares(new.shares)}
     for share in new.shares:
-        if id(share) not in first:  # a second copy of a parameter: it has no moments of its own
+        if id(share) not in first:  # a second copy of a parameter has no separate moments
             for moment in new.optimizer.state[share.local].values():
                 moment.untyped_storage().resize_(_storage_bytes(moment))
     copy_twins(new.shares, new.optimizer)
@@ -288,8 +288,8 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Fill `before` again by the moves from `after`, which differ from those forward: of a part that several ranks
-    held, one sent its content. Raises RuntimeError where even that fails: the run then restarts from its newest
+    """Fill `before` again by moves from `after`, which differ from the forward moves: if several ranks held a part,
+    only one sent its content. Raises RuntimeError if even that fails: the run then restarts from its newest
     checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
@@ -302,7 +302,7 @@ def _move_back(
 
 @dataclass(frozen=True)
 class _Message:
-    """All slices of a bucket that go from one rank to another on one kind of device."""
+    """All of a bucket's slices that go from one rank to another on one device type."""
 
     moves: Sequence[Move]
     buffer: Tensor
@@ -313,7 +313,7 @@ class _Message:
         return _Message(moves, torch.empty(sum(move.bytes for move in moves), dtype=torch.uint8, device=device))
 
     def contents(self) -> Iterator[tuple[Move, Tensor]]:
-        """Yield each slice's place in the buffer, in its own format and shape."""
+        """Yield each slice's view into the buffer, in its own format and shape."""
         parts = self.buffer.split([move.bytes for move in self.moves])
         for move, part in zip(self.moves, parts, strict=True):
             yield move, part.view(move.dtype).view([end - begin for begin, end in move.spans])
@@ -322,8 +322,8 @@ class _Message:
 def _move(
     moves: Sequence[Move], names: Sequence[str], source: Storages, target: Storages, prepare: Callable[[], None]
 ) -> str | None:
-    """Move the tensors of a bucket; return the failure, the same on every rank, where one of them has no memory for it.
-    Then nothing has changed."""
+    """Move the tensors of a bucket; if any rank has no memory for it, return the failure, the same on every rank, with
+    nothing changed."""
     failure = ""
     outgoing = list[_Message]()
     incoming = list[_Message]()
@@ -368,7 +368,7 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 
 def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
-    """Exchange the messages of each kind of device separately: torch batches one kind alone."""
+    """Exchange the messages of each device type separately, because torch can batch only one type."""
     operations = defaultdict[str, list[dist.P2POp]](list)
     for message in outgoing:
         sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
@@ -382,5 +382,5 @@ def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> Non
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:
-    """A view of a part's slice; for a scalar the whole."""
+    """Return a view of a part's slice; for a scalar, all of it."""
     return part.tensor[slices(move.spans, part.offsets)] if move.spans else part.tensor

@@ -1,8 +1,8 @@
 """Save a run's state, synchronously or in the background.
 
-Synchronously, files are written directly from the live tensors. In the background, the state is copied into a buffer
-that is reused, and a thread writes it: training waits only for the copy. The thread runs no collectives, and one
-checkpoint is written at a time.
+Synchronously, files are written directly from the live tensors. In the background, the state is copied into a reused
+buffer, and a thread writes it: training waits only for the copy. The thread runs no collectives, and one checkpoint is
+written at a time.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ MOST_NICENESS = 19
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of a checkpoint on this rank: of the whole on rank 0, of their parts on the others."""
+    """The result of a checkpoint on this rank: for the complete checkpoint on rank 0, for the rank's part on the
+    others."""
 
     about: About
     bytes: int
     blocked_s: float
     """The time that training waited."""
     written_s: float
-    """The time from the start until it was whole on disk."""
+    """The time from the start until it was complete on disk."""
     error: TrainspecError | None = None
     in_memory: bool = False
     """True if it is kept only in the nodes' memory."""
@@ -94,14 +95,15 @@ class Saver:
     def __init__(
         self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
     ):
-        """Make a saver; `memory` is the location of copies in the nodes' memory, None for none."""
+        """Create a saver. `memory`: the location of copies in the nodes' memory; None: no copies are kept."""
         self._run_dir = run_dir
         self._held = held
         self._device = device
         self._keep_last = keep_last
         self._memory_location = memory
         self.slot = 0
-        """The slot of the next copy in memory; the other one holds the newest, or what the run resumed from."""
+        """The slot of the next copy in memory; the other one holds the newest copy, or the one that the run resumed
+        from."""
         self.kept_step: int | None = None
         """The checkpoint of this step is kept in addition to the last ones."""
         self._rank = dist.get_rank()
@@ -111,7 +113,8 @@ class Saver:
         self._token = ""
 
     def save(self, about: About) -> Saved:
-        """Write a checkpoint and wait until it is whole. Its error, if any rank had one, is the same on every rank."""
+        """Write a checkpoint and wait until it is complete. If any rank had an error, the result has the same error on
+        every rank."""
         self.wait()
         started = time.perf_counter()
         image = self._image
@@ -122,12 +125,12 @@ class Saver:
         return Saved(about, size, taken_s, taken_s, error)
 
     def agree(self) -> None:
-        """Agree on which rank writes what, as `save_alone` needs; else the first checkpoint does it."""
+        """Agree on which rank writes what, as needed by `save_alone`; otherwise the first checkpoint does so."""
         _ = self._image
 
     def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
-        """Write this rank's part of a checkpoint, while the others each do the same: nothing is exchanged. `kept`:
-        values by name that are written in place of the live ones."""
+        """Write this rank's part of a checkpoint while the other ranks write theirs; nothing is exchanged. `kept`:
+        values by name that are written instead of the live ones."""
         assert "_image" in self.__dict__, "the ranks have agreed"
         self.wait()
         parts = [replace(part, tensor=kept.get(part.name, part.tensor)) for part in self._own_parts()]
@@ -138,9 +141,9 @@ class Saver:
         _ = self._memory or self._buffer
 
     def begin(self, about: About, *, to_disk: bool = True) -> None:
-        """Start a checkpoint in the background; the last one must have been taken by `take_finished`.
+        """Start a checkpoint in the background; the result of the last one must have been taken by `take_finished`.
 
-        Without `to_disk` it is kept in memory alone.
+        Without `to_disk`, it is kept only in memory.
         """
         assert self._pending is None, "one checkpoint is written at a time"
         started = time.perf_counter()
@@ -153,7 +156,7 @@ class Saver:
         copying_s = time.perf_counter() - started
 
         def write() -> Saved:
-            # Updates follow the copies on the compute stream, so the host need not wait for them before.
+            # Updates follow the copies on the compute stream, so the host need not wait for the copies first.
             wait_for(copied)
             blocked_s = max(copying_s, elapsed_s(begun, copied))
             if self._memory:
@@ -171,7 +174,7 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def take_finished(self) -> Saved | None:
-        """Return the result of the last `begin` once, when it is finished; else None."""
+        """Return the result of the last `begin` once, after it has finished; otherwise None."""
         if self._pending is None or self.busy:
             return None
         saved = self._pending.result()
@@ -179,7 +182,7 @@ class Saver:
         return saved
 
     def wait(self) -> Saved | None:
-        """Wait until none is being written, and return as `take_finished` does."""
+        """Wait until no checkpoint is being written, and return the same as `take_finished`."""
         if self._pending:
             self._pending.exception()
         return self.take_finished()
@@ -193,7 +196,7 @@ class Saver:
             self.__dict__["_memory"].close()
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
-        """Write this rank's part; rank 0 waits for all and publishes.
+        """Write this rank's part; rank 0 waits for all parts and publishes the checkpoint.
 
         Raises WorkerError if a newer start owns the run.
         """
@@ -210,7 +213,7 @@ class Saver:
         except OSError as failure:
             files.leave_failure(partial, self._rank, failure)
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
-        if self._rank == 0 and partial.is_dir():  # without the folder nobody can report, this rank included
+        if self._rank == 0 and partial.is_dir():  # without the folder no rank can report, including this one
             try:
                 kept = (self._keep_last, self.kept_step)
                 size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
@@ -228,7 +231,8 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """This rank's file, agreed once by all ranks together with the token; another layout has another saver."""
+        """The layout of this rank's file. All ranks agree on it once, together with the token; another layout has
+        another saver."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]
@@ -249,7 +253,7 @@ class Saver:
 
     @cached_property
     def _buffer(self) -> Tensor:
-        """The buffer of the copy; with a GPU it is pinned, so that the host continues while the device copies."""
+        """The buffer for the copy; with a GPU, it is pinned so that the host can continue while the device copies."""
         buffer = torch.zeros(self._image.bytes, dtype=torch.uint8)
         pin(buffer, self._device)
         self._image.put_header(buffer)
@@ -272,7 +276,7 @@ def _enter_thread(device: torch.device) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(MOST_NICENESS, niceness))
 
 
-# Load a checkpoint into this run's layout: the newest whole one, verified file by file, or only a run's weights.
+# Load a checkpoint into this run's layout: the newest complete one, verified file by file, or only a run's weights.
 
 
 PREFIX = "model."
@@ -290,15 +294,15 @@ class Restored:
     slot: int | None = None
     """The slot in the nodes' memory that it came from; None: from disk."""
     feedback: int = 0
-    """The number of this rank's parts of error feedback that it held; the others stay as they are."""
+    """The number of this rank's error feedback parts that it held; the other parts stay unchanged."""
 
 
 def load_newest(
     run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
 ) -> Restored | None:
-    """Restore the newest whole checkpoint, on disk or (`memory`) in the nodes' memory; None if no checkpoint exists.
+    """Restore the newest complete checkpoint, on disk or (`memory`) in the nodes' memory; None if no checkpoint exists.
 
-    Called by all ranks together. Raises MachineError if it was altered.
+    Called collectively by all ranks. Raises MachineError if the checkpoint was altered.
     """
     newest = max(run_dir.checkpoint_steps(), default=-1)
     found = find_newest(memory) if memory else None
@@ -311,7 +315,7 @@ def load_newest(
 
 
 def _load(folder: Path, held: Held, device: torch.device) -> Restored:
-    """Verify all files, shared among the ranks, and restore when all have passed."""
+    """Verify all files, with the work shared among the ranks, and restore once all have passed."""
     with errors_together():
         manifest = read_manifest(folder)
         verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
@@ -320,14 +324,14 @@ def _load(folder: Path, held: Held, device: torch.device) -> Restored:
 
 
 def _parts(manifest: CheckpointManifest, held: Held, device: torch.device) -> list[TensorPart]:
-    """Return the parts to restore; random generators among them if the world size is unchanged, and error feedback if
+    """Return the parts to restore, including random generators if the world size is unchanged, and error feedback if
     the layout is."""
     generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
     return [*held.parts(), *_kept_feedback(manifest, held), *generators]
 
 
 def _kept_feedback(manifest: CheckpointManifest, held: Held) -> list[TensorPart]:
-    """Return the parts of this rank's feedback that the checkpoint has in the same shape."""
+    """Return the parts of this rank's feedback that the checkpoint holds in the same shape."""
     entries = ((part, manifest.tensors.get(part.name)) for part in held.feedback_parts())
     return [part for part, entry in entries if entry is not None and entry.shape == part.full_shape]
 
@@ -347,13 +351,13 @@ def load_weights(folder: Path, held: Held) -> None:
     Raises MachineError if the checkpoint is of another model.
     """
     manifest = read_manifest(folder)
-    quantised = set[str]()  # parts that `held` has in 4 bits, and the checkpoint in full
+    quantised = set[str]()  # parts that are in 4 bits in `held` but in full precision in the checkpoint
     for matrix in split_quantised(held.shares)[1]:
         if f"{PREFIX}{matrix.name}" in manifest.tensors:
             full = torch.empty(matrix.full_shape)
             fill_parts(folder, manifest, [TensorPart.whole(f"{PREFIX}{matrix.name}", full)])
             matrix.fill(full)
-            del full  # a large one is in memory once
+            del full  # keep only one copy of a large tensor in memory
             quantised |= {f"{PREFIX}{share.name}" for share in matrix.parts}
     parts = [part for part in held.parts() if part.name.startswith(PREFIX) and part.name not in quantised]
     new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
@@ -362,7 +366,7 @@ def load_weights(folder: Path, held: Held) -> None:
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return whole parameters by name, in fp32, read by this process alone, and dequantised."""
+    """Return full parameters by name, in fp32 and dequantised, read by this process alone."""
     manifest = read_manifest(folder)
     weights = (name for name in shapes if name.endswith(".weight"))
     quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
@@ -392,7 +396,7 @@ def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> s
 def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[TensorPart]) -> None:
     """Copy the checkpoint's content into the parts' own memory, in any layout.
 
-    Raises MachineError if a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
+    Raises MachineError if a tensor is missing, has another shape or dtype, is not fully covered, or is not finite.
     """
     with ExitStack() as stack:
         opened: dict[str, safe_open] = {}

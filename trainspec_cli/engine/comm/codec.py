@@ -1,13 +1,13 @@
-"""Numbers in fewer bits for the wire: bf16, and integers of 8 or 4 bits in blocks with one scale each.
+"""Encode numbers in fewer bits for the wire: as bf16, or as 8-bit or 4-bit integers in blocks with one scale each.
 
-Eight bits: a block's scale is its largest magnitude over the largest integer, in bf16. Each value is wrong by half a
-scale at most; where the scale was rounded down, the largest value is cut off by 127 / 2**9 of it. bf16 and not fp16,
-whose smallest number, 6e-8, is above many gradients of a mean loss.
+Eight bits: a block's scale is its largest magnitude over the largest integer, in bf16. Each value is off by half a
+scale at most; if the scale was rounded down, the largest value is clipped by 127 / 2**9 of the scale. The scale is bf16
+and not fp16, whose smallest number, 6e-8, is above many gradients of a mean loss.
 
-Four bits are taken of rotated values (a Hadamard matrix of 32 x 32, as SDP4Bit does, arXiv:2410.15526), which spreads
-an outlier over its neighbours; the rotation is its own inverse and keeps Euclidean norms.
+Four-bit codes encode rotated values (with a 32 x 32 Hadamard matrix, as in SDP4Bit, arXiv:2410.15526), which spreads an
+outlier over its neighbours; the rotation is its own inverse and keeps Euclidean norms.
 
-Shapes: R rows, one for each rank; N values; K blocks; V values of a block; B bytes.
+Shapes: R rows, one for each rank; N values; K blocks; V values per block; B bytes.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ STEP_BYTES = 4
 HALF = 8
 NIBBLE = 15
 NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
-"""Codes of a block's step in four bits."""
+"""Codes of a block's step in the four-bit format."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""A smaller scale counts as 0: dividing by it may overflow."""
+"""A smaller scale counts as 0, because dividing by it may overflow."""
 
 
 class Codec(Protocol):
-    """One format. A row of the wire is decoded without the others."""
+    """A wire format. Each row can be decoded without the others."""
 
     @property
     def block(self) -> int:
-        """Values that are encoded together; rows of a multiple of it waste nothing."""
+        """Number of values that are encoded together; rows whose length is a multiple of it waste nothing."""
         ...
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether its error in a gradient is worth adding to the next one."""
+        """Return whether its error in a gradient is worth adding to the next gradient."""
         ...
 
     def encode(self, x_RN: Tensor) -> Tensor:
-        """Return the rows as bytes, (R, B) of uint8; `x_RN` is fp32. A block with a value that is not finite is not
-        finite when decoded."""
+        """Return the rows as bytes, (R, B) of uint8; `x_RN` is fp32. A block that contains a non-finite value is
+        non-finite when decoded."""
         ...
 
     def decode(self, wire_RB: Tensor, values: int) -> Tensor:
@@ -76,7 +76,7 @@ class Codec(Protocol):
 class Bf16:
     block: int = 1
     feeds_back: bool = False
-    """Rounding to 8 bits of mantissa has no bias, and is 1/256 of each value at most."""
+    """Rounding to an 8-bit mantissa is unbiased, and its error is at most 1/256 of each value."""
 
     def encode(self, x_RN: Tensor) -> Tensor:
         return x_RN.to(torch.bfloat16).view(torch.uint8)
@@ -90,7 +90,7 @@ class Bf16:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A row is the scales of its blocks, then their integers."""
+    """A row holds the scales of its blocks, then their integers."""
 
     block: int
     feeds_back: bool = True
@@ -117,11 +117,11 @@ class EightBits:
 
 @dataclass(frozen=True)
 class FourBits:
-    """Sixteen levels in the middles of steps of one size: -7.5, -6.5 ... 7.5 steps of the block.
+    """Sixteen levels at the centres of equal steps: -7.5, -6.5 ... 7.5 steps of the block.
 
     A block's step is at least an eighth of its largest magnitude, at most 2**(1/8) times that, and no rotated value is
-    wrong by more than half of it. A row is its largest step in fp32, a byte for the step of each block (eighths of an
-    octave below the largest), then two integers in a byte. A block whose step is less than 2**-31 of the row's largest
+    off by more than half a step. A row holds its largest step in fp32, a byte for the step of each block (eighths of an
+    octave below the largest), then two integers per byte. A block whose step is less than 2**-31 of the row's largest
     is sent as zeros.
     """
 
@@ -147,7 +147,7 @@ class FourBits:
         return _rotate(self._decode_rotated(wire_RB, values))[:, :values]
 
     def sum(self, wire_RB: Tensor, values: int) -> Tensor:
-        """The sum is rotated back, and not each row."""
+        """Only the sum is rotated back, not each row."""
         return _rotate(self._decode_rotated(wire_RB, values).sum(0))[:values]
 
     def _decode_rotated(self, wire_RB: Tensor, values: int) -> Tensor:
@@ -170,7 +170,7 @@ PARAMETER_CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": EightBits(WEIGHT_B
 
 
 def _inverse(x: Tensor) -> Tensor:
-    """Return 1 / x, and 0 where x is too small to divide by or not a number."""
+    """Return 1 / x, or 0 where x is too small to divide by or not a number."""
     return torch.where(x >= TOO_SMALL, 1 / x, 0.0)
 
 
@@ -182,7 +182,7 @@ def _steps(codes_RK: Tensor, largest_R1: Tensor) -> Tensor:
 
 @cache
 def _fractions(device: torch.device) -> Tensor:
-    """Steps as parts of the row's largest, by their codes."""
+    """Return the steps as fractions of the row's largest, by their codes."""
     parts = [2.0 ** ((code - LARGEST_STEP) / STEPS_OF_AN_OCTAVE) for code in range(NOT_FINITE)]
     return torch.tensor([0.0, *parts[1:], torch.nan], device=device)
 
@@ -193,19 +193,19 @@ def _rotate(x: Tensor) -> Tensor:
 
 @cache
 def _hadamard(device: torch.device) -> Tensor:
-    """Sylvester's matrix of order `ROTATED`, symmetric and orthonormal."""
+    """Return Sylvester's matrix of order `ROTATED`, which is symmetric and orthonormal."""
     matrix = torch.ones(1, 1)
     while len(matrix) < ROTATED:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / ROTATED**0.5).to(device)
 
 
-# Bytes that this process has written to its peers, counted by the kernel at the process's own TCP sockets.
+# Count the bytes that this process has written to its peers, as reported by the kernel for its TCP sockets.
 #
-# gloo carries every collective of a CPU run over TCP, also between ranks of one node. For each connection the kernel
-# counts the bytes sent, those retransmitted, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the
-# first minus the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic
-# does not use these sockets, so that nothing is counted in a run on GPUs.
+# gloo carries every collective of a CPU run over TCP, even between ranks of one node. For each connection, the kernel
+# counts the bytes sent, those retransmitted, and those still waiting in its buffer (`TCP_INFO`, linux/tcp.h): the first
+# minus the second, plus the third, is what was written to it, without TCP and IP headers. NCCL's traffic does not use
+# these sockets, so nothing is counted in a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
@@ -227,10 +227,10 @@ class WireMeter:
     counted: Counter[str] = field(default_factory=Counter)
     _written: dict[Connection, int] = field(default_factory=dict)
     _reserved: dict[Connection, str] = field(default_factory=dict)
-    """Connections whose bytes have a purpose, whatever happens meanwhile."""
+    """Connections whose bytes have a fixed purpose, whatever happens in the meantime."""
 
     def find_connections(self) -> None:
-        """Find connections that are new, or gone; what the new ones have written so far is `other`."""
+        """Find connections that are new or gone; what the new ones have written so far counts as `other`."""
         self._count(OTHER)
         self._written = {connection: self._written.get(connection, 0) for connection in open_connections()}
         self._count(OTHER)
@@ -245,8 +245,8 @@ class WireMeter:
             self._count(name)
 
     def reserve(self, connections: Iterable[Connection], purpose: str) -> None:
-        """Count the bytes written to `connections` as `purpose` until `release`, in addition to what all others
-        carry."""
+        """Count the bytes written to `connections` as `purpose` until `release`, in addition to the bytes that other
+        connections carry for it."""
         self._count(OTHER)
         self._reserved |= dict.fromkeys(connections, purpose)
 
@@ -275,7 +275,7 @@ class WireMeter:
 def open_connections() -> Iterator[Connection]:
     """Yield the process's TCP connections, except those to the rendezvous server, which carry no collectives."""
     server = os.environ.get(RENDEZVOUS, "").rpartition(":")[2]
-    with suppress(OSError):  # for example of a process without a free descriptor
+    with suppress(OSError):  # for example if the process has no free descriptor
         for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
             with suppress(OSError):  # closed meanwhile, or not a socket
                 with borrow(int(entry.name)) as end:
@@ -286,7 +286,8 @@ def open_connections() -> Iterator[Connection]:
 
 
 def end_connections() -> None:
-    """Shut the process's connections to its peers: every wait on one of them, here or there, ends with an error."""
+    """Shut down the process's connections to its peers: every wait on one of them, at either end, fails with an
+    error."""
     for descriptor, _ in open_connections():
         with suppress(OSError), borrow(descriptor) as end:  # closed meanwhile
             end.shutdown(socket.SHUT_RDWR)
@@ -294,7 +295,7 @@ def end_connections() -> None:
 
 @contextmanager
 def borrow(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor, which stays open after it. Raises OSError if it is not a socket."""
+    """Yield the socket of a descriptor, which stays open afterwards. Raises OSError if it is not a socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
@@ -310,7 +311,7 @@ def is_established(connection: Connection) -> bool:
 
 def read_tcp_info(connection: Connection) -> bytes | None:
     """Return the kernel's `struct tcp_info` of a connection, in this kernel's length; None if it is closed, even if
-    another one has its descriptor by now, or if the kernel is older than 4.19."""
+    another connection now has its descriptor, or if the kernel is older than 4.19."""
     descriptor, inode = connection
     info = ctypes.create_string_buffer(LARGEST_INFO_BYTES)
     size = ctypes.c_uint(LARGEST_INFO_BYTES)

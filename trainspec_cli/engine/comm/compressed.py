@@ -1,14 +1,14 @@
-"""Sums of gradients over ranks that travel in few bits, and are never added up in them.
+"""Gradient sums over ranks: gradients travel in few bits, but are never added up in that format.
 
-Each rank encodes the parts that the other ranks sum; all-to-all; each decodes what it got and sums it in fp32, in the
-order of ranks and its own part last, so that the same gradients give the same bits. For an all-reduce the sums are
-encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
+Each rank encodes the parts that the other ranks sum; after an all-to-all, each decodes what it received and sums it in
+fp32, in rank order with its own part last, so that the same gradients give the same bits. For an all-reduce, the sums
+are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
-The rank adds the encoding's error to its later gradients (error feedback). With e the error that is not sent yet, q =
-Q(g + a e) is sent, and e becomes e + g - q: after any number of steps, what was sent and e together are the sum of all
-gradients, and e is at most 1 / a times the error of one encoding. If an encoding loses the mean square v, each time
-anew, q differs from g by v (1 + a / (2 - a)): by twice v if all of e comes back at once, by little more than v with a
-small a. Adam counts that as squares of gradients, and makes smaller updates for it.
+The rank adds the encoding's error to its later gradients (error feedback). If e is the error not sent yet, q = Q(g + a
+e) is sent, and e becomes e + g - q: after any number of steps, what was sent plus e is the sum of all gradients, and e
+is at most 1 / a times the error of one encoding. If each encoding has an independent error of mean square v, q differs
+from g by v (1 + a / (2 - a)) in mean square: by 2 v if all of e is returned at once, and by little more than v if a is
+small. Adam counts this as part of the squared gradients, and makes smaller updates because of it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class RowExchange(Protocol):
         ...
 
     def gather_rows(self, own_B: Tensor) -> Tensor:
-        """Return the ranks' rows."""
+        """Return the rows of all ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupWire:
-    """A process group of torch."""
+    """A torch process group."""
 
     group: dist.ProcessGroup
 
@@ -73,7 +73,7 @@ class GroupWire:
 
 
 class Feedback:
-    """The encoding error of one rank's gradients in one exchange, in bf16, which is added to the next ones.
+    """The encoding error of one rank's gradients in one exchange, in bf16, which is added to the next gradients.
 
     A step that does not count (not finite, or not agreed on) leaves it as it was before: the errors of the step's
     exchanges are kept separately until the step is committed or discarded.
@@ -81,7 +81,7 @@ class Feedback:
 
     def __init__(self, values: int, device: torch.device):
         self.committed = torch.zeros(values, dtype=torch.bfloat16, device=device)
-        """As of the last update: the part that a checkpoint holds."""
+        """The error as of the last update, which checkpoints store."""
         self._running = torch.zeros_like(self.committed)
         self._is_running = False
 
@@ -94,19 +94,19 @@ class Feedback:
         self._is_running = True
 
     def add(self, start: int, lost: Tensor) -> None:
-        """Add to the last argument of `keep`, from `start` on; what lies beyond the end is padding."""
+        """Add to the last argument of `keep`, from `start` on; anything beyond the end is padding."""
         place = self._running[start : start + len(lost)]
         place += lost[: len(place)].to(place.dtype)
 
     def end_step(self, skipped: Tensor) -> None:
-        """The step is over; `skipped` (a number on any device) is not 0 if it has updated nothing."""
+        """End the step; `skipped` (a number on any device) is nonzero if the step updated nothing."""
         if self._is_running:
             stays = skipped.to(self.committed.device).bool()
             self.committed.copy_(torch.where(stays, self.committed, self._running))
         self._is_running = False
 
     def discard(self) -> None:
-        """The step is made again."""
+        """Discard the step's errors, because the step is repeated."""
         self._is_running = False
 
     def clear(self) -> None:
@@ -116,18 +116,18 @@ class Feedback:
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """One exchange of a step, always with the same number of values."""
+    """One of a step's exchanges, always with the same number of values."""
 
     codec: Codec
     feedback: Feedback | None
-    """None for formats whose error is too small."""
+    """None for formats whose error is too small to matter."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
         """Return the sum over the ranks of this rank's row, (N,) in fp32; `x_RN` is a row for each rank."""
         return self._sum_rows(x_RN, x_RN.numel(), wire)
 
     def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:
-        """Sum over the ranks, in place; all get the same bits."""
+        """Sum over the ranks, in place; all ranks get the same bits."""
         values = x.numel()
         row = -(-values // (wire.size * self.codec.block)) * self.codec.block
         sum_N = self._sum_rows(pad(x.flatten(), (0, wire.size * row - values)).view(wire.size, row), values, wire)
@@ -137,7 +137,7 @@ class CompressedSum:
         x.copy_(self.codec.decode(wire.gather_rows(sent_1B[0]), row).view(-1)[:values].view_as(x))
 
     def _sum_rows(self, x_RN: Tensor, values: int, wire: RowExchange) -> Tensor:
-        """`values`: how many of `x_RN` are not padding."""
+        """`values`: number of values of `x_RN` that are not padding."""
         rows, row = x_RN.shape
         x_RN = x_RN.float()
         if self.feedback is None:
@@ -151,7 +151,7 @@ class CompressedSum:
         return self._sum_received(wanted_RN[wire.rank], sent_RB, wire)
 
     def _sum_received(self, own_N: Tensor, sent_RB: Tensor, wire: RowExchange) -> Tensor:
-        """Exchange rows and sum those for this rank: its own, which does not travel, is not encoded."""
+        """Exchange rows and sum those for this rank; its own row does not travel and is not encoded."""
         received_RB = wire.swap_rows(sent_RB)
         others_RB = torch.cat([received_RB[: wire.rank], received_RB[wire.rank + 1 :]])
         return self.codec.sum(others_RB, len(own_N)).add_(own_N)
@@ -159,7 +159,7 @@ class CompressedSum:
 
 @dataclass(frozen=True)
 class Compression:
-    """The formats of a rank's exchanges of gradients, and their errors."""
+    """The formats of a rank's gradient exchanges, and their errors."""
 
     inside: str = "full"
     """The format between ranks of one node."""
@@ -167,10 +167,10 @@ class Compression:
     is_inside: Callable[[dist.ProcessGroup], bool] = lambda group: True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     feedbacks: dict[str, Feedback] = field(default_factory=dict)
-    """Feedbacks by the exchange's name, which is the same in every start of the same layout."""
+    """Feedbacks by exchange name, which is the same in every start with the same layout."""
     saved_as: str = ""
-    """Prefix of a checkpoint's names of this rank's feedback: it contains the layout, since the feedback is valid only
-    in that. Empty where checkpoints do not hold it."""
+    """Prefix of the names of this rank's feedback in a checkpoint: it contains the layout, since the feedback is valid
+    only there. Empty if checkpoints do not store the feedback."""
 
     @property
     def is_off(self) -> bool:
@@ -179,7 +179,7 @@ class Compression:
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether some format has error feedback."""
+        """Return whether any format has error feedback."""
         codecs = (GRADIENT_CODECS.get(name) for name in (self.inside, self.across))
         return any(codec is not None and codec.feeds_back for codec in codecs)
 
@@ -190,8 +190,8 @@ class Compression:
         return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 
     def of_group(self, name: str, values: int, group: dist.ProcessGroup) -> CompressedSum | None:
-        """Return the exchange `name` of `values` gradients over `group`; None where they are sent uncompressed, or not
-        at all."""
+        """Return the exchange `name` of `values` gradients over `group`; None if they are sent uncompressed, or not at
+        all."""
         return None if group.size() == 1 else self.of(name, values, inside=self.is_inside(group))
 
     def of(self, name: str, values: int, *, inside: bool) -> CompressedSum | None:

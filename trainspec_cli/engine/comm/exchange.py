@@ -1,8 +1,8 @@
-"""Differentiable collectives of activations (B, S, D), in pairs: each one's backward is the other.
+"""Differentiable collectives on activations (B, S, D), in pairs: each one's backward pass is the other.
 
-A region is a module whose matrices are cut over tp: its input is needed whole by every rank and its output is a sum
-over ranks. With sequence parallelism (arXiv:2205.05198) activations between regions are cut along the sequence, which
-is gathered before a region, and its output is summed and scattered along the sequence in one exchange.
+A region is a module whose matrices are split over tp: every rank needs its full input, and its output is a sum over
+ranks. With sequence parallelism (arXiv:2205.05198), activations between regions are cut along the sequence, which is
+gathered before a region, and the region's output is summed and scattered along the sequence in one exchange.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def is_on_gloo(group: dist.ProcessGroup | None = None) -> bool:
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
     """Sum `whole`, a row for each rank, over the ranks; each gets the sum of its own row in `output`.
 
-    On gloo the ranks swap rows and sum their own in fp32, in the order of ranks. gloo's own reduce-scatter is an
-    all-reduce, with twice the bytes, in which the order depends on the position of a value in the message.
+    On gloo, the ranks swap rows and sum their own in fp32, in rank order. gloo's own reduce-scatter is an all-reduce
+    that sends twice the bytes and sums in an order that depends on a value's position in the message.
     """
     if not is_on_gloo(group):
         _reduce_scatter(output, whole, group=group, **options)
@@ -58,8 +58,8 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
 
 
 def all_reduce_(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum contiguous `x` over the ranks, in place. On gloo the sum is made in the order of ranks, whatever the position
-    of a value in the message."""
+    """Sum contiguous `x` over the ranks, in place. On gloo, values are summed in rank order, whatever their position in
+    the message."""
     if is_on_gloo(group):
         _sum_by_rows(x, group, ())
     else:
@@ -76,8 +76,8 @@ def sum_in_tiers(x: Tensor, levels: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.ProcessGroup]) -> None:
-    """Sum contiguous `x` over the ranks, in place: each sums a row, also over the outer levels, and all get the
-    sums."""
+    """Sum contiguous `x` over the ranks, in place: each rank sums one row, also over the outer levels, and all ranks
+    get the sums."""
     flat = x.view(-1)
     missing = -len(flat) % group.size()
     whole = pad(flat, (0, missing)) if missing else flat
@@ -94,16 +94,16 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
 
 
 def sent_bytes(whole_bytes: float, ranks: int) -> float:
-    """Return what one of `ranks` ranks sends of the whole in a gather, a reduce-scatter or an all-to-all: all but its
-    own part. A sum over the ranks takes twice that."""
+    """Return the bytes that each of `ranks` ranks sends in a gather, a reduce-scatter or an all-to-all: everything
+    except its own part. A sum over the ranks takes twice that."""
     return whole_bytes * (ranks - 1) / ranks
 
 
 def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> None:
-    """Send row i to rank i and fill the rows received, by rank; on gloo.
+    """Send row i to rank i and fill the received rows, by rank; on gloo.
 
-    Receives are posted first: gloo's own all-to-all queues, between two ranks, the notice that it is ready to receive
-    behind the data that it sends, so that one direction often waits for the other.
+    Receives are posted first. Between two ranks, gloo's own all-to-all queues its ready-to-receive notice behind the
+    data that it sends, so that one direction often waits for the other.
     """
     rank = group.rank()
     others = [peer for peer in range(group.size()) if peer != group.rank()]
@@ -117,20 +117,20 @@ def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) ->
 
 @dataclass(frozen=True)
 class Tiers:
-    """The ranks of a group on several elements of the network's tiers, the same number on each: a sum is made inside
-    elements first, so that each rank exchanges only its part with others (Thakur et al. 2005 in each tier). The order
-    of the sum differs from one all-reduce over all of them."""
+    """A group's ranks on several elements of the network's tiers, with the same number on each: sums are computed
+    inside elements first, so that each rank exchanges only its part with others (Thakur et al. 2005 in each tier). The
+    order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
-    """This rank's groups, innermost first: those of its own element, then for each tier those with its number in every
-    element of the tier below."""
+    """This rank's groups, innermost first: the ranks of its own element, then, for each tier, the ranks with the same
+    number in every element of the tier below."""
 
     def sum_(self, x: Tensor) -> None:
         """Sum over all ranks, in place; `x` is contiguous."""
         sum_in_tiers(x, self.levels)
 
     def sent_bytes(self, x: Tensor) -> float:
-        """Return what a rank sends in `sum_`."""
+        """Return the bytes that a rank sends in `sum_`."""
         total = 0.0
         part_bytes = float(x.nbytes)
         for group in self.levels:
@@ -141,7 +141,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Peers:
-    """A process group, and the timer of its collectives."""
+    """A process group and the timer of its collectives."""
 
     group: dist.ProcessGroup
     time: TimeCollective
@@ -172,7 +172,8 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """Gather (B, S / n, D) into (B, S, D), contiguous: else every matrix product of a region would save a copy."""
+        """Gather (B, S / n, D) into (B, S, D), contiguous, because otherwise every matrix product of a region would
+        save a copy."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         with self.time(sent_bytes(all_SBD.nbytes, self.size)):
@@ -189,7 +190,7 @@ class Peers:
 
 
 class _Mirror(torch.autograd.Function):
-    """Runs one function forward and another backward."""
+    """Runs one function in the forward pass and another in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -207,7 +208,7 @@ def _same(x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """Return the whole input of a region on every rank; in the backward, the ranks' gradients are summed."""
+    """Return the full input of a region on every rank; the backward pass sums the ranks' gradients."""
     if sequence_parallel:
         return _Mirror.apply(x_BSD, peers.gather_sequence, peers.scatter_sum)
     return _Mirror.apply(x_BSD, _same, lambda gradient: peers.sum_(gradient.clone()))
@@ -215,7 +216,7 @@ def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor
 
 @torch.compiler.disable
 def leave_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """Return the sum of the ranks' outputs; in the backward, each gets the whole gradient."""
+    """Return the sum of the ranks' outputs; in the backward pass, each rank gets the full gradient."""
     if sequence_parallel:
         return _Mirror.apply(x_BSD, peers.scatter_sum, peers.gather_sequence)
     return _Mirror.apply(x_BSD, lambda x: peers.sum_(x.clone()), _same)

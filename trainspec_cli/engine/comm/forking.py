@@ -1,6 +1,6 @@
-"""Workers that torchrun forks after it has imported the engine once, instead of starting Python for each of them.
+"""Let torchrun fork its workers after importing the engine once, instead of starting Python for each of them.
 
-Importing torch and the engine takes about three seconds of CPU in every process, and as many reads of a shared file
+Importing torch and the engine takes about three seconds of CPU time in every process, and many reads from a shared file
 system. A forked worker begins in milliseconds, and the ranks of a node share the memory of the imports. Nothing may
 start a thread or touch a GPU before the fork: the parent only imports.
 """
@@ -32,18 +32,18 @@ from trainspec_cli.core.environment_names import RANK, rank_title
 from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
 from trainspec_cli.engine.digest import Mark, mark, wait_for
 
-# A forked child that runs a program as a process of its own would, with the parent's imports at hand.
+# A forked child that runs a program as a separate process would, with the parent's imports already loaded.
 
 
 POLL_S = 0.01
 
 
 class ForkedProcess:
-    """A forked child with the part of `subprocess.Popen` that torchrun uses."""
+    """A forked child with the part of the `subprocess.Popen` interface that torchrun uses."""
 
     def __init__(self, program: Callable[[], None], environment: Mapping[str, str], stdout: int, stderr: int):
         """Run `program` in a child of this process that leads its own session, with this environment and these
-        descriptors for its output. Returns when the child is a session's leader and has its rank's title."""
+        descriptors for its output. Returns once the child is a session leader and has its rank's process title."""
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -58,14 +58,15 @@ class ForkedProcess:
         os.close(ready)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process lives."""
+        """Return the exit code, negative for a signal; None while the process is alive."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code. Raises subprocess.TimeoutExpired where the process outlives `timeout`, in seconds."""
+        """Return the exit code. Raises subprocess.TimeoutExpired if the process is still alive after `timeout`
+        seconds."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if timeout is not None and time.monotonic() > deadline:
@@ -88,7 +89,7 @@ def _run_as_process(
         for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
             os.dup2(descriptor, own.fileno())
             own.reconfigure(write_through=True)  # type: ignore[union-attr]
-        # The parent waits for one of the other descriptors, and a peer must see that the parent is gone.
+        # The parent waits on one of the other descriptors, and a peer must be able to detect that the parent is gone.
         os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -125,19 +126,19 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 ENGINE = "trainspec_cli.engine"
 TOOLS = "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""The variable with which a GPU query does not initialise CUDA, which does not survive a fork afterwards."""
+"""The variable that keeps a GPU query from initialising CUDA, which would not survive a later fork."""
 
 
 def fork_workers(module: str, arguments: Sequence[str]) -> None:
-    """Let torchrun fork its workers where `module` is the engine's own; it starts any other program as usual. Only on
-    Linux: elsewhere system libraries do not survive a fork."""
+    """Let torchrun fork its workers if `module` is part of the engine; it starts any other program as usual. Only on
+    Linux, because system libraries elsewhere do not survive a fork."""
     if sys.platform != "linux" or module not in (ENGINE, TOOLS):
         return
     os.environ.setdefault(WITHOUT_CUDA_CONTEXT, "1")
-    with contextlib.suppress(Exception):  # the workers meet the same error, and report it in a worker's place
+    with contextlib.suppress(Exception):  # the workers will hit the same error and report it as usual
         import_module(f"{ENGINE}.run.worker" if module == ENGINE else f"{TOOLS}.{arguments[0]}")
-    gc.freeze()  # garbage collection in the workers does not touch what they all share
-    api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch gives every argument by its name
+    gc.freeze()  # keep the workers' garbage collection from touching shared memory
+    api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch passes every argument by name
 
 
 class _ForkingHandler(SubprocessHandler):
@@ -152,7 +153,7 @@ class _ForkingHandler(SubprocessHandler):
         return ForkedProcess(program, env, self._stdout.fileno(), self._stderr.fileno())
 
 
-# Work in another thread, one piece after another, while the main thread computes.
+# Run work in another thread, one piece after another, while the main thread computes.
 
 
 UNHEARD_S = 10.0
@@ -168,9 +169,9 @@ class Background:
         most_waiting: int = 0,
         give_up: Callable[[], object] | None = None,
     ):
-        """`note` is called with the times when each piece began and ended, on the host's clock. `start` waits while
-        `most_waiting` pieces have not begun; 0: it never does. `give_up` is called if the main thread has not received
-        an error for `UNHEARD_S`: it may wait for other ranks, and they for what was not run."""
+        """`note` is called with the times at which each piece began and ended, on the host's clock. `start` waits while
+        `most_waiting` pieces have not begun; 0: it never waits. `give_up` is called if the main thread has not received
+        an error after `UNHEARD_S`: it may be waiting for other ranks, and they for work that was not run."""
         self._device = device
         self._note = note
         self._give_up = give_up
@@ -191,7 +192,7 @@ class Background:
         self._given.put(lambda: self._run(act, reached, after))
 
     def wait(self) -> None:
-        """Wait until all is done. Raises the first error; pieces that were started after it have not been run."""
+        """Wait until everything is done. Raises the first error; pieces queued after the failed one are not run."""
         self._given.join()
         if (error := self.take_error()) is not None:
             raise error
@@ -205,7 +206,7 @@ class Background:
         return error
 
     def close(self) -> None:
-        """End the thread once all is done."""
+        """End the thread once everything is done."""
         if self._thread is not None:
             self._given.put(None)
             self._thread = None

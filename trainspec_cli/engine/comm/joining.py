@@ -1,4 +1,4 @@
-"""Join the process group at a worker's start, and leave it at the end."""
+"""Join the process group when a worker starts, and leave it when the worker ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainspec_cli.run.folder.generations import read_secret
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _stores: list[dist.Store] = []
-"""References that keep stores alive: process groups hold only their C++ half."""
+"""References that keep stores alive, because process groups hold only their C++ half."""
 
 
 def join_processes(device_type: str) -> torch.device:
@@ -50,7 +50,7 @@ def join_processes(device_type: str) -> torch.device:
 
 
 def _open_store(world_size: int) -> dist.Store:
-    """Return a store: a private file on a single node, else a client of the rendezvous server."""
+    """Return a store: a private file on a single node, otherwise a client of the rendezvous server."""
     if STORE_FILE in os.environ:
         file_store = dist.FileStore(os.environ[STORE_FILE], world_size)
         file_store.set_timeout(COLLECTIVE_TIMEOUT)
@@ -63,9 +63,9 @@ def _open_store(world_size: int) -> dist.Store:
 def leave_processes() -> NoReturn:
     """Leave the process group and exit with 0; exit handlers run, but the interpreter is not finalised.
 
-    Gloo's threads need its lock to drop the tensors of finished work. A thread that requests it during finalisation
-    aborts the process (pytorch/pytorch#179291), and the run would look failed at its very end. Destroying the groups
-    stops only the threads of groups without references.
+    Gloo's threads need the interpreter's lock to release the tensors of finished work. A thread that requests it during
+    finalisation aborts the process (pytorch/pytorch#179291), and the run would seem to fail at its very end. Destroying
+    the groups stops only the threads of groups without references.
     """
     dist.destroy_process_group()
     atexit._run_exitfuncs()
@@ -76,14 +76,14 @@ def leave_processes() -> NoReturn:
 
 # `python -m trainspec_cli.engine.comm.joining OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
 #
-# torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and gives that store
-# to the workers. Here a single node opens no port: its workers use a file that only their user can read. Several nodes
-# use the job's rendezvous server, which requires the job's secret.
+# torchrun's own rendezvous unpickles data from a store that anyone with access to the port can write to, and passes
+# that store to the workers. Here, a single node opens no port: its workers use a file that only their user can read.
+# Several nodes use the job's rendezvous server, which requires the job's secret.
 
 
 BACKEND = "trainspec"
 NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
-"""A dummy: torchrun passes the workers the address of a TCP store, which nobody opens here."""
+"""A dummy: torchrun passes the address of a TCP store to the workers, but no store is opened here."""
 
 
 class PrivateRendezvous(RendezvousHandler):
@@ -149,7 +149,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
 """Long enough for a restart of the server."""
 ANSWER_TIMEOUT_S = 60.0
-"""The server answers at once; the timeout of a wait is added."""
+"""The server answers at once; the timeout of a wait is added to this."""
 
 
 def connect() -> JsonClient:
@@ -158,7 +158,7 @@ def connect() -> JsonClient:
 
 
 class RendezvousStore(dist.Store):
-    """torch.distributed's store; each thread has its own connection, so that one can wait while another writes.
+    """A store for torch.distributed; each thread has its own connection, so that one can wait while another writes.
 
     Process groups hold only the C++ half: their creator must keep a reference to this object.
     """
@@ -226,7 +226,7 @@ class RendezvousStore(dist.Store):
         return read_record(messages.KeyValues, answer).values
 
     def _ask(self, request: messages.KeyRequest, kind: type[T]) -> T:
-        """Return the value of the server's answer, which is of `kind`."""
+        """Return the value in the server's answer, which must be of `kind`."""
         value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
         if not isinstance(value, kind):
             raise dist.DistNetworkError(f"the job's rendezvous server has answered {value!r}, no {kind.__name__}")
@@ -247,7 +247,7 @@ class RendezvousStore(dist.Store):
 
 
 def _as_text(value: str | bytes | Sequence[int]) -> str:
-    """Map every byte to the character of its number."""
+    """Map every byte to the character with the same code."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 

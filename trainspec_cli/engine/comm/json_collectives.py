@@ -22,7 +22,7 @@ from trainspec_cli.recipe.records import from_plain, to_plain
 T = TypeVar("T")
 
 MAX_BYTES = 2**26
-"""The longest message of one rank. The list of a rank's parts of a very large model takes a few MiB."""
+"""The longest message of a rank. The list of a rank's parts takes a few MiB for a very large model."""
 REFUSALS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, TrainspecError)
 """Errors that a reader raises for a malformed message."""
 
@@ -30,8 +30,9 @@ REFUSALS = (ValueError, TypeError, KeyError, IndexError, AttributeError, Recursi
 def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the values of all ranks of `group` (None: all ranks) on each of them, in the group's order.
 
-    All ranks of the group call it together. `read` converts the output of `json.loads`: no tuples, no bytes, and keys
-    are text. Raises WorkerError on every rank alike if a message is too long, not JSON, or rejected by `read`.
+    Called collectively by all ranks of the group. `read` converts the output of `json.loads`, which has no tuples, no
+    bytes, and only string keys. Raises the same WorkerError on every rank if a message is too long, not JSON, or
+    rejected by `read`.
     """
     own = _encode(value)
     ranks = range(dist.get_world_size(group))
@@ -50,7 +51,7 @@ def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup |
 def broadcast_json(value: Any, read: Callable[[Any], T], src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the value of rank `src` (a global rank) on every rank of `group`; other ranks' values are ignored.
 
-    Otherwise as `gather_json`.
+    Otherwise the same as `gather_json`.
     """
     own = _encode(value if dist.get_rank() == src else None)
     length = torch.tensor([own.numel()])
@@ -91,11 +92,11 @@ def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-# Errors of one rank, so that all end together with the same message
+# Errors of one rank, shared so that all ranks end with the same message
 
 
 def agree_on_error(error: TrainspecError | None) -> TrainspecError | None:
-    """Return, on every rank, the error of the first rank that has one. Called by every rank together."""
+    """Return, on every rank, the error of the first rank that has one. Called collectively by all ranks."""
     shared = error and to_plain(SharedError(error.exit_code, error.problems))
     return next(filter(None, gather_json(shared, _read)), None)
 
@@ -108,7 +109,8 @@ def raise_together(error: TrainspecError | None) -> None:
 
 @contextmanager
 def errors_together() -> Iterator[None]:
-    """Raise an error of one rank in the block on all ranks at its end. The block must contain no collective."""
+    """If any rank has an error in the block, raise it on all ranks at the end of the block, which must not contain a
+    collective."""
     error = None
     try:
         yield
@@ -119,7 +121,7 @@ def errors_together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SharedError:
-    """A rank's error as the others receive it."""
+    """A rank's error in the form that the others receive."""
 
     exit_code: int
     problems: tuple[Problem, ...]

@@ -1,4 +1,4 @@
-"""Reading a run's batches: this rank's samples of a step as micro-batches on the device, read ahead by a thread."""
+"""Read a run's batches: this rank's samples of a step as micro-batches on the device, read ahead by a thread."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trainspec_cli.engine.accelerators import make_current, on_chip
 from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.run.recovery.watch import READING_THREAD
 
-# Staging of batches to the device, in memory that is reused.
+# Stage batches to the device, in reused memory.
 #
-# On a GPU a batch is assembled in pinned host memory and copied from there on a separate stream, steps before it is
-# needed: the computation waits for the copy on the device, and the host never waits. On a CPU nothing is copied.
+# On a GPU, a batch is assembled in pinned host memory and copied from there on a separate stream, several steps before
+# it is needed: the computation waits for the copy on the device, and the host never waits. On a CPU, nothing is copied.
 #
 # The life of a slot: free -> filled by the loader's thread -> read by a step -> free when the next batch is read.
 
 
 PREFETCHED_STEPS = 2
 SLOTS = PREFETCHED_STEPS + 1
-"""The prefetched batches, and the one in use."""
+"""The prefetched batches plus the one in use."""
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Traffic:
     h2d_copies: int = 0
     h2d_bytes: int = 0
     allocations: int = 0
-    """Buffers allocated, on the host and on the device: no more once every slot has held the largest batch."""
+    """Number of buffers allocated, on the host and on the device; it stops growing once every slot has held the largest
+    batch."""
 
     def add(self, other: Traffic) -> None:
         self.h2d_copies += other.h2d_copies
@@ -59,11 +60,11 @@ class Slot:
         if self.on_gpu:
             self.copied, self.used = (torch.Event(device, enable_timing=False) for _ in range(2))
         self.batch: list[MicroBatch] = []
-        """Return the batch on the device, once it is copied."""
+        """The batch on the device, once it is copied."""
         self.traffic = Traffic()
 
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Fill the slot, on a GPU in the stream of copies, after the last batch's copy has ended."""
+        """Fill the slot, on a GPU in the copy stream, after the copy of the last batch has finished."""
         self.traffic = Traffic()
         if self.on_gpu:
             self.copied.synchronize()
@@ -87,7 +88,7 @@ class Slot:
             self.copied.record()
 
     def _buffer(self, buffers: list[Tensor], place: int, like: Tensor, **where: object) -> Tensor:
-        """Return the buffer of this index, or a new one if the shape of batches has changed."""
+        """Return the buffer of this index, or a new one if the batch shape has changed."""
         if place < len(buffers) and buffers[place].shape == like.shape and buffers[place].dtype == like.dtype:
             return buffers[place]
         self.traffic.add(Traffic(allocations=1))
@@ -143,8 +144,8 @@ class Staging:
 
 
 def positions_of(own: OwnSamples) -> np.ndarray:
-    """Return the positions to read for `own`, one micro-batch after another. For a rank without samples return one
-    position, whose sample shows the shapes of its empty micro-batches."""
+    """Return the positions to read for `own`, one micro-batch after another. For a rank without samples, return one
+    position, whose sample gives the shapes of its empty micro-batches."""
     runs = [np.arange(start, start + size, dtype=np.int64) for start, size in zip(own.starts, own.sizes, strict=True)]
     return np.concatenate(runs) if own.samples else np.array(own.starts[:1])
 
@@ -162,13 +163,13 @@ def read_tokens(order: SampleOrder, own: OwnSamples, positions_S: Tensor | None)
 
 
 def to_tensors(rows: Sequence[Row]) -> MicroBatch:
-    """Return (tokens, targets), and the documents if rows have them; each (B, S) of int64."""
+    """Return (tokens, targets), and the documents if the rows have them, each as (B, S) of int64."""
     fields = [(row.tokens, row.targets, *([] if row.documents is None else [row.documents])) for row in rows]
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
 
 
 class BatchReader:
-    """Brings this rank's micro-batches to the device, and reads ahead what most likely follows."""
+    """Brings this rank's micro-batches to the device, and reads ahead those that will most likely follow."""
 
     def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
         self._read = read
@@ -177,9 +178,9 @@ class BatchReader:
         self._ahead: deque[tuple[OwnSamples, Future[Slot]]] = deque()
 
     def take(self, wanted: OwnSamples, following: Iterable[OwnSamples]) -> list[MicroBatch]:
-        """Return the micro-batches of `wanted`, valid until the next call, and start to read what may follow.
+        """Return the micro-batches of `wanted`, valid until the next call, and start to read those that may follow.
 
-        `following` are the expected samples of the next steps: `PREFETCHED_STEPS` at most.
+        `following`: the expected samples of the next steps, `PREFETCHED_STEPS` at most.
         """
         if not self._ahead or self._ahead[0][0] != wanted:
             self.forget()
@@ -193,7 +194,7 @@ class BatchReader:
         self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
     def forget(self) -> None:
-        """Drop what was read ahead, which is no longer wanted."""
+        """Drop the batches that were read ahead, which are no longer wanted."""
         while self._ahead:
             _, slot = self._ahead.pop()
             if not slot.cancel() and slot.exception() is None:
@@ -204,7 +205,7 @@ class BatchReader:
         self._pool.shutdown()
 
 
-# The batches of a run on images or volumes: a pure function of their positions.
+# The batches of a run on images or volumes, a pure function of their positions.
 
 
 MAX_READERS = 16
@@ -229,7 +230,7 @@ class SampleLoader:
         return cut_micro_batches(self._read(indices, positions), own)
 
     def heldout_batches(self, size: int, rank: int, num_ranks: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield (images, labels, number of real ones) of `rank`, in the same number of batches on every rank."""
+        """Yield (images, labels, number of real ones) of `rank`, with the same number of batches on every rank."""
         for turn in range(math.ceil(self.num_heldout / (size * num_ranks))):
             first = (turn * num_ranks + rank) * size
             wanted = np.arange(first, first + size)
@@ -247,7 +248,7 @@ class SampleLoader:
         return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(labels))
 
 
-# Held-out text: every row once, in the same number of batches on every rank.
+# Held-out text: every row once, with the same number of batches on every rank.
 
 
 @dataclass(frozen=True)

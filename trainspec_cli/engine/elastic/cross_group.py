@@ -1,22 +1,21 @@
-"""The exchange between the ranks of one number in all replica groups.
+"""The exchange between the ranks with the same number in all replica groups.
 
 These ranks hold the same part of the model. Once gradients are summed inside each replica group, they are summed over
-the groups here. Each quorum has process groups of its own, under its own prefix of the job's authenticated store:
+the groups here. Each quorum has separate process groups, under a separate prefix in the job's authenticated store:
 
-- gloo between the hosts, for what lies there: counts, digests, states that are kept in host memory. Its connections
-  also show that the peers live.
-- On an accelerator, the device's own backend (NCCL; what torch or a vendor's plugin registers for other kinds) for
-  gradients and for the state that a group heals from. A device without one copies through the host, over gloo, and so
-  do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
+- gloo between the hosts, for data in host memory: counts, digests and states kept there. Its connections also show that
+  the peers are alive.
+- On an accelerator, the device's own backend (NCCL, or what torch or a vendor's plugin registers for other kinds) for
+  gradients and for the state that a group heals from. A device without such a backend copies through the host, over
+  gloo. So do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
 
-A collective of gloo fails as soon as a connection ends. A device's is another matter: `wait` returns once the
-collective is queued, and its kernel spins for as long as a peer is missing, on NVLink without any error. So this
-process waits on the host until the device has finished (`Work.is_completed`), and looks meanwhile at the connections
-between the hosts. Where a peer is lost, or the time is over, it aborts the communicator, which ends the kernel and
-frees the streams that wait for it; what the tensors then hold is worth nothing, and the step does not count. It also
-closes its connections between the hosts, so that the other peers find out within `LOOK_S`. The way is torchft's
-(abort, and a new process group in every quorum); torch's own handling of errors would end the process
-(`cuda_only.open_nccl`).
+A gloo collective fails as soon as a connection ends. A device's collective does not: `wait` returns once the collective
+is queued, and its kernel spins for as long as a peer is missing, on NVLink without any error. So this process waits on
+the host until the device has finished (`Work.is_completed`), and meanwhile checks the connections between the hosts. If
+a peer is lost or time runs out, it aborts the communicator, which ends the kernel and frees the streams that wait for
+it; the tensors are then invalid, and the step does not count. It also closes its connections between the hosts, so that
+the other peers find out within `LOOK_S`. This is torchft's approach (abort, and a new process group in every quorum);
+torch's own error handling would end the process (`cuda_only.open_nccl`).
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from trainspec_cli.engine.shares import Share
 
 HEAL_TAG = 0
 LARGE_BYTES = 2**20
-"""Tensors of this size are summed as they are; smaller ones travel together, in packets of this size."""
+"""Tensors of at least this size are summed individually; smaller ones travel together, in packets of this size."""
 LOOK_S = 0.05
-"""Seconds between two checks of the peers' connections while a device works."""
+"""Seconds between two checks of the peers' connections while a device is working."""
 SHORTEST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 1e-3
-"""Pauses between two checks whether the device has finished: each is twice the previous one."""
+"""The longest pause between two checks of whether the device has finished; each pause is twice the previous one."""
 
 
 def exchange_backend(device_type: str) -> str:
     """Return the backend that carries the tensors of such devices between replica groups: torch's default for that
-    kind, or gloo where this torch has none."""
+    kind, or gloo if this torch has none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
     except ValueError:  # no plugin has registered one
@@ -62,35 +61,35 @@ def exchange_backend(device_type: str) -> str:
 
 
 class CrossGroupComm:
-    """Every call blocks until it is done. Raises RuntimeError where a peer is lost or does not come in time."""
+    """Every call blocks until it is done. Raises RuntimeError if a peer is lost or does not arrive in time."""
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float, device: torch.device):
-        """All peers meet under `name`, which no other exchange of the run has had. Raises OSError where the rendezvous
-        server is not reached, RuntimeError where a peer does not come."""
+        """All peers rendezvous under `name`, which no other exchange of the run has used. Raises OSError if the
+        rendezvous server cannot be reached, RuntimeError if a peer does not arrive."""
         timeout = timedelta(seconds=timeout_s)
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
         self._device_type = device.type
         self._own: Any = None
-        """The process group of the device's own backend; None where gloo carries all."""
+        """The process group of the device's own backend; None if gloo carries everything."""
         self.staged_because = ""
-        """The reason why the device's tensors travel through the host's memory; empty where they do not."""
-        self._store = RendezvousStore(timeout)  # process groups hold only its C++ half
+        """The reason why the device's tensors travel through host memory; empty if they do not."""
+        self._store = RendezvousStore(timeout)  # process groups keep only its C++ half alive
         before = set(open_connections())
         self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", self._store), rank, size, timeout)
         """None once this is closed."""
         opened = set(open_connections()) - before
         self._peers = opened if len(opened) == size - 1 else set()
-        """The connections to the other hosts; empty where other threads have opened some meanwhile, so that the peers'
-        are unknown: then only the timeout ends an exchange on the device."""
+        """The connections to the other hosts; empty if other threads have opened some in the meantime, so that the
+        peers' are unknown: then only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this torch has no backend of its own for {device.type}"
             return
         if size == 1:
             return
-        # All together: the peers compare their devices, as far as these are identified by their place on the bus.
+        # All peers together compare their devices, if these can be identified by their position on the bus.
         place = physical_device(device) if device.type != "cpu" else None
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
         known = [int(other) for other in self.gather(torch.tensor([number])) if int(other)]
@@ -120,12 +119,13 @@ class CrossGroupComm:
                 self._own = plugin.creator_fn(asked, None)
             else:
                 self._own = plugin.creator_fn(store, self.rank, self.size, timeout)
-        if backend in ("nccl", "xccl"):  # now, and not in the first exchange: a lost peer is detected here
+        if backend in ("nccl", "xccl"):  # connect now, not in the first exchange, so that a lost peer is detected here
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """End all exchanges, also in other threads, and the connections: peers that wait on them notice at once. Raises
-        RuntimeError where the device's backend cannot end its collectives: then this process must end."""
+        """End all exchanges, including those in other threads, and close the connections: peers that wait on them
+        notice at once. Raises RuntimeError if the device's backend cannot end its collectives: then this process must
+        end."""
         own = self._own
         self._own = None
         self._host = None  # first: a thread that waits for aborted work sees that its result is invalid
@@ -138,16 +138,16 @@ class CrossGroupComm:
         return self._host
 
     def _own_group(self, tensor: Tensor) -> Any:
-        """Return the process group of the tensor's device; None where it travels through the host."""
+        """Return the process group of the tensor's device; None if it travels through the host."""
         return self._own if tensor.device.type == self._device_type else None
 
     def _finish(self, work: Any) -> None:
-        """Wait until the device has finished `work`; if a peer is lost or the time is over, abort it."""
+        """Wait until the device has finished `work`; if a peer is lost or time runs out, abort it."""
         started_s = time.monotonic()
         looked_s = started_s
         pause_s = SHORTEST_PAUSE_S
         while not work.is_completed():
-            self._host_group()  # closed by another thread: the rest is not waited for
+            self._host_group()  # if another thread has closed this, stop waiting for the rest
             now_s = time.monotonic()
             if now_s - started_s > self._timeout_s:
                 self.close()
@@ -218,7 +218,7 @@ class CrossGroupComm:
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places of the tensors that are exchanged together, each time of one type."""
+    """Yield the indices of tensors that are exchanged together; those of one packet have the same dtype."""
     small: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
@@ -233,7 +233,7 @@ def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None:
-    """Sum several tensors in one exchange, in the type of the first, in place."""
+    """Sum several tensors in one exchange, in the dtype of the first, in place."""
     if len(packet) == 1 and packet[0].is_contiguous():
         sum_(packet[0])
         return
@@ -243,17 +243,17 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
         tensor.copy_(part.view_as(tensor))
 
 
-# Gradients for the other replica groups: packets that are sent while the backward pass still runs.
+# Send gradients to the other replica groups, in packets, while the backward pass is still running.
 #
-# Which gradients share a packet, and the order of the packets, depend on the layout alone, so that all groups send the
-# same ones, whatever their micro-batches. A packet is sent when its gradients, and those of all packets before it, are
-# final.
+# Which gradients share a packet, and the order of the packets, depend only on the layout, so that all groups send the
+# same packets, whatever their micro-batches. A packet is sent when its gradients, and those of all packets before it,
+# are final.
 
 
 @dataclass(frozen=True)
 class Packet:
     number: int
-    """Its place in the order of the model."""
+    """Its position in the order of the model."""
     shares: tuple[Share, ...]
 
     @property
@@ -262,9 +262,9 @@ class Packet:
 
 
 def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Collection[str]) -> list[Packet]:
-    """Return the trained part of `shares` in packets, in about the order in which a backward pass finishes them. The
-    last block is finished first, parameters `outside` of the blocks when all blocks are done, and those in `late`, by
-    name, are not final before all passes are."""
+    """Return the trained part of `shares` in packets, in roughly the order in which a backward pass finishes them. The
+    last block is finished first, parameters `outside` the blocks once all blocks are done, and those in `late`, by
+    name, only after all passes."""
     trained = [share for share in shares if share.is_trained]
     made = [
         Packet(number, tuple(trained[place] for place in places))
@@ -281,7 +281,7 @@ def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Co
 
 
 def names_outside_blocks(parts: Iterable[Any]) -> set[str]:
-    """Return the parameters of stages that no block holds: embeddings, heads and the norm before them."""
+    """Return the stages' parameters that no block holds: embeddings, heads and the norm before them."""
     names: set[str] = set()
     for part in parts:
         of_blocks = {id(parameter) for block in part.block_modules() for parameter in block.parameters()}
@@ -300,16 +300,16 @@ class GradientPackets:
         beside: Background,
         await_sums: Callable[[], Callable[[], object]] = lambda: lambda: None,
     ):
-        """`sum_` gets a packet's number and its gradients in one piece, and sums them over the groups in place.
-        `await_sums` returns a function that waits for the sums within the group that have begun: a packet is sent after
-        them."""
+        """`sum_` gets a packet's number and its gradients as one tensor, and sums them over the groups in place.
+        `await_sums` returns a function that waits for the sums within the group that have started: a packet is sent
+        after them."""
         self._packets = ordered
         self._sum = sum_
         self._beside = beside
         self._await_sums = await_sums
         shares = [share for packet in ordered for share in packet.shares]
         self._left: dict[int, int] = {}
-        """The exchanges within the group that the gradient of each share still waits for; empty between steps."""
+        """The number of exchanges within the group that each share's gradient still waits for; empty between steps."""
         self._next = len(ordered)
         """The next packet to send."""
         self._hooks = [
@@ -319,14 +319,14 @@ class GradientPackets:
         ]
 
     def begin(self, exchanges: int) -> None:
-        """Begin a step with `exchanges` exchanges of each gradient within the group. 0: its packets are held back until
-        `finish`."""
-        self._beside.wait()  # for the remains of an abandoned step
+        """Begin a step with `exchanges` exchanges of each gradient within the group. If 0, its packets are held back
+        until `finish`."""
+        self._beside.wait()  # for what remains of an abandoned step
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}
 
     def finish(self) -> None:
-        """Send what is left, and wait until all packets are summed."""
+        """Send the remaining packets, and wait until all of them are summed."""
         for packet in self._packets[self._next :]:
             self._send(packet)
         self._next = len(self._packets)

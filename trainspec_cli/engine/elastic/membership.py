@@ -1,7 +1,7 @@
-"""The replica groups that take part in a step: agreed on before it, voted on after it.
+"""The replica groups that take part in a step, agreed on before the step; a vote after it decides whether it counts.
 
-Rank 0 of a group asks the job's rendezvous server for the quorum and passes it on to the group's other ranks. On the
-first error of an exchange between the groups its connections are closed at once; healing copies plain tensors in place,
+Rank 0 of a group asks the job's rendezvous server for the quorum and passes it on to the group's other ranks. At the
+first error in an exchange between groups, its connections are closed at once; healing copies plain tensors in place,
 and nothing is unpickled.
 """
 
@@ -49,7 +49,7 @@ class Participation:
     groups: tuple[int, ...]
     """The groups that take part, in order."""
     rank: int
-    """This group's place among them."""
+    """This group's position among them."""
     step: int
     """Updates that the run has made; if that is more than this group had, the state was healed."""
     healed: bool
@@ -57,7 +57,7 @@ class Participation:
     """Names of the groups and of their current starts: a restarted group has another name."""
 
     def changes_since(self, before: Participation) -> list[tuple[str, int | None]]:
-        """Return ("left" or "joined", group) for each group that was present before and is not now, or the reverse."""
+        """Return ("left" or "joined", group) for each group that was present before and no longer is, or vice versa."""
         changes = (("left", before.names - self.names), ("joined", self.names - before.names))
         return [(change, _group_of(name)) for change, names in changes for name in sorted(names)]
 
@@ -74,12 +74,12 @@ class HealFailedError(RuntimeError):
 
 
 class Membership:
-    """Every method is called by all ranks of a group together."""
+    """Every method is called collectively by all ranks of a group."""
 
     def __init__(
         self, own: GroupRank, state: Callable[[], Sequence[Tensor]], exchange_timeout_s: float, device: torch.device
     ):
-        """`state` returns the tensors that a healing group copies, always in the same order; gradients are on `device`,
+        """`state` returns the tensors that a healing group copies, always in the same order; gradients are on `device`
         or on the host."""
         self.own = own
         self._state = state
@@ -89,18 +89,18 @@ class Membership:
         self.connections: frozenset[Connection] = frozenset()
         """The connections to the other groups."""
         self._peers = ""
-        """The quorum that `_comm` connects."""
+        """The quorum that `_comm` is connected to."""
         self._error: Exception | None = None
         self._failures = 0
         self.failed_anywhere = False
-        """Any rank of this group had met an error at the last vote."""
+        """True if any rank of this group had hit an error by the last vote."""
         self._name = broadcast_json(f"{own.group:05d}:{uuid.uuid4()}", str)
         self._client: QuorumClient | None = None
-        """Rank 0's connection to the server, opened by the first `agree`: from then on the others wait for this group,
-        so slow work must be done before."""
+        """Rank 0's connection to the server, opened by the first `agree`: from then on, the other groups wait for this
+        one, so slow work must be done before."""
 
     def agree(self, step: int) -> Participation:
-        """Wait for the connected groups, and connect to them; heal from one that has more updates than `step`."""
+        """Wait for the quorum and connect to its groups; heal from one that has more updates than `step`."""
         self._error = None
         quorum = self._join(step)
         place = quorum.names.index(self._name)
@@ -140,16 +140,16 @@ class Membership:
 
     @property
     def staged_because(self) -> str:
-        """Return why gradients go to other groups through the host's memory; empty where they do not."""
+        """Return why gradients go to other groups through host memory; empty if they do not."""
         return "" if self._comm is None else self._comm.staged_because
 
     @property
     def failed(self) -> bool:
-        """This rank has met an error since `agree`."""
+        """True if this rank has hit an error since `agree`."""
         return self._error is not None
 
     def agree_on_counts(self, counts: Tensor) -> None:
-        """Give every rank of this group the largest of its ranks' counts, and find whether any met an error."""
+        """Give every rank of this group the largest of its ranks' counts, and find out whether any hit an error."""
         greatest = torch.cat([counts, torch.tensor([float(self.failed)])])
         if self.own.group_size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX)
@@ -157,7 +157,7 @@ class Membership:
         self.failed_anywhere = bool(greatest[-1])
 
     def vote(self) -> bool:
-        """Return whether the step counts: no rank of this group has met an error since `agree`."""
+        """Return whether the step counts, that is, whether no rank of this group has hit an error since `agree`."""
         failed = torch.tensor([float(self.failed)])
         if self.own.group_size > 1:
             dist.all_reduce(failed, dist.ReduceOp.MAX)
@@ -166,7 +166,7 @@ class Membership:
         return committed
 
     def fail(self, reason: str) -> None:
-        """Make the step fail in all groups: the others cannot get what they wait for."""
+        """Make the step fail in all groups, because the others cannot get what they are waiting for."""
         self._drop(RuntimeError(reason))
 
     def leave(self) -> None:
@@ -175,7 +175,7 @@ class Membership:
             self._client.close()
 
     def _connect(self, quorum: FormedQuorum, place: int) -> None:
-        """Connect to the quorum's other groups, unless that was done before. The name they meet under contains
+        """Connect to the quorum's other groups, unless already connected. The name under which they rendezvous contains
         everything that a restarted server may count anew."""
         members = hashlib.sha256("\n".join(quorum.names).encode()).hexdigest()[:12]
         name = f"groups/{quorum.quorum}-{max(quorum.steps)}-{members}/{self.own.rank}"
@@ -201,7 +201,7 @@ class Membership:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Close the connections: peers that still wait on them notice at once, without a timeout."""
+        """Close the connections: peers still waiting on them notice at once, without a timeout."""
         self._error = error.with_traceback(None)  # its frames would keep the connections open
         self._close()
 
@@ -216,7 +216,7 @@ class QuorumClient:
     """Sends heartbeats from a separate thread until `close`."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
-        """`name` is that of this start. `connect` is called again after a restart of the server."""
+        """`name`: the name of this start. `connect` is called again after a restart of the server."""
         self._name = name
         self._connect = connect
         self._connection = connect()
@@ -254,7 +254,7 @@ class QuorumClient:
                     self._replace(connection)
 
     def _replace(self, broken: JsonClient) -> None:
-        """Reconnect to a server that was restarted on the same port, unless that is done already."""
+        """Reconnect to a server that was restarted on the same port, unless that has already been done."""
         with self._lock:
             if self._connection is broken:
                 broken.close()

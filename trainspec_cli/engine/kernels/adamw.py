@@ -1,6 +1,7 @@
-"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or by torchao; the same as `optim.optimizer.fused`.
+"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or with torchao; equivalent to
+`optim.optimizer.fused`.
 
-The state is the same in all (`step`, `exp_avg`, `exp_avg_sq` of each parameter), so a run can resume with another.
+All have the same state (`step`, `exp_avg`, `exp_avg_sq` for each parameter), so a run can resume with another one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from trainspec_cli.engine.accelerators import KINDS
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that takes `grad_scale` and `found_inf` as torch's fused kernel does; the host waits to read
-    `found_inf`."""
+    """AdamW that takes `grad_scale` and `found_inf` like torch's fused kernel; the host waits to read `found_inf`."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -38,7 +38,7 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 class TorchaoAdamW(GuardedAdamW):
-    """AdamW by torchao (BSD-3), which compiles it for each shape of a parameter."""
+    """AdamW by torchao (BSD-3), which compiles it for each parameter shape."""
 
     def update(self) -> None:
         with torch._dynamo.utils.disable_cache_limit():
@@ -63,7 +63,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 def looped(groups: Groups, lr: float, betas: tuple[float, float], eps: float, foreach: int) -> torch.optim.AdamW:
-    """Update one parameter at a time, or with `foreach` many in one call."""
+    """Update one parameter at a time or, with `foreach`, many in one call."""
     kinds = {parameter.device.type for group in groups for parameter in group["params"]}
     # On an accelerator that can keep the update count, the host does not wait for it.
     capturable = any(KINDS[kind].capturable for kind in kinds & KINDS.keys())

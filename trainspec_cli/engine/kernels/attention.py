@@ -1,7 +1,7 @@
-"""Attention by one specific kernel of torch's; by default torch chooses among them.
+"""Attention with a specific torch kernel; by default, torch chooses among them.
 
 Shapes: B samples, H heads, K key-value heads, S queries, T keys, E head size. Like `models.attention.attention`, all
-are causal if there is no mask.
+kernels are causal if there is no mask.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Use FlexAttention, compiled for its mask (arXiv:2412.05496), which skips blocks that are masked out.
 
-    Evaluation is not compiled, and uncompiled it would hold all scores: there torch's own choice is used.
+    Evaluation is not compiled, and uncompiled FlexAttention would hold all scores, so torch's own choice is used there.
     """
     if not torch.is_grad_enabled():
         return _fused(q, k, v, mask, scale)

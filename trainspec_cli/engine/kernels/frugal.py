@@ -1,4 +1,4 @@
-"""Kernels that save less for the backward than the defaults.
+"""Kernels that save less for the backward pass than the defaults.
 
 Shapes: B samples, S tokens per sample, H heads, E rotated size; D the normalised size, the last dim of x.
 """
@@ -40,12 +40,12 @@ class _FrugalRmsNorm(torch.autograd.Function):
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Convert to fp32, or keep fp64."""
+    """Convert to fp32, but keep fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate (arXiv:2104.09864), half by half, without saving x: the backward rotates the other way; see
+    """Rotate (arXiv:2104.09864), half by half, without saving x, because the backward pass rotates the other way; see
     `models.rope.apply_rope`."""
     return _FrugalRope.apply(x_BSHE, cos_SE, sin_SE)
 

@@ -1,4 +1,4 @@
-"""The trial of each operation: inputs at given shapes, random numbers like those of a run, and its reference.
+"""The trial of each operation: its inputs at given shapes, with random numbers like those of a run, and its reference.
 
 Shapes: as in the kernels' own modules.
 """
@@ -18,10 +18,10 @@ from trainspec_cli.engine.digest import IGNORED_TARGET
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
-"""An operation's arguments: the shape of a tensor, the value of a number, None for anything else."""
+"""An operation's arguments: a tensor as its shape, a number as its value, and anything else as None."""
 
 CHECKED_TOKENS = 1024
-"""Tokens per sample in the comparison with fp64, which holds all scores and logits."""
+"""Number of tokens per sample in the comparison with fp64, which holds all scores and logits."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Inputs:
 
 
 def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
-    """Make random inputs for a call (`Call`), with numbers like those of a run; `chunk` is the module for one chunk's
-    loss of the linear cross-entropy."""
+    """Make random inputs for a call (`Call`), with numbers like those of a run. `chunk`: the linear cross-entropy's
+    module for one chunk's loss."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(shape: Any, std: float = 1.0) -> Tensor:
@@ -81,7 +81,7 @@ def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, ch
         return Inputs((normal(call[0]), normal(call[1], inputs**-0.5), counts), (0, 1))
     if op == "ssd_scan":
         x, b, c = (normal(call[index]) for index in (0, 3, 4))
-        # Steps and decays like initial values (`models.mamba2`), in fp32 at least.
+        # Steps and decays are like initial values (`models.mamba2`), in at least fp32.
         wide = torch.promote_types(dtype, torch.float32)
         dt = uniform(call[1], 0.001, 0.1).to(wide)
         a = -uniform(call[2], 1.0, 16.0).to(wide)
@@ -94,7 +94,7 @@ def describe_call(call: Call) -> str:
     return " ".join(str(argument) for argument in call if isinstance(argument, tuple))
 
 
-# References in fp64, which every kernel is compared with; scores, logits and decays are held whole
+# References in fp64, with which every kernel is compared; scores, logits and decays are held in full
 
 
 def fp64_attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

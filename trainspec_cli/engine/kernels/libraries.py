@@ -1,8 +1,8 @@
 """Kernels from libraries (extra `kernels`): Triton, CUDA only. Liger Kernel's fused operations (arXiv:2410.10989,
-BSD-2), and the state-space scan by fla-core (MIT).
+BSD-2), and fla-core's state-space scan (MIT).
 
-Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary. Of the scan:
-G groups, P head size, N state size.
+Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary. For the scan: G
+groups, P head size, N state size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Rotate a copy, together with unused keys of one head: Liger rotates queries and keys in place in one kernel.
 
-    Its tables are of one sample, which all samples share.
+    Its tables are for one sample, and all samples share them.
     """
     from liger_kernel.ops.rope import LigerRopeFunction
 
@@ -52,7 +52,7 @@ def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _ch
 
 
 def ssd_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor) -> Tensor:
-    """Scan as `models.mamba2.selective_scan`; return (B, S, H, P).
+    """Scan like `models.mamba2.selective_scan`; return (B, S, H, P).
 
     h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T is simple gated linear attention with c for queries, b for keys, dt x for
     values and dt a for the gate's logarithm, one number per head (arXiv:2405.21060, section 7).

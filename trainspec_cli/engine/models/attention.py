@@ -1,7 +1,7 @@
 """Causal attention: grouped-query heads, windows, sinks; and queries, keys and values through low-rank latents.
 
-Shapes: B samples, S tokens per sample, D hidden size, H heads, K key-value heads, E head size, W window. Of latents:
-V size of a value's head, R a head's rotated part, L the latent's size.
+Shapes: B samples, S tokens per sample, D hidden size, H heads, K key-value heads, E head size, W window. For latents: V
+value head size, R rotated part of a head, L latent size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class CausalCore(nn.Module):
     """Scores, softmax and values: the part of attention that crosses the sequence.
 
     With a window (a query attends to itself and the W - 1 before it) the sequence is cut into blocks of W: a block's
-    queries attend to its own keys and those of the block before, so the cost grows with the window, not the sequence.
+    queries attend to its own keys and those of the block before, so the cost per token grows with the window, not with
+    the sequence.
     """
 
     attention = staticmethod(attention)
@@ -45,12 +46,12 @@ class CausalCore(nn.Module):
         self.sinks = sinks
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        """Attend; with a mask (B, 1, S, S) of bool only to the keys that it allows."""
+        """Attend to all previous keys or, with a bool mask (B, 1, S, S), only to those that it allows."""
         q = q_BSHE.transpose(1, 2)
         k = k_BSKE.transpose(1, 2)
         v = v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
-        if value_size < q.shape[-1]:  # the fused kernels support heads of one size
+        if value_size < q.shape[-1]:  # the fused kernels need equal head sizes
             v = F.pad(v, (0, q.shape[-1] - value_size))
         if mask_B1SS is not None and self.window is not None:
             row = torch.arange(q.shape[2], device=q.device)
@@ -77,8 +78,8 @@ class CausalCore(nn.Module):
         return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend in one call of the kernel. Sinks are a key in front of the others, which reads its logit from the
-        queries, and a value of zeros."""
+        """Attend in one kernel call. Sinks are an additional first key, whose logit comes from the queries, and a value
+        of zeros."""
         if not self.sinks:
             return self.attention(q, k, v, mask, self.scale)
         in_front = (0, 0, 1, 0)
@@ -89,7 +90,7 @@ class CausalCore(nn.Module):
         v = F.pad(v, in_front)
         if mask is not None:
             return self.attention(q, k, v, F.pad(mask, (1, 0), value=True), self.scale)
-        # A query in front keeps the kernel's causal order, in which query i attends to keys 0 to i.
+        # An additional first query keeps the kernel's causal order, in which query i attends to keys 0 to i.
         return self.attention(F.pad(q, in_front), k, v, None, self.scale)[:, :, 1:]
 
 
@@ -163,7 +164,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        # Two functions, so that what a projection computed is freed before attention runs.
+        # Two functions, so that intermediate results of the projections are freed before attention runs.
         q_BSHE = self._queries(x_BSD, cos_SR, sin_SR)
         k_BSHE, v_BSHV = self._keys_values(x_BSD, cos_SR, sin_SR)
         return self.out(self.core(q_BSHE, k_BSHE, v_BSHV, mask_B1SS).flatten(2))

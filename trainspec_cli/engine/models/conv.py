@@ -1,6 +1,6 @@
-"""Convolutional networks: residual classifiers of images, and U-Nets that class every pixel or voxel.
+"""Convolutional networks: residual image classifiers, and U-Nets that classify every pixel or voxel.
 
-Shapes: B samples, C channels, K classes, H rows, W columns; a volume has a depth before them.
+Shapes: B samples, C channels, K classes, H rows, W columns; volumes have a depth dimension before these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD_STD = 0.01
 class ConvNet(PublishedModel):
     """Maps images (B, C, ...) to the summed loss of their labels (scalar, fp32), or to predictions without labels.
 
-    Only samples are divided over ranks.
+    Only the samples are divided over ranks.
     """
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -45,7 +45,7 @@ class ConvNet(PublishedModel):
 
 
 class ConvNorm(nn.Module):
-    """A convolution that keeps the extent (except for its stride), and batch normalisation."""
+    """A convolution that keeps the spatial size (except for its stride), followed by batch normalisation."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__()
@@ -57,7 +57,7 @@ class ConvNorm(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """A bottleneck: narrow, mix, widen, beside a shortcut."""
+    """A bottleneck block: narrow, mix and widen, in parallel with a shortcut."""
 
     def __init__(self, channels_in: int, width: int, stride: int, model: ConvModel):
         super().__init__()
@@ -73,9 +73,9 @@ class BottleneckBlock(nn.Module):
 
 
 class ResNet(ConvNet):
-    """An image classifier of bottlenecks (arXiv:1512.03385); the loss is the cross-entropy of each image.
+    """An image classifier built from bottleneck blocks (arXiv:1512.03385); the loss is the cross-entropy of each image.
 
-    Version 1.5: the 3x3 convolution strides, not the 1x1 before it.
+    Version 1.5: the 3x3 convolution has the stride, not the 1x1 before it.
     """
 
     def __init__(self, model: ConvModel):
@@ -107,7 +107,7 @@ class ResNet(ConvNet):
         return list(self.blocks)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initialise a block to its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
+        """Initialise a block to act as its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
         if name.endswith("widen.norm.weight"):
             full.zero_()
         else:
@@ -134,7 +134,7 @@ class ConvNormRelu(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two convolutions; the first may stride."""
+    """Two convolutions; the first may have a stride."""
 
     def __init__(self, channels_in: int, channels: int, dims: int, stride: int):
         super().__init__()
@@ -146,7 +146,7 @@ class Pair(nn.Module):
 
 
 class Up(nn.Module):
-    """Doubles the extent, concatenates the skip connection, and applies two convolutions."""
+    """Doubles the spatial size, concatenates the skip connection, and applies two convolutions."""
 
     def __init__(self, channels_in: int, channels: int, dims: int):
         super().__init__()
@@ -160,8 +160,8 @@ class Up(nn.Module):
 class UNet(ConvNet):
     """Segments voxels; the loss of a sample is its mean cross-entropy plus 1 - soft Dice (arXiv:1606.04797).
 
-    U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training: strided convolutions go down, transposed
-    ones up; instance normalisation (arXiv:1607.08022), no cropping.
+    U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training: strided convolutions going down,
+    transposed ones going up, instance normalisation (arXiv:1607.08022), and no cropping.
     """
 
     def __init__(self, model: ConvModel):
@@ -204,7 +204,7 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
-    """Return 2 |A and B| / (|A| + |B|), the mean over all classes but the background: weights (B, K, ...) -> (B,).
+    """Return 2 |A and B| / (|A| + |B|), averaged over all classes except the background: weights (B, K, ...) -> (B,).
 
     A class that is neither present nor predicted gives 1. `smooth` voxels in both terms keep the gradient finite.
     """

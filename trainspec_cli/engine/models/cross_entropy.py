@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head that never holds the full logits.
 
-The logits of a few thousand tokens times the vocabulary can exceed the model's size. Here they exist one chunk of
-tokens at a time: the forward computes each chunk's loss and, while its logits exist, the gradients too (d logits =
-softmax - one_hot), so the backward only scales them. The idea is from Liger Kernel (arXiv:2410.10989).
+The logits of a few thousand tokens times the vocabulary can exceed the model's size. Here they exist for one chunk of
+tokens at a time: the forward pass computes each chunk's loss and, while its logits exist, also the gradients (d logits
+= softmax - one_hot), so the backward pass only scales them. The idea is from Liger Kernel (arXiv:2410.10989).
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -24,12 +24,12 @@ class ChunkCrossEntropy(nn.Module):
     """One chunk's loss and gradient; plain arithmetic without parameters, so that a compiler can fuse it."""
 
     def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (loss summed over the chunk, d loss / d logits in the logits' own type)."""
+        """Return (loss summed over the chunk, d loss / d logits in the logits' dtype)."""
         counted_C = targets_C != IGNORED_TARGET
         index_C1 = targets_C.clamp_min(0)[:, None]
         if not torch.compiler.is_compiling():
-            # The same in place: only a compiler fuses the arithmetic below. 1024 x 4096 logits take 7 ms on a CPU core
-            # like this, and 21 ms operation by operation.
+            # The same computation in place, because only a compiler fuses the arithmetic below. 1024 x 4096 logits take
+            # 7 ms on a CPU core this way, and 21 ms operation by operation.
             dtype = torch.promote_types(logits_CV.dtype, torch.float32)
             log_softmax_CV = logits_CV.log_softmax(dim=-1, dtype=dtype)
             loss_C = -log_softmax_CV.gather(1, index_C1)[:, 0]

@@ -26,7 +26,7 @@ class Block(nn.Module):
         attention = Attention if model.mla is None else MultiHeadLatentAttention
         self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
-        # Outside of the attention: where heads are spread over ranks, it is added once to their sum.
+        # Outside the attention, so that it is added only once if the heads are spread over ranks and summed.
         self.attention_bias = nn.Parameter(torch.empty(model.hidden_size)) if model.attention_bias == "all" else None
         self.ffn_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.ffn = MixtureOfExperts(model) if model.is_expert_layer(layer) else dense_feed_forward(model)
@@ -68,7 +68,7 @@ class Decoder(LanguageModel):
         return x_BSD + self.position_embed(self.positions_S[: tokens_BS.shape[1]])
 
     def block_inputs(self, x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return cosines and sines of this rank's positions, and with documents the attention mask."""
+        """Return cosines and sines for this rank's positions and, with documents, the attention mask."""
         if not self.model.rotates:
             return ()
         rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)

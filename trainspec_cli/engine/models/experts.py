@@ -1,9 +1,10 @@
-"""Mixture of experts instead of the feed-forward: router, with the balancing of experts; routed and shared experts.
+"""Mixture of experts in place of the feed-forward layer: the router, with load balancing, and routed and shared
+experts.
 
-Routed tokens are sorted by expert, multiplied by one grouped matrix product, and put back in order.
+Routed tokens are sorted by expert, processed by one grouped matrix product, and put back in order.
 
-Shapes: B samples, S tokens per sample, T tokens, K experts per token, E experts, M copies of tokens sorted by expert,
-D hidden size, F width of an expert.
+Shapes: B samples, S tokens per sample, T tokens, K experts per token, E experts, M copies of tokens sorted by expert, D
+hidden size, F expert width.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 
 class SortedTokens(NamedTuple):
-    """Copies of tokens in their experts' order; copies without an expert come last."""
+    """Copies of tokens sorted by expert; copies without an expert come last."""
 
     x_MD: Tensor
     counts_E: Tensor
-    """Copies of each expert, int64; they sum to M minus the dropped ones."""
+    """Number of copies for each expert, int64; they sum to M minus the dropped copies."""
     source_M: Tensor
     """The copy (token * K + choice) at each row."""
     place_M: Tensor
@@ -48,14 +49,14 @@ def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """Return (E,) int64, on the device and of static shape; dropped copies are not counted."""
+    """Return (E,) int64, on the device and with a static shape; dropped copies are not counted."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
     return counts.scatter_add_(0, indices.flatten(), torch.ones_like(indices.flatten()))[:num_experts]
 
 
 class _Take(torch.autograd.Function):
-    """x[rows] (M, D). The copies of row t are at copies_M[t * M/T : (t + 1) * M/T], which makes the backward a gather
-    instead of a scatter."""
+    """x[rows] (M, D). The copies of row t are at copies_M[t * M/T : (t + 1) * M/T], which makes the backward pass a
+    gather instead of a scatter."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class _Take(torch.autograd.Function):
 
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Return (M, F): each expert's rows times its matrix; rows beyond the counts are undefined."""
+    """Return (M, F), each expert's rows times its matrix; rows beyond the counts are undefined."""
     if x_MD.dtype == torch.float64:  # the grouped kernels support 32 bits at most
         return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
@@ -88,16 +89,16 @@ _grouped_mm_eagerly = torch.compiler.disable(_grouped_mm)
 
 @torch.compiler.disable
 def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Compute the same, one product after another; the host waits for the counts."""
+    """Compute the same result, one product after another; the host waits for the counts."""
     counts = counts_E.tolist()
     parts = x_MD.split([*counts, len(x_MD) - sum(counts)])
     return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
 
 
 class Experts(GatedActivation):
-    """The routed experts' feed-forwards on sorted rows; rows beyond the counts become zeros.
+    """The routed experts' feed-forward layers on sorted rows; rows beyond the counts become zeros.
 
-    `up` holds the gate's columns and then the linear half's; without a gate, only the latter.
+    `up` holds the gate's columns, followed by those of the linear half; without a gate, only the latter.
     """
 
     grouped_matmul = staticmethod(grouped_matmul)
@@ -127,7 +128,8 @@ class Experts(GatedActivation):
         return self._without_dropped(y_MD, counts_E)
 
     def _inner(self, x_MF: Tensor) -> Tensor:
-        """Both halves are freed on return, before the second product, unless the backward needs them."""
+        """Apply the activation. Both halves are freed on return, before the second product, unless the backward pass
+        needs them."""
         gate_MF, up_MF = x_MF.chunk(2, dim=-1) if self.gated else (None, x_MF)
         return self.activate(gate_MF, up_MF)
 
@@ -156,12 +158,12 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(
 
 
 class Router(nn.Module):
-    """Scores every expert and chooses the best.
+    """Scores all experts and chooses the best ones.
 
-    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores only for the choice;
-    `update_balance` moves it after a step. Balancing by a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, of the
-    experts as chosen): its gradient is added in the backward. A sequence's loss is weighted by its number of tokens, so
-    that with `loss_scale` = 1 / global tokens the coefficient is that of the mean over tokens.
+    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores only for the choice, and
+    `update_balance` adjusts it after a step. Balancing with a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, for the
+    chosen experts): its gradient is added in the backward pass. A sequence's loss is weighted by its number of tokens,
+    so that with `loss_scale` = 1 / global tokens the coefficient applies to the mean over tokens.
     """
 
     balance_bias_E: Tensor | None
@@ -180,7 +182,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert_E", counter, persistent=False)
         self.register_buffer("loss_scale", torch.empty((), dtype=torch.float32), persistent=False)
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
-        """Turns counts of this rank's part of each sequence into those of the whole sequence."""
+        """Turns the counts for this rank's part of each sequence into counts for the full sequence."""
 
     def init_buffers(self) -> None:
         self.tokens_per_expert_E.zero_()
@@ -189,7 +191,7 @@ class Router(nn.Module):
             self.balance_bias_E.zero_()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (experts (B, S, K) int64, E for a dropped choice; their weights (B, S, K), fp32 at least)."""
+        """Return (experts (B, S, K) int64, E for a dropped choice; their weights (B, S, K), at least fp32)."""
         logits_BSE = F.linear(x_BSD, self.weight, self.bias)
         scores_BSE = self.score(precise(logits_BSE))
         indices_BSK = self._choose(scores_BSE.detach())
@@ -228,7 +230,7 @@ class Router(nn.Module):
         return (frequency_BE * summed_BE).sum() * self.spec.balance_loss * self.loss_scale
 
     def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep each expert's highest weights of a sequence; the others become `num_experts` with weight 0."""
+        """Keep each expert's highest weights per sequence; the other choices become `num_experts` with weight 0."""
         experts = self.spec.num_experts
         factor = self.spec.capacity_factor or 0.0
         choices_BM = indices_BSK.flatten(1)
@@ -245,9 +247,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_balance(self, counts_E: Tensor) -> None:
-        """Move the bias after a step, by the counts of the global batch, and reset the counter.
+        """Adjust the bias after a step, using the counts of the global batch, and reset the counter.
 
-        Recomputed forwards count twice, which changes no order.
+        Recomputed forward passes count twice, which does not change the order.
         """
         if self.balance_bias_E is not None:
             counts_E = counts_E.float()
@@ -256,7 +258,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns x unchanged; in the backward, the loss is minimised too."""
+    """Returns x unchanged; the backward pass also minimises the loss."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:
@@ -268,7 +270,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """Sends each token to the experts that the router chooses for it (arXiv:1701.06538) and to every shared one.
+    """Sends each token to the experts that the router chooses for it (arXiv:1701.06538) and to every shared expert.
 
     `dispatch` moves tokens to experts and back; expert parallelism replaces it.
     """

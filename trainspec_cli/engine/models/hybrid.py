@@ -21,11 +21,11 @@ MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
     "-": ("ffn", lambda model: dense_feed_forward(model.as_decoder)),
     "E": ("ffn", lambda model: MixtureOfExperts(model.as_decoder)),
 }
-"""Letter of the pattern -> (the mixer's name in its block, its constructor)."""
+"""Maps a letter of the pattern to (the mixer's name in its block, its constructor)."""
 
 
 class HybridBlock(nn.Module):
-    """x + mixer(norm(x)), with one mixer: Mamba-2, attention without positions, a feed-forward or experts."""
+    """x + mixer(norm(x)), with one mixer: Mamba-2, attention without positions, a feed-forward layer or experts."""
 
     def __init__(self, model: HybridModel, letter: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The base of language models: embedding, blocks, norm, head and loss, as a whole or as a pipeline stage.
+"""The base class of language models: embedding, blocks, norm, head and loss, as a full model or a pipeline stage.
 
 Shapes: B samples, S tokens per sample, D hidden size, V vocabulary.
 """
@@ -24,12 +24,12 @@ INIT_STD = 0.02
 
 
 class PublishedModel(nn.Module):
-    """A model publishes the modules for techniques to work on, and where its parameters may be cut."""
+    """A model that publishes the modules for techniques to work on, and where its parameters may be cut."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
-    """Whole parameters inside regions: a rank's gradient is its share."""
+    """Uncut parameters inside regions: a rank's gradient is a partial sum."""
     seed: int = 0
     """The run's seed, for initial values that are not drawn parameter by parameter."""
 
@@ -46,18 +46,18 @@ class PublishedModel(nn.Module):
         return self.all_of(BatchNorm)
 
     def region_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose matrices tensor parallelism cuts: whole input, summed output.
+        """Return the modules whose matrices tensor parallelism cuts: full input, summed output.
 
-        Routed experts are not among them: they are spread whole, and each rank routes its own tokens.
+        Routed experts are not among them: they are spread without being split, and each rank routes its own tokens.
         """
         return self.all_of(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
 
     def attention_modules(self) -> Sequence[nn.Module]:
-        """Return the modules that mix tokens along the sequence, in their `core`."""
+        """Return the modules whose `core` mixes tokens along the sequence."""
         return self.all_of(Attention, MultiHeadLatentAttention)
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """Return the mixtures of experts.
+        """Return the mixture-of-experts modules.
 
         Each has `experts`, whose parameters' first dim is the expert, and a `dispatch` that exchanges tokens.
         """
@@ -78,8 +78,8 @@ class PublishedModel(nn.Module):
 class LanguageModel(PublishedModel):
     """Maps token ids to the summed cross-entropy of the next token (or to logits, to generate text).
 
-    A pipeline stage holds some of the layers: the first stage embeds, the others take hidden states; the last returns
-    the loss, the others hidden states.
+    A pipeline stage holds some of the layers: the first stage embeds tokens, and the others take hidden states; the
+    last stage returns the loss, and the others hidden states.
     """
 
     tensor_cuts: ClassVar[dict[str, int]] = {
@@ -119,7 +119,7 @@ class LanguageModel(PublishedModel):
         "blocks.*.lora_[ab]",
     )
     writes_per_layer: ClassVar[int]
-    """The number of additions of a layer to the residual stream."""
+    """The number of times that a layer adds to the residual stream."""
 
     def __init__(self, model: TextModel | OwnModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()
@@ -139,10 +139,10 @@ class LanguageModel(PublishedModel):
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
-        """Run the model or stage; with `documents_BS` (numbers) attention stays within each document.
+        """Run the model or stage; with `documents_BS` (document numbers), attention stays within each document.
 
-        Return hidden states (B, S, D) of a stage that is not the last; else the summed loss (scalar, fp32) if targets
-        are given, and logits (B, S, V) otherwise.
+        Return hidden states (B, S, D) unless this is the last stage. The last stage returns the summed loss (scalar,
+        fp32) if targets are given, and logits (B, S, V) otherwise.
         """
         x_BSD = tokens_or_x if tokens_or_x.is_floating_point() else self.embed_tokens(tokens_or_x)
         inputs = self.block_inputs(x_BSD, documents_BS)
@@ -170,7 +170,7 @@ class LanguageModel(PublishedModel):
         return [*self.blocks.values(), *([self.loss.chunk] if self.loss else [])]
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Set norms to 1, biases to 0, matrices to Normal(0, 0.02), and a scan's parameters as in Mamba-2.
+        """Set norms to 1, biases to 0, matrices to Normal(0, 0.02), and the parameters of a scan as in Mamba-2.
 
         Matrices into the residual stream are divided by the square root of their number (GPT-2).
         """
@@ -180,7 +180,7 @@ class LanguageModel(PublishedModel):
         if leaf.endswith("bias") or leaf == "lora_b":
             full.zero_()
         elif leaf == "lora_a":
-            # Uniform of variance 1 / 3D, D its inputs, as published adapters are initialised.
+            # Uniform with variance 1 / 3D for D inputs, like published adapters.
             bound = 1 / math.sqrt(full.shape[1])
             full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":

@@ -1,4 +1,5 @@
-"""Layers that families share: feed-forwards with a gate or without, and normalisation by row or by channel."""
+"""Layers shared by model families: feed-forward layers with or without a gate, and normalisation by row or by
+channel."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def precise(x: Tensor) -> Tensor:
-    """Convert to fp32, or keep fp64."""
+    """Convert to fp32, but keep fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -42,7 +43,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class GatedActivation(nn.Module):
-    """activation(gate) * up, or without a gate activation(up): the middle of a feed-forward."""
+    """activation(gate) * up, or activation(up) without a gate: the middle of a feed-forward layer."""
 
     swiglu = staticmethod(swiglu)
 
@@ -59,12 +60,12 @@ class GatedActivation(nn.Module):
             gate = gate.clamp(max=self.gate_limit)
             up = up.clamp(-self.gate_limit, self.gate_limit)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        # SwiGLU alone has other kernels (`recipe/keys/kernels.py`).
+        # Only SwiGLU has other kernels (`recipe/keys/kernels.py`).
         return self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up
 
 
 class FeedForward(GatedActivation):
-    """down(activation(gate(x)) * up(x)), or without a gate down(activation(up(x)))."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
     def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
         super().__init__(activation)
@@ -79,10 +80,10 @@ class FeedForward(GatedActivation):
 
 
 class BatchNorm(nn.Module):
-    """Normalises by the batch's statistics in training, by their running means in evaluation (arXiv:1502.03167).
+    """Normalises by the batch's statistics in training and by their running means in evaluation (arXiv:1502.03167).
 
-    Statistics equal those of one process that holds the micro-batches of all ranks, whatever the layout; they are
-    computed in fp32. Shapes: B samples, C channels, then the extents of space.
+    Statistics equal those of a single process that holds the micro-batches of all ranks, whatever the layout; they are
+    computed in fp32. Shapes: B samples, C channels, then the spatial dimensions.
     """
 
     running_mean: Tensor
@@ -107,7 +108,8 @@ class BatchNorm(nn.Module):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Batch normalisation; running statistics are updated in the backward, which runs once even with recomputation."""
+    """Batch normalisation; running statistics are updated in the backward pass, which runs only once even with
+    recomputation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
@@ -134,7 +136,7 @@ class _BatchNorm(torch.autograd.Function):
         both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
         to_x *= _along(precise(weight) * inverse_std, x)
-        # The running variance is the unbiased one; statistics that are not finite would stay for good.
+        # The running variance is the unbiased one; non-finite statistics would persist forever.
         unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in ((norm.running_mean, mean), (norm.running_variance, unbiased)):
             running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), norm.momentum)
@@ -152,7 +154,7 @@ def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
 
 
 def _channel_sum(x: Tensor) -> Tensor:
-    """Return the sum (C,) of (B, C, ...), in fp32 at least."""
+    """Return the sum (C,) of (B, C, ...), in at least fp32."""
     return x.sum(dim=[0, *range(2, x.dim())], dtype=torch.promote_types(x.dtype, torch.float32))
 
 

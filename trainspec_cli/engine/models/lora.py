@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685), trained in addition to frozen matrices, which may be kept in 4 bits
 (QLoRA, arXiv:2305.14314) and are then dequantised for each product.
 
-Shapes: W (F, D); of its adapter A (R, D) and B (F, R).
+Shapes: W (F, D), and its adapter's A (R, D) and B (F, R).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class QuantisedLinear(nn.Module):
         held = shapes_of(linear.out_features, linear.in_features)
         self.bias = linear.bias
         tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
-        # Not persistent: a checkpoint has them as shares (`shares.quantised_parameters`), and does not contain the
-        # tables.
+        # Not persistent: a checkpoint stores them as shares (`shares.quantised_parameters`), without the tables.
         for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self._place = Place()
@@ -54,7 +53,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Keeps only the 4 bits for the backward, which dequantises them again."""
+    """Keeps only the 4-bit weights for the backward pass, which dequantises them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: Place, *held: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tenso
 
 
 class _Adapted(nn.Module):
-    """Adds (alpha / R) B A x to a linear layer; initially nothing, since B starts at zero."""
+    """Adds (alpha / R) B A x to a linear layer, which is initially zero, since B starts at zero."""
 
     def adapt(self, linear: nn.Linear, spec: LoraSpec) -> None:
         self.lora_a = nn.Parameter(torch.empty(spec.rank, linear.in_features, device="meta"))
@@ -83,7 +82,7 @@ class _Adapted(nn.Module):
         self.lora_scale = spec.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = super().forward(x)  # type: ignore[misc]  # that of the layer which it is mixed into
+        product: Tensor = super().forward(x)  # type: ignore[misc]  # the layer that this is mixed into
         return product + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.lora_scale
 
 

@@ -1,10 +1,10 @@
 """Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matrix products.
 
-State of a head: h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, read out as y_t = h_t c_t. Within a block the same is a
+State of a head: h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, read out as y_t = h_t c_t. Within a block, this equals
 masked attention of c on b; states are carried from block to block (section 6, listing 1). Decays are computed in fp32.
 
-Shapes: B samples, S tokens per sample, D hidden size, I inner size, G groups, R heads a group, H = G x R heads,
-P head size, N state size, C blocks of Q tokens, W taps of a convolution.
+Shapes: B samples, S tokens per sample, D hidden size, I inner size, G groups, R heads per group, H = G x R heads, P
+head size, N state size, C blocks of Q tokens, W convolution taps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DECAY_RANGE = (1.0, 16.0)
 def selective_scan(
     x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor, block: int = SCAN_BLOCK
 ) -> Tensor:
-    """Return y (B, S, H, P), without the skip. `dt` and `a` (negative) in fp32 at least; heads share b and c by
-    group."""
+    """Return y (B, S, H, P), without the skip connection. `dt` and `a` (negative) are at least fp32; the heads of a
+    group share b and c."""
     seq_len = x_BSHP.shape[1]
     groups = b_BSGN.shape[2]
     block = min(block, seq_len)
@@ -41,7 +41,7 @@ def selective_scan(
 
 
 def _into_blocks(tensor: Tensor, block: int) -> Tensor:
-    """Cut (B, S, ...) into (B, C, Q, ...), padded by zeros: a step of 0 changes no state."""
+    """Cut (B, S, ...) into (B, C, Q, ...), padded with zeros, because a step of 0 does not change the state."""
     padding = (*(0, 0) * (tensor.dim() - 2), 0, -tensor.shape[1] % block)
     return F.pad(tensor, padding).unflatten(1, (-1, block))
 
@@ -69,7 +69,7 @@ def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> 
 def _decay_between_blocks(total_C: Tensor) -> Tensor:
     """Return (..., C, Z): the decay of block z's state when block c begins; 0 for z >= c.
 
-    It sums over the blocks between the two; differences of sums from the beginning would lose digits.
+    It sums over the blocks between the two; differences of cumulative sums would lose precision.
     """
     blocks = total_C.shape[-1]
     between = torch.ones(blocks, blocks, dtype=torch.bool, device=total_C.device).tril(-1)
@@ -95,7 +95,7 @@ class CausalConv(nn.Module):
 
 class Mamba2(nn.Module):
     """The mixer of one layer. Each of its parts has a separate matrix and convolution, so that heads and groups can be
-    cut over ranks; their numbers follow from the matrices."""
+    split over ranks; their numbers follow from the matrices."""
 
     ssd_scan = staticmethod(selective_scan)
 
@@ -129,14 +129,14 @@ class Mamba2(nn.Module):
         return self.out(self._gated_norm(y_BSHP.flatten(2), self.z(x_BSD)))
 
     def _gated_norm(self, y_BSI: Tensor, z_BSI: Tensor) -> Tensor:
-        """Each group is normed by itself, after its gate."""
+        """Normalise each group separately, after its gate."""
         gated = (y_BSI * F.silu(z_BSI)).unflatten(-1, (-1, self.group_size))
         return F.rms_norm(gated, (self.group_size,), eps=self.norm_eps).flatten(-2) * self.norm
 
 
 def init_scan(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
     """Set a parameter of `Mamba2` to its initial values, as in the reference implementation; return False for matrices
-    and ones, which begin as everywhere."""
+    and ones, which are initialised as in other modules."""
     if leaf.startswith("conv_"):
         full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)
     elif leaf == "dt_bias":  # softplus(bias) is log-uniform over `STEP_RANGE`

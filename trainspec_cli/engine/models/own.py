@@ -1,9 +1,9 @@
 """User-defined blocks (`model.block=FILE.py:make`) between the engine's embedding, final norm and head, and a
 user-defined loss (`train.loss=FILE.py:NAME`) in place of cross-entropy.
 
-A block's parameters get the values of its own code, on a CPU and with a seed for each block: they depend neither on the
-layout nor on the devices. A loss returns each token's, from only that token's logits and target, and the engine
-computes the mean: so it is the same in every layout.
+A block's own code initialises its parameters, on a CPU and with a seed for each block, so their values depend neither
+on the layout nor on the devices. A loss function returns the loss of each token, computed only from that token's logits
+and target, and the engine computes the mean, so the result is the same in every layout.
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -53,7 +53,7 @@ class OwnLanguageModel(LanguageModel):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fill a block's parameter as its own code does, and the others as in every language model."""
+        """Initialise a block's parameter with the block's own code, and the others as in every language model."""
         if not name.startswith(PREFIX):
             super().init_parameter(name, full, generator)
             return
@@ -75,7 +75,7 @@ class OwnLanguageModel(LanguageModel):
 
 
 class BlockMaker:
-    """Calls the recipe's code, and checks its result. Raises RecipeError."""
+    """Calls the recipe's code and checks its result. Raises RecipeError."""
 
     def __init__(self, model: OwnModel):
         (self.extension,) = BLOCK.named(model.block, model.options)
@@ -110,7 +110,7 @@ class BlockMaker:
 
 
 def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a block that cannot be sharded, saved or moved, with what to do."""
+    """Yield the parts of a block that cannot be sharded, saved or moved, with a remedy for each."""
     names = dict(block.named_parameters(remove_duplicate=False))
     if len(names) != len(list(block.parameters())):
         yield "parameters include one under two names", "give each place its own parameter"
@@ -135,12 +135,12 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 LossOfTokens = Callable[[Tensor, Tensor], Tensor]
-"""(logits (T, V), targets (T,)) -> each token's loss, (T,)."""
+"""Maps (logits (T, V), targets (T,)) to each token's loss, (T,)."""
 
 
 class OwnLinearLoss(LinearCrossEntropy):
-    """Returns the summed user-defined loss where gradients are computed; an evaluation uses cross-entropy. Logits exist
-    one chunk of tokens at a time, and once more in the backward."""
+    """Returns the summed user-defined loss if gradients are computed; evaluation uses cross-entropy. Logits exist for
+    one chunk of tokens at a time, and are recomputed in the backward pass."""
 
     def __init__(self, loss: LossOfTokens):
         super().__init__()
@@ -151,7 +151,7 @@ class OwnLinearLoss(LinearCrossEntropy):
             return super().forward(x_BSD, weight_VD, targets_BS)
         x_TD = x_BSD.flatten(0, -2)
         targets_T = targets_BS.flatten()
-        if not len(targets_T):  # a rank whose share of the samples is used up takes part with none
+        if not len(targets_T):  # a rank whose samples are used up takes part without any
             return F.linear(x_TD, weight_VD).sum()
         step = loss_chunk_tokens(weight_VD.shape[0])
         total = x_TD.new_zeros((), dtype=torch.float32)

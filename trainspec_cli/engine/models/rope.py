@@ -1,4 +1,4 @@
-"""Rotary position embeddings (arXiv:2104.09864), and their scaling to longer contexts.
+"""Rotary position embeddings (arXiv:2104.09864) and their scaling to longer contexts.
 
 Shapes: B samples, S tokens per sample, H heads, E rotated size.
 """
@@ -24,7 +24,7 @@ def rope_angles(
 
 
 def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of each head, the order that Hugging Face's llama uses."""
+    """Rotate the pairs (i, i + E/2) of each head, the pairing used in Hugging Face's llama."""
     seq_len = x_BSHE.shape[1]
     first, second = x_BSHE.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -32,10 +32,11 @@ def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """Return the factor on attention scores besides 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq. 22).
+    """Return the factor on attention scores in addition to 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq.
+    22).
 
     Published models multiply its square root into the rotated queries and keys, or, if only a part of the head is
-    rotated (DeepSeek-V3), the whole into the scores: the product is the same.
+    rotated (DeepSeek-V3), the full factor into the scores: the product is the same.
     """
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -43,7 +44,7 @@ def score_factor(scaling: RopeScaling | None) -> float:
 
 
 def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Slow the long waves by the factor and keep the short ones; between two bounds, blend linearly."""
+    """Slow down long waves by the factor and keep short ones; between two bounds, blend linearly."""
     if scaling.kind == "llama3":  # the bounds are wavelengths, blended in the turns within the original length
         turns = scaling.original_seq_len * frequencies / (2 * math.pi)
         kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

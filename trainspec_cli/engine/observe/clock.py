@@ -1,12 +1,12 @@
 """Measure the parts of a step's time.
 
-At any moment one part is running; entering a part pauses the one around it, so the parts always sum to the whole.
+Exactly one part runs at any moment; entering a part pauses the one around it, so the parts always add up to the total.
 
-On a GPU the marks are events on the compute stream, read only after the step: nothing waits for them. There the parts
-run in the order of the host's marks; collectives run on other streams and are not marked, so exposed communication
-stays inside forward and backward.
+On a GPU, the marks are events on the compute stream, read only after the step, so nothing waits for them. The parts run
+in the order of the host's marks; collectives run on other streams and are not marked, so exposed communication stays
+inside forward and backward.
 
-An exchange that another thread makes during the computation is not a part: on a CPU its begin and end are recorded, and
+An exchange that another thread runs during the computation is not a part: on a CPU, its begin and end are recorded and
 compared with the parts (`exchange_time`).
 """
 
@@ -27,7 +27,7 @@ from trainspec_cli.engine.digest import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.run.folder.event_types.events import PARTS
 
 Interval = tuple[float, float]
-"""(begin, end) in seconds of one clock."""
+"""(begin, end) in seconds, on the same clock."""
 Bounds = TypeVar("Bounds", int, float)
 
 
@@ -43,8 +43,8 @@ def union(intervals: Iterable[tuple[Bounds, Bounds]]) -> list[tuple[Bounds, Boun
 
 
 def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) -> tuple[float, float]:
-    """-> (seconds with at least one exchange in progress, those of them without compute); intervals may overlap, in any
-    order."""
+    """Return (seconds with at least one exchange in progress, seconds of these without compute); intervals may overlap
+    and be in any order."""
     going_on_s, both_s, busy_s = (
         sum(end - begin for begin, end in union(intervals))
         for intervals in (exchanges, [*exchanges, *computing], computing)
@@ -52,7 +52,7 @@ def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) 
     return going_on_s, both_s - busy_s
 
 
-# The main thread's time on a processor, and its time of waiting for one, as the kernel counts them (`schedstat`).
+# The main thread's time on a processor and its time waiting for one, as counted by the kernel (`schedstat`).
 
 
 SCHEDULED = "/proc/self/schedstat"
@@ -60,8 +60,8 @@ LINE_BYTES = 80
 
 
 class ProcessorClock:
-    """Opened by the process that it measures: a forked one opens its own. On other systems than Linux all values are
-    0."""
+    """Opened by the process that it measures; a forked process opens its own. On systems other than Linux, all values
+    are 0."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -70,7 +70,7 @@ class ProcessorClock:
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds that the main thread has run, seconds that it was runnable and had no processor)."""
+        """Return (seconds that the main thread has run, seconds that it was runnable but had no processor)."""
         if self._descriptor < 0:
             return 0.0, 0.0
         ran_ns, queued_ns, _ = os.pread(self._descriptor, LINE_BYTES, 0).split()
@@ -86,11 +86,11 @@ COMPUTING = ("forward", "backward", "optimizer")
 
 
 class QueuedTime(NamedTuple):
-    """Time of a step while the main thread was runnable and had no processor."""
+    """Time in a step while the main thread was runnable but had no processor."""
 
     own_s: float
     exposed_s: float
-    """In exposed communication; `own_s` in all other parts."""
+    """The time in exposed communication; `own_s` is that in all other parts."""
 
 
 class StepClock:
@@ -113,7 +113,7 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`, one of `PARTS`."""
+        """Count the time in the block as `name`, one of `PARTS`."""
         self._close_segment()
         self._running.append(name)
         try:
@@ -148,7 +148,8 @@ class StepClock:
         self._beside.append((begin_s, end_s))
 
     def restart(self) -> None:
-        """Discard the time since the last `cut`, for example of an evaluation, which belongs to no step."""
+        """Discard the time since the last `cut`, for example that of an evaluation, which does not belong to any
+        step."""
         self._marks.clear()
         self._beside.clear()
         self._last = mark(on_gpu=self.on_gpu)
@@ -175,17 +176,17 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Segments:
-    """The marks of a step; their times are read from the device late."""
+    """The marks of a step; their times are read from the device later."""
 
     marks: list[tuple[str, Mark]]
-    """The part that ran from each mark on."""
+    """Each mark, with the part that started there."""
     end: Mark
     beside: Sequence[Interval]
     queued: QueuedTime
 
     def exchange_time(self) -> tuple[float, float] | None:
-        """Return the duration of the step's exchanges and the exposed part of it; None where none overlapped with
-        compute, so that all of it was exposed."""
+        """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
+        so that all of it was exposed."""
         if not self.beside:
             return None
         waiting = list[Interval]()

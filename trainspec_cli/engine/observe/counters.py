@@ -1,8 +1,9 @@
-"""Counters of the operating system and the interpreter for this process, read at a step's end every few steps.
+"""Counters of the operating system and the interpreter for this process, read at the end of a step, every few steps.
 
-The main thread makes the step: the kernel counts its processor time (`schedstat`), for how long a quota throttled its
-control group (`cpu.stat`), pages read back from disk, and losses of its connections (`TCP_INFO`). The interpreter
-reports garbage collection. A counter that this system does not have is 0; where 0 could be a real value, it is omitted.
+The main thread runs the step: the kernel counts its processor time (`schedstat`), how long a quota throttled its
+control group (`cpu.stat`), pages read back from disk, and packet losses on its connections (`TCP_INFO`). The
+interpreter reports garbage collection. A counter that this system does not have is 0; if 0 could be a real value, it is
+omitted.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from trainspec_cli.run.folder.event_types.events import ConnectionCounts, Counte
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
-"""The shortest interval between readings: reading and writing take a thousandth of it."""
+"""The shortest interval between readings: reading and writing the counters takes a thousandth of it."""
 REMEMBERED_STEPS = 8
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Sums the processor time of the interpreter's garbage collection, without that of other processes."""
+    """Sums the processor time of this interpreter's garbage collection, without the time of other processes."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -71,7 +72,7 @@ class GarbageClock:
 
 @dataclass(frozen=True)
 class Counts:
-    """The current values of counters that only grow."""
+    """The current values of counters that only increase."""
 
     cpu_s: float = 0.0
     throttled_s: float = 0.0
@@ -84,13 +85,14 @@ class Counts:
     allocator_retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return the growth of each; 0 where a counter was set back, as a virtual machine's may be when it moves."""
+        """Return the growth of each counter; 0 if a counter was reset, which can happen when a virtual machine
+        migrates."""
         return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
 
 
 @dataclass
 class Window:
-    """The steps since the counters were read last."""
+    """The steps since the counters were last read."""
 
     before: Counts
     began_s: float
@@ -98,9 +100,9 @@ class Window:
     samples: int = 0
     tokens: int = 0
     attended: int = 0
-    """The sum of the squares of the lengths within which tokens attend to one another."""
+    """The sum of the squared lengths within which tokens attend to one another."""
     agreed_s: float = math.inf
-    """The least duration of the exchange that ends each step."""
+    """The shortest duration of the exchange that ends each step."""
     own_s: float = 0.0
     queued_s: float = 0.0
 
@@ -136,7 +138,7 @@ class StepCounters:
         micro_batches: Sequence[MicroBatch],
         agreement: tuple[float, float],
     ) -> CountersEvent | None:
-        """Record a step; return the counts of the window that ends with it, if one does.
+        """Record a step; return the counts of the window that ends with it, if any.
 
         `agreement`: the seconds of the exchange that ends each step, and the Unix time when this rank left it.
         """
@@ -175,7 +177,7 @@ class StepCounters:
 
     def _counts(self) -> Counts:
         ticks = _read("/proc/stat").partition("\n")[0].split()
-        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # of some process of the node
+        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # of any process on the node
         dynamo = sys.modules.get("torch._dynamo.utils")  # not imported for this: it takes seconds
         return Counts(
             cpu_s=self._processor.read()[0],
@@ -204,7 +206,7 @@ def window_steps(step_s: float) -> int:
 
 
 def throttled_s() -> float:
-    """Return for how long quotas have throttled the control group of this process, and those above it."""
+    """Return how long quotas have throttled the control group of this process and its ancestors."""
     total_s = 0.0
     for folder in _control_groups("cpu"):
         for line in _read(folder / "cpu.stat").splitlines():
@@ -215,12 +217,12 @@ def throttled_s() -> float:
 
 
 THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
-"""The name in `cpu.stat` -> its unit in seconds, of control groups of version 2 and 1."""
+"""Maps the name in `cpu.stat` to its unit in seconds, for control groups v2 and v1."""
 LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
 def available_bytes() -> int | None:
-    """Return the memory that this process may still allocate: the least of the node's and of its control groups'."""
+    """Return the memory that this process may still allocate: the minimum of the node's and its control groups'."""
     free = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
     left = [int(free[0]) * 1024] if free else []
     for folder in _control_groups("memory"):
@@ -232,8 +234,8 @@ def available_bytes() -> int | None:
 
 
 def _control_groups(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and those above it, without the root. A process may be moved
-    to another group at any time."""
+    """Return the folders of this process's control group and its ancestors, without the root. A process may be moved to
+    another group at any time."""
     for line in _read("/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -249,7 +251,7 @@ def _control_groups(controller: str) -> list[Path]:
 
 
 def _read(path: Path | str) -> str:
-    """Return the text of a small file of the kernel; empty where this system has none."""
+    """Return the text of a small kernel file; empty if this system does not have it."""
     with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - faster with a str
         return file.read()
     return ""
@@ -257,24 +259,24 @@ def _read(path: Path | str) -> str:
 
 # Counters of this process's connections: bytes, retransmitted segments and round-trip times, from the kernel.
 #
-# Both ends of a connection know it by the same two addresses, so that a reader of all ranks' counts can find the ranks
-# of each connection.
+# Both ends identify a connection by the same two addresses, so a reader of all ranks' counts can find the ranks of each
+# connection.
 
 
 TIMEOUTS_OFFSET = 240
 """`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""
 NEEDLESS_OFFSET = 216
-"""`tcpi_dsack_dups`, since Linux 4.19: segments that had arrived when they were retransmitted; a process without a
-processor acknowledges them too late."""
+"""`tcpi_dsack_dups`, since Linux 4.19: segments that had already arrived when they were retransmitted; a process that
+is not scheduled acknowledges them too late."""
 FIELDS = struct.Struct("=68xI28xI52xI8xQ24xQQ")
 """From `struct tcp_info`: round-trip time in us, retransmitted segments, data segments, busy time in us, bytes sent,
 bytes retransmitted."""
 COUNTED = 2**32
-"""The kernel counts segments up to this, and then from 0."""
+"""The kernel's segment counters wrap around to 0 at this value."""
 LISTED_EVERY = 16
-"""Connections are searched again after this number of windows; most are opened at a run's start."""
+"""Number of windows after which connections are searched for again; most are opened when a run starts."""
 REPORTED = 6
-"""The number of connections that are reported: those that sent most."""
+"""Number of connections to report: those that sent the most."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ class ConnectionCounter:
         self._before: dict[Connection, ConnectionState] = {}
 
     def cut(self) -> tuple[ConnectionCounts, ...]:
-        """Return the counts since the last call, of the connections that sent most."""
+        """Return the counts since the last call for the connections that sent the most."""
         if self._cuts % LISTED_EVERY == 0:
             self._find()
         self._cuts += 1
@@ -330,7 +332,7 @@ class ConnectionCounter:
 
 
 def ends_of(descriptor: int) -> tuple[str, str]:
-    """Return the addresses of both ends; empty texts if it is closed."""
+    """Return the addresses of both ends; empty strings if it is closed."""
     with suppress(OSError), borrow(descriptor) as end:
         return _shown(end.getsockname()), _shown(end.getpeername())
     return "", ""
@@ -352,21 +354,21 @@ def state_of(connection: Connection) -> ConnectionState | None:
     return ConnectionState(rtt_us / 1e6, resent - needless, segments, sent - again, busy_us / 1e6, timeouts)
 
 
-# The device of this rank: its name, its speed, its memory in use.
+# The device of this rank: its name, its speed and its memory use.
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Sizes of a layer's products, forward and backward. CPUs differ in them, tenfold in a format without native
+"""Sizes of a layer's products, forward and backward. CPU speeds vary with the size, tenfold in a format without native
 support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
-"""Number of rounds for each size, each of at least one product; the best counts."""
+"""Number of rounds for each size, each of at least one product; the best round counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after this many seconds, and no size is measured whose product takes longer: a CPU without bf16 makes
-about 1 GFLOP per second in it."""
+"""No round begins after this many seconds, and sizes whose product takes longer are not measured: a CPU without native
+bf16 achieves about 1 GFLOP/s in it."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +384,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
+    """Return the best rate of a square matrix product, with all ranks of the node measuring at the same time."""
     best = 0.0
     products = PRODUCTS[:1] if on_chip(device) else PRODUCTS
     limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
@@ -390,7 +392,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
         rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
         products = (products[rates.index(max(rates))],)
         best = max(best, *rates)
-        if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # of the next size, which is twice as large
+        if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # the next size is twice as large
             break
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
@@ -412,9 +414,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds of a call in the fastest round, after one call that does not count. A round makes calls for
-    `round_s` seconds, at least one, so that load of other programs has little effect. Only the first may begin after
-    `limit_s`."""
+    """Return the seconds per call in the fastest round, after one call that does not count. A round makes calls for
+    `round_s` seconds, at least one, so that load from other programs has little effect. Only the first round may begin
+    after `limit_s`."""
     call()
     quickest = math.inf
     began_s = time.perf_counter()
@@ -435,7 +437,7 @@ def quickest_s(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that this process may still allocate: on a GPU all that is free, on a host its part of it."""
+    """Return the memory that this process may still allocate: on a GPU all free memory, on a host its part of it."""
     if on_chip(device):
         return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -447,22 +449,22 @@ def device_allocations(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the allocator's peak on a GPU, the resident peak of this process on a CPU."""
+    """Return the allocator's peak on a GPU, or this process's peak resident memory on a CPU."""
     if on_chip(device):
         return torch.accelerator.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-# Watch this rank's memory from step to step, and report a leak once, while the run is still alive.
+# Watch this rank's memory from step to step, and report a leak once, while the run is still going.
 
 
 SETTLING_STEPS = 10
-"""The first steps, which allocate memory that later ones reuse."""
+"""Number of first steps, which allocate memory that later ones reuse."""
 
 
 class MemoryWatch:
-    """Takes a reading every few steps, so that a window spans a fraction of the run, whatever its length."""
+    """Takes a reading every few steps, so that a window spans a fixed fraction of the run, whatever its length."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device = device
@@ -470,7 +472,7 @@ class MemoryWatch:
         self._first_step = first_step + SETTLING_STEPS
         self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
         self._readings = defaultdict[str, deque[tuple[int, float]]](lambda: deque(maxlen=WINDOW))
-        """(step, bytes used) by the kind of memory."""
+        """(step, bytes used) by kind of memory."""
         self._sizes = set[int]()
         self._process = psutil.Process()
 

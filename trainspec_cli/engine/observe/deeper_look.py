@@ -1,7 +1,7 @@
-"""A profile of this rank for a few steps (a deeper look), when the supervisor requests it because of a new verdict.
+"""Profile this rank for a few steps (a deeper look) when the supervisor requests it because of a new verdict.
 
-A thread waits for the request, which costs the steps nothing. During the profile torch's profiler runs over whole
-steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
+A thread waits for the request, which costs the steps nothing. During the profile, torch's profiler runs over complete
+steps, and the thread samples the stack; the result is an event and a trace in the run folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainspec_cli.run.folder.event_types.events import LookEvent, WarningEvent
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 
-# Torch's profiler over a few steps: which operations take the time, and a trace that is kept small.
+# Run torch's profiler over a few steps: find which operations take the time, and keep the trace small.
 
 
 MOST_OPERATIONS = 200_000
@@ -55,7 +55,7 @@ Span = tuple[int, int]
 
 
 class Operation(NamedTuple):
-    """An operation as torch's profiler recorded it; times in ns, Unix time."""
+    """An operation as recorded by torch's profiler; times in ns, Unix time."""
 
     name: str
     begin_ns: int
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 
 
 def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime, ...]:
-    """Return the operations with the most self time; those of the device if it has any, else the host's."""
+    """Return the operations with the most self time; those of the device if it has any, otherwise the host's."""
     on_device = any(one.on_device for one in operations)
     own_ns = defaultdict[str, int](int)
     calls = defaultdict[str, int](int)
@@ -85,8 +85,7 @@ def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime
 
 
 def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with its self time in ns (none of the operations that it calls runs); they are ordered by
-    their begin."""
+    """Return each operation with its self time in ns (without the operations that it calls), ordered by start time."""
     open_of = defaultdict[int, list[int]](list)
     found: list[tuple[Operation, int]] = []
     for one in operations:
@@ -108,7 +107,8 @@ def is_within(at_ns: int, spans: Sequence[Span]) -> bool:
 
 
 def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, most_bytes: int = TRACE_BYTES) -> str:
-    """Return the trace in the format of Perfetto and chrome://tracing: the longest operations, as many as fit."""
+    """Return the trace in the format of Perfetto and chrome://tracing: the longest operations, as many as fit in
+    `most_bytes`."""
     begin_ns = operations[0].begin_ns if operations else 0
     left = most_bytes - len(json_text(about, indent=None)) - 64
     drawn = []
@@ -137,16 +137,16 @@ POLL_S = 1.0
 LOOK_STEPS, LOOK_S = 3, 2.0
 """The most steps of a profile, and the seconds after which no further step is profiled."""
 STALLED_S = 1.0
-"""A rank that hangs makes no step: its stack is sampled for this time."""
+"""A hanging rank does not make steps, so its stack is sampled for this long."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes inside the program; py-spy samples these too."""
+"""Causes inside the program, for which py-spy takes samples too."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 
 
 class StepsInView:
-    """Torch's profiler over the profiled steps. The thread that trains creates it and adds the steps; the sampling
-    thread waits for the last."""
+    """Runs torch's profiler over the profiled steps. The training thread creates it and adds the steps; the sampling
+    thread waits for the last one."""
 
     def __init__(self, device: torch.device):
         began_s = time.perf_counter()
@@ -175,7 +175,7 @@ class StepsInView:
         self.is_over.set()
 
     def operations(self) -> list[Operation]:
-        """Return the recorded operations, ordered by their begin. Any thread may call it after the end."""
+        """Return the recorded operations, ordered by start time. Any thread may call this after the end."""
         results = self._profile.kineto_results
         events = islice(results.events(), MOST_OPERATIONS) if results is not None else ()
         found = [
@@ -192,13 +192,13 @@ class StepsInView:
 
 
 class DeeperLook(threading.Thread):
-    """Profiles this rank at the supervisor's request. The thread that trains calls `after_step` before the step's time
-    is cut."""
+    """Profiles this rank at the supervisor's request. The training thread calls `after_step` before the step's time is
+    cut."""
 
     def __init__(
         self, run_dir: RunDir, journal: Journal, supervisor: SupervisorConnection, rank: int, device: torch.device
     ):
-        """`rank`: among the ranks of all replica groups."""
+        """`rank`: this rank's number among those of all replica groups."""
         super().__init__(name="deeper look", daemon=True)
         self._run_dir = run_dir
         self._journal = journal
@@ -211,7 +211,7 @@ class DeeperLook(threading.Thread):
         self._begun: StepsInView | None = None
         """The steps of the current profile, or of the last one."""
 
-    # The thread that trains
+    # The training thread
 
     def after_step(self, step: int) -> None:
         self._step = step
@@ -219,12 +219,12 @@ class DeeperLook(threading.Thread):
             self._begun.add(step)
         elif self._is_wanted.is_set():
             self._is_wanted.clear()
-            is_free = not torch.autograd._profiler_enabled()  # the model's own code may profile: torch has one profiler
+            is_free = not torch.autograd._profiler_enabled()  # the model's code may profile; torch has one profiler
             self._begun = StepsInView(self._device) if is_free else None
             self._has_begun.set()
 
     def was_profiled(self, step: int) -> bool:
-        """Return whether this step was profiled: it took longer than usual."""
+        """Return whether this step was profiled, and so took longer than usual."""
         return self._begun is not None and 0 < self._begun.first_step <= step <= self._begun.last_step
 
     def close(self) -> None:
@@ -243,14 +243,14 @@ class DeeperLook(threading.Thread):
                 self._warn(str(error))
 
     def _warn(self, why: str) -> None:
-        """Record that there is no profile; a newer start that owns the run, or a full disk, prevents that too."""
+        """Record that there is no profile, unless a newer start owns the run or the disk is full."""
         with suppress(WorkerError, OSError):
             self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
 
     def _profile(self, order: LookOrder) -> None:
-        """Profile, and record the result; nothing if the run ends before."""
+        """Profile and record the result; record nothing if the run ends first."""
         view = None
-        if order.cause != "hang":  # a rank that hangs makes no step
+        if order.cause != "hang":  # a hanging rank does not make steps
             self._has_begun.clear()
             self._is_wanted.set()
             while not self._has_begun.wait(POLL_S / 4):

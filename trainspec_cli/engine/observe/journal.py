@@ -1,4 +1,4 @@
-"""A worker's journal: its events, and for rank 0 also the trackers of the recipe."""
+"""A worker's journal: its events and, on rank 0, also the recipe's trackers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCALARS = {
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """Return `step/loss`, `eval/heldout_loss`, and for a validation set `eval/NAME/loss`."""
+    """Return `step/loss`, `eval/heldout_loss` or, for a validation set, `eval/NAME/loss`."""
     names = SCALARS.get(event.type, ())
     found = {f"{event.type}/{name}": value for name, value in _numbers(event).items() if name in names}
     if isinstance(event, EvalEvent) and not isinstance(event.sets, Absent):
@@ -57,11 +57,11 @@ NO_REPORTS = {
     "wandb": {"WANDB_ERROR_REPORTING": "false"},
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
 }
-"""Trackers report their own use to their makers unless these variables disable it."""
+"""Variables that disable the trackers' usage reports to their makers."""
 
 
 def _send_no_reports(tracker: str) -> None:
-    """Disable it before the tracker is imported, unless the user has set the variable."""
+    """Disable usage reports before the tracker is imported, unless the user has set the variable."""
     for name, value in NO_REPORTS[tracker].items():
         os.environ.setdefault(name, value)
 
@@ -90,7 +90,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Offline in the run folder unless WANDB_MODE is set; a resumed run continues under the id of its folder."""
+    """Logs offline in the run folder unless WANDB_MODE is set; a resumed run continues under the id in its folder."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         _send_no_reports("wandb")
@@ -116,7 +116,7 @@ class WandbLog:
 
 
 class MlflowLog:
-    """The run in MLflow: in the run folder unless MLFLOW_TRACKING_URI names a server."""
+    """Logs to MLflow, in the run folder unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         _send_no_reports("mlflow")
@@ -149,7 +149,7 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
 
 
 class Journal:
-    """The events of one rank, in its own file. That of rank 0 is the run's log, whose events go to the trackers too.
+    """The events of one rank, in a separate file. Rank 0's file is the run's log, whose events also go to the trackers.
 
     A process of a replica group writes to a file of its group, and rank 0 of the group that leads writes the run's log
     as well.
@@ -189,7 +189,7 @@ class Journal:
             self._close_log()
 
     def write(self, event: Event) -> None:
-        """Raises WorkerError where a newer start owns the run."""
+        """Raises WorkerError if a newer start owns the run."""
         if isinstance(event, StartEvent):
             self._start = event
         if self._of_group is not None:
@@ -209,7 +209,7 @@ class Journal:
                 self._log.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
 
     def events_of(self, rank: int) -> Path:
-        """Return the file of a rank's events, of the same group where there are several."""
+        """Return the file of a rank's events, within the same group if there are several."""
         return self._run_dir.events(rank) if self._group is None else self._run_dir.group_events(self._group, rank)
 
     def _close_log(self) -> None:

@@ -1,10 +1,10 @@
 """Time exchanges by mesh axis: the transfer, without the wait for the last rank.
 
-In a sampled step the ranks of an exchange meet before it, at a barrier. The time that a rank waits there is how much
-earlier it arrived than the last one, which waits least. After it comes the transfer, of all ranks at once. Where every
-rank ends with the last byte, the least time of a rank in the whole exchange would be sufficient without a barrier; on
-gloo a rank with a slow outgoing link ends first, since the kernel buffers what it sends. Exchanges on a GPU run on
-separate streams, and are not timed.
+In a sampled step, the ranks of an exchange first meet at a barrier. The time that a rank waits there shows how much
+earlier it arrived than the last rank, which waits least. Then all ranks start the transfer at once. If every rank
+finished with the last byte, the shortest time of any rank in the complete exchange would suffice, without a barrier;
+but on gloo a rank with a slow outgoing link finishes first, since the kernel buffers what it sends. Exchanges on a GPU
+run on separate streams and are not timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPS = "groups"
 
 
 class LinkTimer:
-    """Called around each exchange of one process group, by all its ranks in the same way, with the bytes that a rank
+    """Called around each exchange of one process group, in the same way by all its ranks, with the bytes that a rank
     sends."""
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
@@ -43,7 +43,7 @@ class LinkTimer:
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
         """Count the block as exposed communication; yields whether it is timed, and must then be complete at its end.
-        That may not depend on the number of bytes, which differs between experts' ranks."""
+        This must not depend on the number of bytes, which differs between the experts' ranks."""
         with self._clock.collective():
             if sent_bytes is not None:
                 self._calls += 1
@@ -52,13 +52,13 @@ class LinkTimer:
                 return
             waited_s = self._meet()
             if not self._timed:
-                self._meeting_s = self._meet()  # nobody is late for a second one
+                self._meeting_s = self._meet()  # at a second barrier, no rank is late
             started_s = time.perf_counter()
             yield True
             self._timed.append((sent_bytes, time.perf_counter() - started_s, waited_s))
 
     def _meet(self) -> float:
-        """Wait for all ranks; return the seconds."""
+        """Wait for all ranks; return the seconds waited."""
         started_s = time.perf_counter()
         dist.barrier(self._group)
         return time.perf_counter() - started_s
@@ -69,7 +69,7 @@ class LinkTimer:
         self._timed.clear()
 
     def end(self) -> None:
-        """End a step: the next sampled one times the wanted number of its exchanges."""
+        """End a step, and set the stride so that the next sampled step times the wanted number of exchanges."""
         self._is_sampled, self._stride = False, max(1, -(-self._calls // TIMED_EXCHANGES))
 
     @property
@@ -79,7 +79,7 @@ class LinkTimer:
 
     @property
     def cost_s(self) -> float:
-        """Return the additional time of the sample: its barriers, and exchanges that are hidden otherwise."""
+        """Return the additional time that the sample took: its barriers, and exchanges that are otherwise hidden."""
         meetings_s = (len(self._timed) + 1) * self._meeting_s if self._timed else 0.0
         return meetings_s + (sum(seconds for _, seconds, _ in self._timed) if self._is_hidden else 0.0)
 
@@ -87,8 +87,8 @@ class LinkTimer:
 class LinkTimers:
     """The timers of a train state, by axis.
 
-    Each process group has its own timer, also where two groups have the same axis: at its barrier ranks meet in the
-    thread, and in the order, in which they call that group alone.
+    Each process group has its own timer, even if two groups have the same axis: ranks must meet at its barrier in the
+    same thread and order in which they call that group.
     """
 
     def __init__(self, clock: StepClock):
@@ -96,21 +96,23 @@ class LinkTimers:
         self._timers: dict[tuple[str, str], LinkTimer] = {}
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
-        """Bytes that this rank sends along each axis in a sampled step, and hidden by other work in any other."""
+        """Bytes that this rank sends along each axis in a sampled step, and that are hidden by other work in all other
+        steps."""
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """Given the number of updates: True if the next step is to be sampled; other replica groups learn that
-        before."""
+        """Given the number of updates: True if the next step is to be sampled; other replica groups are told in
+        advance."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
-        """Return the timer for the exchanges of `group`, one of this rank's along `axis`; the same one every time."""
+        """Return the timer for the exchanges of `group`, one of this rank's groups along `axis`; always the same
+        object."""
         if self._clock.on_gpu or group.size() == 1:
             return self._clock.collective
         key = axis, group.group_name
         return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
 
     def of_held_back(self, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return the timer for exchanges that overlap with other work except in sampled steps, which is the cost of
-        these."""
+        """Return the timer for exchanges that overlap with other work except in sampled steps, which is what such steps
+        cost."""
         time_exchange = self.of(axis, group)
 
         @contextmanager
@@ -133,7 +135,7 @@ class LinkTimers:
             timer.end()
 
     def note_across(self, sent_bytes: float, seconds: float, waited_s: float) -> None:
-        """Record an exchange between replica groups, all held back until they had met, which took `waited_s`."""
+        """Record an exchange between replica groups, which was held back until all had met; that took `waited_s`."""
         self._across = Transfer(sent_bytes, seconds, waited_s)
 
     def transfer(self, axis: str) -> Transfer:

@@ -1,7 +1,7 @@
 """User-defined callbacks and trackers: classes that receive a run's events, and cannot change its numbers.
 
-They get the events as in the run folder, and not the model; the state of the random generators is restored after each
-call. So a run trains the same bits with them and without.
+They get the same events as the run folder, but not the model; the state of the random generators is restored after each
+call. So a run's results are bit-identical with and without them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TRACKER_METHODS = ("record", "close")
 
 
 class OptionalCodeError(Exception):
-    """Raised where code that is marked `optional` has failed: the run continues without it."""
+    """Raised if code marked `optional` has failed; the run continues without it."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class RunFacts:
     """The run folder."""
     rank: int
     recipe: JsonObject
-    """The whole recipe, as plain values."""
+    """The full recipe, as plain values."""
 
 
 class OwnWatcher:
     """Passes events to a user-defined object that has methods for them."""
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
-        """`methods` are those called for an event, by its type; "" stands for all types."""
+        """`methods`: the methods called for an event, by its type; "" stands for all types."""
         self._extension = extension
         self._made = made
         self._methods = methods
 
     def record(self, event: Event) -> None:
-        """Raises WorkerError where the code fails, OptionalCodeError where the run continues without it."""
+        """Raises WorkerError if the code fails, or OptionalCodeError if the run continues without it."""
         method = self._methods.get(event.type) or self._methods.get("")
         if method is not None:
             self._call(f"at {event.type} of step {getattr(event, 'step', 0)}", lambda: method(event))
@@ -75,8 +75,8 @@ class OwnWatcher:
 
 
 def watchers_of(spec: RunSpec, run_dir: RunDir, rank: int) -> list[OwnWatcher]:
-    """Create the recipe's callbacks and trackers for this rank: rank 0 has all, the others those whose class says
-    `every_rank = True`. Raises RecipeError for invalid classes."""
+    """Create the recipe's callbacks and trackers for this rank: rank 0 has all of them, and the other ranks those whose
+    class sets `every_rank = True`. Raises RecipeError for invalid classes."""
     facts = RunFacts(run_dir.root.resolve(), rank, to_plain(spec))
     named = list(worker_code_of(spec))
     found = [_make_callback(extension, facts, spec) for extension in named if extension.kind is CALLBACK]

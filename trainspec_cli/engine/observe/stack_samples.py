@@ -1,7 +1,7 @@
 """Samples of a thread's stack, and the lines of code that most of them share.
 
-The process samples itself, so a thread that holds the interpreter lock in native code is seen when it releases the
-lock. If py-spy is installed (the extra `sampling`), it samples from outside.
+The process samples itself, so a thread that holds the interpreter lock in native code is sampled only when it releases
+the lock. If py-spy is installed (the extra `sampling`), it samples from outside.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainspec_cli.recipe.results.verdict import CodeLine
 
 PERIOD_S = 0.005
 MOST_SAMPLES = 4000
-"""The most samples."""
+"""Maximum number of samples."""
 MOST_FRAMES = 60
 NAMED_LINES = 3
 MOST_CHARACTERS = 120
@@ -77,7 +77,7 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 def is_in_exchange(files: Sequence[str]) -> bool:
     """Return whether a stack is in an exchange with other ranks, by the files of its frames, outermost first.
 
-    Only what the innermost line outside of libraries calls counts: torch's launcher, the parent of a forked worker, is
+    Only calls made by the innermost line outside libraries count: torch's launcher, the parent of a forked worker, is
     further out in every stack.
     """
     inner = list(takewhile(_is_library, reversed(files)))
@@ -86,8 +86,8 @@ def is_in_exchange(files: Sequence[str]) -> bool:
 
 
 def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ...]:
-    """Return the lines of most samples, most frequent first, as fractions of `total` samples. A line is the innermost
-    one outside of Python's library and torch."""
+    """Return the lines that occur in most samples, most frequent first, as fractions of `total` samples. A sample's
+    line is the innermost one outside Python's library and torch."""
     counts = Counter[Frame]()
     for sample in samples:
         own = [frame for frame in sample.stack if not _is_library(frame.file)]
@@ -110,7 +110,7 @@ def _is_library(file: str) -> bool:
 
 
 def _shown(file: str) -> str:
-    """Return the file from its outermost package on, as `trainspec_cli/engine/run/step.py`."""
+    """Return the file's path from its outermost package on, such as `trainspec_cli/engine/run/step.py`."""
     path = Path(file)
     root = path.parent
     while (root / "__init__.py").is_file():
@@ -138,7 +138,7 @@ class PySpy:
         return shutil.which("py-spy", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
 
     def samples(self, thread: int) -> list[StackSample]:
-        """Return the samples of a thread, by its native id. Raises OSError where py-spy was not allowed to read the
+        """Return the samples of a thread, by its native id. Raises OSError if py-spy was not allowed to read the
         process (`kernel.yama.ptrace_scope`)."""
         try:
             _, error = self._process.communicate(timeout=SPY_S + SPY_ENDS_S)

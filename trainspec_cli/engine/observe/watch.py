@@ -48,7 +48,8 @@ Late = TypeVar("Late", bound=LateStepEvent)
 
 TICK_S = 0.25
 STOPPED_S = 2.0
-"""A tick later than this means that the process or the whole machine was suspended; that time is not counted."""
+"""A tick that is later than this means that the process or the entire machine was suspended; that time is not
+counted."""
 REMEMBERED_STEPS = 100
 STACK_FRAMES = 30
 OTHERS_S = 5.0
@@ -67,7 +68,7 @@ class StepWatch(threading.Thread):
         first_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """With `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
+        """If `floor_s` is None, a step may take forever; if `first_s` is None, the first steps may."""
         super().__init__(name="watch", daemon=True)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
@@ -81,7 +82,7 @@ class StepWatch(threading.Thread):
         self._step = 0
         self._last_beat = time.monotonic()
         self._fresh = True
-        """The time since `_last_beat` is not a step's and is not learned from."""
+        """True if the time since `_last_beat` is not a step's, so that it is not learned from."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
         self._note_s = NOTE_S
@@ -103,7 +104,7 @@ class StepWatch(threading.Thread):
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
         """Allow the long limit during the block, for example for an evaluation, whose length is not learned from steps;
-        or any time, where others decide on it."""
+        or any time (`for_ever`), if others decide on it."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -131,8 +132,8 @@ class StepWatch(threading.Thread):
             if waited_s > self._stall_s:
                 self._stall_s = math.inf
                 event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
-                # A full disk or a newer start prevents this report, and then the report of the hang too, which ends the
-                # run nevertheless.
+                # A full disk or a newer start prevents this report, and then also the report of the hang, which ends
+                # the run nevertheless.
                 with suppress(OSError, WorkerError):
                     self._journal.write(event)
             if waited_s > self._note_s:
@@ -142,8 +143,8 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Record what the first step waits for: on rank 0, whose events are shown, and on each rank that waits for no
-        other."""
+        """Record what the first step waits for: on rank 0, whose events are shown, and on each rank that does not wait
+        for another."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:
@@ -156,7 +157,7 @@ class StepWatch(threading.Thread):
             self._journal.write(WarningEvent(step=self._step, message=message))
 
     def _report(self, waited_s: float) -> None:
-        """Report the hang; the first rank that has done so ends the run, and so does one that cannot write its
+        """Report the hang; the first rank that has done so ends the run, as does a rank that cannot write its
         report."""
         ends = True
         try:
@@ -235,7 +236,7 @@ def whereabouts(thread: int) -> StackPosition:
 
 
 DATA = "its data"
-"""What a rank waits for while its batch is not read yet."""
+"""What a rank waits for while its batch has not been read yet."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 """The file whose `take` waits for the thread that reads batches."""
 
@@ -263,7 +264,7 @@ def recorded_collectives() -> Iterator[Any]:
 def describe(
     reports: dict[int, HangEvent], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
-    """-> (what happened, every rank's stack)."""
+    """Return (what happened, every rank's stack)."""
     places = {rank: Whereabouts(event.waiting, event.collectives) for rank, event in reports.items()}
     late, why = find_late(places, world_size)
     waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)

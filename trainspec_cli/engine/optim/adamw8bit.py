@@ -1,10 +1,10 @@
-"""AdamW with both moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), in plain operations of torch.
+"""AdamW with both moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), in plain torch operations.
 
-A moment is the code of each value, by the paper's dynamic map, and an fp32 scale for each block of a row: its largest
-magnitude. Blocks end with rows, so that a block lies on one rank wherever rows are spread: every ZeRO layout has the
-same blocks, computes the same update, and reads the others' checkpoints.
+A moment is stored as a code for each value, using the paper's dynamic map, and an fp32 scale for each block of a row,
+which is the block's largest magnitude. Blocks end with rows, so a block is on one rank however rows are spread: every
+ZeRO layout has the same blocks, computes the same update, and can read the others' checkpoints.
 
-Shapes: R rows, C values of a row, N blocks of a row, K values of a block.
+Shapes: R rows, C values per row, N blocks per row, K values per block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
 
 EXPONENTS = 7
-"""Powers of ten that the map covers."""
+"""Number of powers of ten that the map covers."""
 CHUNK_VALUES = 2**24
 """The number of values that are updated at a time, in fp32."""
 
@@ -35,16 +35,16 @@ def is_quantised(share: Share) -> bool:
 
 
 def row_dim(shape: torch.Size) -> int:
-    """Return the first dimension of a row: of stacked matrices (experts) the last, else the second, so that a filter
-    is a row."""
+    """Return the first dimension of a row: the last for stacked matrices (experts), otherwise the second, so that a
+    filter is a row."""
     return 2 if len(shape) == 3 else 1
 
 
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
-    """Return the 256 values of the dynamic tree of 8 bits, in order (arXiv:2110.02861, section 1.3).
+    """Return the 256 values of the 8-bit dynamic tree, in order (arXiv:2110.02861, section 1.3).
 
-    Each power of ten from 1e-7 to 1 has twice as many as the one below, evenly spread: the magnitudes' bits after the
-    exponent; those without a sign have one bit more. 0 and 1 are added.
+    Each power of ten from 1e-7 to 1 has twice as many values as the one below, evenly spread: they are the magnitude
+    bits after the exponent; unsigned maps have one bit more. 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
@@ -57,11 +57,11 @@ def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Codebook:
-    """The values of the codes for quantised moments."""
+    """The code values for quantised moments."""
 
     values: Tensor
     borders: Tensor
-    """The limits between neighbouring values: above a limit the upper value is nearer."""
+    """The borders between neighbouring values: above a border, the upper value is nearer."""
     signed: bool
 
     @staticmethod
@@ -72,8 +72,8 @@ class Codebook:
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes_RC of uint8, scales_RN): the code of each value is that of the nearest in the map.
 
-        Without a sign, only a block of zeros becomes 0: the root of a second moment divides the first, which may not be
-        0 in the same element.
+        In an unsigned map, values become 0 only in a block of zeros: the root of the second moment divides the first,
+        which may be nonzero in the same element.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)
@@ -88,13 +88,13 @@ class Codebook:
 
 
 def _blocks(x_RC: Tensor) -> Tensor:
-    """Return x by blocks, the last of a row filled up with zeros."""
+    """Return x in blocks, with the last block of each row padded with zeros."""
     missing = -x_RC.shape[1] % BLOCK
     return (F.pad(x_RC, (0, missing)) if missing else x_RC).unflatten(1, (-1, BLOCK))
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Trains groups with a rule with moments of 8 bits, and the others by plain AdamW."""
+    """Trains the groups that have a rule with 8-bit moments, and the others with plain AdamW."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr, betas, eps)
@@ -129,7 +129,7 @@ class AdamW8bit(GuardedOptimizer):
                 self._update_rows(chunk, state["step"], group, guard)
 
     def _update_rows(self, rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
-        """Update some rows of the weight and its moments in place, as arXiv:1711.05101 does, in fp32."""
+        """Update some rows of the weight and its moments in place, as in arXiv:1711.05101, in fp32."""
         beta1, beta2 = group["betas"]
         gradient = rows["gradient"] / guard.scale
         first_book, second_book = self.books

@@ -1,11 +1,11 @@
 """Muon (K. Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982).
 
-The momentum of each matrix inside of a block is orthogonalised by Newton-Schulz steps, and scaled so that an update is
-as large, by root mean square, as AdamW's usually is: all else trains by AdamW at the same rate and weight decay. Newton
-and Schulz need whole matrices. Where ranks hold parts, each gets some matrices whole, and sends their parts back.
-Experts that are stacked are matrices each. Small matrices of one shape are multiplied as one stack: six layers of
-256 x 704 take 42 ms on a core with AMX, and 55 ms one by one. The steps are computed in bf16 on a GPU, and on a CPU in
-the format of the run: in fp32 they take 180 ms.
+The momentum of each matrix inside a block is orthogonalised by Newton-Schulz steps, and scaled so that an update has
+the same root mean square as AdamW's usually has: all other parameters train with AdamW at the same rate and weight
+decay. Newton-Schulz steps need full matrices. If ranks hold parts, each rank gathers some full matrices and sends their
+parts back. Stacked experts count as separate matrices. Small matrices of one shape are multiplied as one stack: six
+layers of 256 x 704 take 42 ms on a core with AMX, and 55 ms one by one. The steps are computed in bf16 on a GPU, and in
+the run's format on a CPU: in fp32 they take 180 ms.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SMALLEST_NORM = 1e-7
 RMS = 0.2
-"""Root mean square of an update of AdamW (arXiv:2502.16982, section 2.2)."""
+"""Root mean square of an AdamW update (arXiv:2502.16982, section 2.2)."""
 
 
 def is_hidden_matrix(share: Share) -> bool:
-    """Return whether a parameter is a matrix inside of a block, or a stack of them; the taps of convolutions, which mix
-    no channels, and stacked biases are not."""
+    """Return whether a parameter is a matrix inside a block, or a stack of matrices; convolution taps, which do not mix
+    channels, and stacked biases are not."""
     *owner, leaf = share.name.split(".")
     depthwise = any(part.startswith("conv_") for part in owner)
     return owner[:1] == ["blocks"] and len(share.full_shape) in (2, 3) and not leaf.endswith("bias") and not depthwise
@@ -39,7 +39,7 @@ def is_hidden_matrix(share: Share) -> bool:
 
 @torch.no_grad()
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Return about U V^T of a matrix U S V^T, or of each of a stack, computed in its dtype."""
+    """Return approximately U V^T for a matrix U S V^T, or for each matrix of a stack, computed in its dtype."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
@@ -52,7 +52,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates the groups with that rule by Muon; `shares` are those of their parameters, in order."""
+    """Updates the groups with this rule by Muon. `shares`: the shares of their parameters, in order."""
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class Muon(GuardedOptimizer):
 
 
 def _splits_of_matrix(share: Share) -> tuple[Split, ...]:
-    """Return the splits that divide single matrices; those of a stack leave them whole."""
+    """Return the splits that divide single matrices, excluding those that only divide a stack."""
     return tuple(split for split in share.splits if split.dim >= len(share.full_shape) - 2)
 
 
 def _orthogonalise_alike(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalise matrices, or stacks, of one shape together."""
+    """Orthogonalise matrices or stacks of the same shape together."""
     if len(matrices) <= 1:
         return [orthogonalise(matrix) for matrix in matrices]
     return list(orthogonalise(torch.stack(list(matrices)).flatten(0, -3)).view(-1, *matrices[0].shape))
 
 
 def _batches(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield shares of one shape that the same ranks hold: for each rank one, or several if they are small."""
+    """Yield shares of the same shape that the same ranks hold: one for each rank, or several if they are small."""
     by_kind: dict[tuple[object, ...], list[Share]] = {}
     for share in shares:
         groups = tuple(split.group.group_name for split in _splits_of_matrix(share))

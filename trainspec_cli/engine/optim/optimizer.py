@@ -1,6 +1,6 @@
-"""The optimizer of an OptimSpec, and one guarded update: clip by the global norm, skip where anything is not finite.
+"""The optimizer of an OptimSpec and a guarded update: clip by the global norm, and skip if anything is not finite.
 
-Both happen inside the fused kernel, through the two tensors that it takes for mixed precision: `grad_scale` divides
+Both are done inside the fused kernel, through the two tensors that it accepts for mixed precision: `grad_scale` divides
 every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide. Optimizers
 written here (`whole.py`) take the same two.
 """
@@ -23,7 +23,7 @@ from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """One kernel for all parameters, including clipping and the guard (`guarded_update`)."""
+    """Return AdamW in one kernel for all parameters, including clipping and the guard (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
@@ -39,10 +39,10 @@ def build_optimizer(
     time: TimeCollective = untimed,
     compute: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the recipe; matrices decay, norms and biases do not.
+    """Return the recipe's optimizer; weight decay applies to matrices, not to norms and biases.
 
-    `moment_like` makes the state of a parameter from a tensor of its shape and dtype; `time` is called around exchanges
-    that an update makes; `compute` is the format of the run's matrix products, and of muon's.
+    `moment_like` creates a parameter's state from a tensor of its shape and dtype; `time` is called around the
+    exchanges of an update; `compute` is the format of the run's matrix products, including muon's.
     """
     betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
@@ -61,7 +61,7 @@ def build_optimizer(
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     optimizer: torch.optim.AdamW = adamw(groups, lr=optim.lr, betas=betas, eps=optim.eps)
-    # The moments that the first update would make: a checkpoint can be loaded before any update.
+    # Create the moments that the first update would create, so that a checkpoint can be loaded before any update.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_adamw(parameter, moment_like)
@@ -69,7 +69,7 @@ def build_optimizer(
 
 
 def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
-    """Return torch's groups of parameters: matrices decay, norms and biases do not."""
+    """Return torch's parameter groups; weight decay applies to matrices, not to norms and biases."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
     groups: list[Group] = [
@@ -80,7 +80,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers that update some parameters by another rule, and those parameters; all others train by AdamW."""
+"""Optimizers that update some parameters by another rule, with a test for these parameters; all others use AdamW."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """This rank's share of the gradients' squared Euclidean norm (fp64): the ranks' shares sum to it. Each part counts
-    once, however many ranks hold it."""
+    """Return this rank's share of the gradients' squared Euclidean norm (fp64); the ranks' shares sum to the norm. Each
+    part counts once, however many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:
@@ -113,7 +113,7 @@ def squared_norm(shares: Sequence[Share]) -> Tensor:
 def guarded_update(
     optimizer: torch.optim.Optimizer, shares: Sequence[Share], norm: Tensor, loss: Tensor, clip_norm: float | None
 ) -> Tensor:
-    """Update the parameters; -> 1.0 if the update was skipped, else 0.0.
+    """Update the parameters; return 1.0 if the update was skipped, otherwise 0.0.
 
     `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides in the same way.
     """

@@ -1,6 +1,6 @@
-"""Assemble whole matrices from the parts that ranks hold, each on one rank, and send the parts back to the ranks.
+"""Assemble full matrices, each on one rank, from the parts that ranks hold, and send the parts back to the ranks.
 
-Of as many matrices as ranks hold parts, each rank gets one: the work on them is divided among the ranks, and a rank
+If n ranks hold parts of n matrices, each rank gets one full matrix: the work is divided among the ranks, and each rank
 receives as much as it sends.
 """
 
@@ -21,10 +21,10 @@ from trainspec_cli.engine.shares import Split
 
 
 def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective) -> list[Tensor]:
-    """Return the whole matrices of this rank, assembled from every rank's `parts`.
+    """Return this rank's full matrices, assembled from every rank's `parts`.
 
-    `splits[i]` says how matrix i is split, innermost first, over the same groups for all; rank r of a group gets every
-    matrix with number r, counted round robin. Called together by the ranks of the groups.
+    `splits[i]`: how matrix i is split, innermost first, over the same groups for all matrices; rank r of a group gets
+    every matrix with number r, counted round robin. Called collectively by all ranks of the groups.
     """
     if not splits or not splits[0]:
         return list(parts)
@@ -48,7 +48,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
 def scatter_own(
     wholes: Sequence[Tensor], like: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective
 ) -> list[Tensor]:
-    """Return this rank's parts, with the shapes of `like`, of the matrices that `gather_own` gave to the ranks."""
+    """Return this rank's parts, shaped like `like`, of the matrices that `gather_own` gave to the ranks."""
     if not splits or not splits[0]:
         return list(wholes)
     group = splits[0][0].group
@@ -105,10 +105,11 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Guard:
-    """Whether an update is skipped, and the divisor of the gradients; on the device, so that the host never waits."""
+    """Whether an update is skipped, and the divisor of the gradients, both on the device, so that the host never
+    waits."""
 
     skipped: Tensor
-    """True where something is not finite: then nothing changes."""
+    """True if something is not finite; then nothing changes."""
     scale: Tensor
 
     @staticmethod
@@ -126,13 +127,13 @@ class Guard:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Updates the groups that have a `rule` by `update_group`, and those without one by AdamW, in one kernel."""
+    """Updates the groups that have a `rule` with `update_group`, and the others with AdamW, in one kernel."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})
 
     def start_state(self, like: Callable[[Tensor], Tensor]) -> None:
-        """Make the state that the first update would make; `like` makes a tensor of zeros of another's shape."""
+        """Create the state that the first update would create; `like` makes a tensor of zeros with another's shape."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 start = self.start_rule if group["rule"] else start_adamw

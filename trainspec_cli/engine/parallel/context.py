@@ -1,11 +1,11 @@
 """Context parallelism: each rank holds a part of every sequence, and attention crosses the parts.
 
 Ring attention (arXiv:2310.01889) with the zigzag order of Llama 3 (arXiv:2407.21783): the sequence is cut into 2n
-chunks and rank r holds chunks r and 2n-1-r, so that the causal half weighs the same on each. Keys and values go round;
-each block's result is merged by its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all turns parts of the
-sequence into parts of the heads, plain attention runs, and another turns back.
+chunks and rank r holds chunks r and 2n-1-r, so that the causal half costs the same on each. Keys and values travel
+around the ring; each block's result is merged using its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all turns
+parts of the sequence into parts of the heads, plain attention runs, and another all-to-all reverses this.
 
-Shapes: B samples, S tokens of this rank, H heads, K key-value heads, E head size.
+Shapes: B samples, S tokens on this rank, H heads, K key-value heads, E head size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.layout import ContextMethod
 
 
 def held_positions(seq_len: int, method: ContextMethod, rank: int, size: int) -> Tensor:
-    """(S,) int64: which positions of the sequence a rank holds, in its own order."""
+    """Return (S,) int64: the positions of the sequence that a rank holds, in the rank's order."""
     if method == "ulysses":
         return torch.arange(seq_len).chunk(size)[rank]
     chunks = torch.arange(seq_len).chunk(2 * size)
@@ -63,7 +63,7 @@ class UlyssesCore(nn.Module):
 
 
 class RingCore(nn.Module):
-    """Causal attention over the whole sequence, of a zigzag part of it."""
+    """Causal attention of a zigzag part of the sequence over the full sequence."""
 
     def __init__(self, core: nn.Module, peers: Peers):
         super().__init__()
@@ -78,7 +78,7 @@ class RingCore(nn.Module):
 
 
 class ChunkPair(NamedTuple):
-    """The queries that meet the keys and values of a peer, as slices over the rank's two chunks."""
+    """The queries that attend to a peer's keys and values, as slices over the rank's two chunks."""
 
     queries: slice
     keys: slice
@@ -95,7 +95,8 @@ def _pair_of(rank: int, source: int, seq: int) -> ChunkPair:
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention on (B, H, S, E). Backward, the gradients of keys and values travel back to their rank."""
+    """Ring attention on (B, H, S, E). In the backward pass, the gradients of keys and values travel back to their
+    rank."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
@@ -106,7 +107,7 @@ class _Ring(torch.autograd.Function):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             part, part_log = _attend(q, travelling[0], travelling[1], pair, scale)
-            # Add the pair's attention to the sum, both weighted by their shares of the softmax's total.
+            # Add the pair's attention to the sum, each weighted by its share of the softmax's total.
             earlier_log = log_total[:, :, pair.queries]
             merged_log = torch.logaddexp(earlier_log, part_log)
             own_out = out[:, :, pair.queries].mul_((earlier_log - merged_log).exp()[..., None])
@@ -140,7 +141,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Passage:
-    """A send to the next rank of the ring and a receive from the previous one, during other computation."""
+    """A send to the next rank of the ring and a receive from the previous one, overlapping with computation."""
 
     def __init__(self, x: Tensor, peers: Peers):
         self._peers, self._sent, self._received = peers, x, torch.empty_like(x)
@@ -168,15 +169,15 @@ class _Passage:
 
 
 def _precise(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums over blocks: fp32 at least."""
+    """Return the dtype for sums over blocks: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-# One pair on the fused kernels that return the log-sum-exp
+# Run one pair on the fused kernels that return the log-sum-exp
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """Repeat each key-value head for the queries' heads that share it."""
+    """Repeat each key-value head for the query heads that share it."""
     return x.repeat_interleave(heads // x.shape[1], dim=1) if x.shape[1] != heads else x
 
 
@@ -198,7 +199,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pair: ChunkPair, scale: float | Non
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_total: Tensor, pair: ChunkPair, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq of the pair's queries, dk and dv of its keys), given the whole softmax's log-sum-exp."""
+    """Return (dq of the pair's queries, dk and dv of its keys), given the full softmax's log-sum-exp."""
     aten = torch.ops.aten
     kv_heads = k.shape[1]
     dout, q, out = (x[:, :, pair.queries].contiguous() for x in (dout, q, out))
@@ -227,14 +228,14 @@ def _attend_backward(
 
 # Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss.
 #
-# A model publishes which dimension of which parameter may be cut, and which modules are regions. Here the parameters
-# become smaller plain tensors, and hooks exchange the inputs and outputs of regions; the model's own code is unchanged.
+# A model publishes which dimension of each parameter may be cut, and which modules are regions. Here, the parameters
+# become smaller plain tensors, and hooks exchange the inputs and outputs of regions; the model's code is unchanged.
 
 
 def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, sequence_parallel: bool) -> list[str]:
-    """Cut `model` (on meta) in place, and add the place of each part to `cuts`, which has those of other axes. Return
-    the names of whole parameters whose gradient on a rank is only its share: inside regions always, outside them where
-    the sequence is cut."""
+    """Cut `model` (on meta) in place, and add the position of each part to `cuts`, which has those of other axes.
+    Return the names of uncut parameters whose gradient on a rank is only a partial sum: always for those inside
+    regions, and outside them if the sequence is cut."""
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         dim = next((dim for pattern, dim in model.tensor_cuts.items() if fnmatchcase(name, pattern)), None)
         if dim is None:
@@ -251,7 +252,8 @@ def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, seq
         return leave_region(output, peers, sequence_parallel)
 
     def embed_own_words(tokens_BS: Tensor) -> Tensor:
-        """Embed the words of this rank; the others' are zeros, and the sum over the ranks is the whole embedding."""
+        """Embed the words of this rank; other ranks' words become zeros, and the sum over the ranks is the full
+        embedding."""
         cut = cuts["embed.weight"]
         mine_BS = (tokens_BS >= cut.start) & (tokens_BS < cut.start + cut.size)
         row_BS = torch.where(mine_BS, tokens_BS - cut.start, 0)
@@ -283,7 +285,7 @@ class VocabularyCutChunk(nn.Module):
 
     @torch.compiler.disable
     def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (loss summed over the chunk, the same on every rank; this rank's d loss / d logits)."""
+        """Return (loss summed over the chunk, the same on every rank; this rank's d loss / d logits)."""
         counted_C = targets_C != IGNORED_TARGET
         mine_C = (targets_C >= self.cut.start) & (targets_C < self.cut.start + self.cut.size)
         index_C1 = torch.where(mine_C, targets_C - self.cut.start, 0)[:, None]

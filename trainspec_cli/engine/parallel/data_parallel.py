@@ -1,10 +1,10 @@
-"""Data parallelism: FSDP2 over the shard axes, an all-reduce across replicas in a hook.
+"""Data parallelism: FSDP2 over the shard axes, and an all-reduce across replicas in a hook.
 
-One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 plain FSDP, else HSDP. The hook
-allows the all-reduce to be timed, compressed or replaced by another transport. `comm.gradients` compresses both
-exchanges (`comm/compressed.py`). With NCCL they run on FSDP2's streams, with gloo in a thread (`gradient_sums.py`).
-Gradients are sums, never means: the loss is divided by the global number of tokens before the backward, which is exact
-however samples are divided over ranks.
+One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 is plain FSDP, and anything
+else is HSDP. The hook allows the all-reduce to be timed, compressed or replaced by another transport. `comm.gradients`
+compresses both exchanges (`comm/compressed.py`). With NCCL they run on FSDP2's streams, and with gloo in a thread
+(`gradient_sums.py`). Gradients are sums, never means: the loss is divided by the global number of tokens before the
+backward pass, which is exact however samples are divided over ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainspec_cli.engine.parallel.noise import Columns, Held, NoiseProbe
 
 Look = Callable[[Tensor], None]
 TimeExchange = Callable[[Purpose, str, dist.ProcessGroup], TimeCollective]
-"""(purpose, axis, group) -> the timer and byte counter of its exchanges."""
+"""Maps (purpose, axis, group) to the timer and byte counter of the group's exchanges."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class DataParallel:
     compute: torch.dtype
     reduce: torch.dtype
     free_after_forward: bool
-    """ZeRO-3; without it, parameters are gathered once a step."""
+    """ZeRO-3; without it, parameters are gathered once per step."""
     offload: bool
     """Shards, gradients and optimizer state are in host memory; the update runs there."""
     replicas: Peers
     time: TimeExchange
     noise: NoiseProbe
     held: Mapping[str, Held]
-    """How the gradient of each parameter is held, by its name."""
+    """How each parameter's gradient is held, by parameter name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
-    """None: parameters are gathered in the format of the computation."""
+    """None: parameters are gathered in the compute format."""
     sums: GradientSums | None = None
-    """The sums of gradients on gloo; None: FSDP2 and its hooks make them."""
+    """The gradient sums on gloo; None: FSDP2 and its hooks compute them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
-    """Routes of `sums`, by the axis of the shards (dp_shard or expert_shard); None where one rank has all."""
+    """Routes of `sums`, by shard axis (dp_shard or expert_shard); None if one rank has everything."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The errors of the modules' compressed exchanges; they are added here as they are sharded."""
+    """The errors of the modules' compressed exchanges, added here as the modules are sharded."""
     name: str = "stage0"
     """A name that distinguishes the exchanges of this module from those of others on the same rank."""
 
@@ -73,10 +73,11 @@ class DataParallel:
 def apply_data_parallel(
     model: Any, experts: Sequence[nn.Module], shard: DeviceMesh, expert_shard: DeviceMesh | None, how: DataParallel
 ) -> None:
-    """Shard `model` (on meta) in place; `experts`, where they are spread, over the axes that their spreading leaves."""
+    """Shard `model` (on meta) in place; `experts`, if they are spread, over the axes that their spreading leaves
+    free."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # Experts are few: if they do not divide over the ranks, each expert's rows do.
+            # There are few experts: if they do not divide evenly over the ranks, each expert's rows do.
             divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
             axis = "expert_shard"
             _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)
@@ -103,7 +104,7 @@ def _shard(
 
     @cache
     def columns() -> Columns:
-        """FSDP2 knows the parameters' names from the first forward on."""
+        """FSDP2 knows the parameters' names only once the first forward pass has started."""
         held = tuple(how.held[parameter._param_fqn] for parameter in trained(module))
         return Columns(ranks, sizes, held, experts=axis == "expert_shard")
 
@@ -117,7 +118,7 @@ def _shard(
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
     if over_shards is not None or over_replicas is not None:
         how.losses.append(ModuleLosses(module, group, how.replicas.group, over_shards, over_replicas))
-    if ranks > 1:  # over one rank the divisor is 1, and setting it costs a pass
+    if ranks > 1:  # over one rank the divisor is 1, and setting it costs a pass over the data
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     route = how.routes.get(axis)
@@ -147,7 +148,7 @@ def _sum_in_hooks(
     over_shards: CompressedSum | None,
     over_replicas: CompressedSum | None,
 ) -> None:
-    """Let FSDP2 sum over the shards, and a hook over the replicas: on a GPU during the backward."""
+    """Let FSDP2 sum over the shards and a hook over the replicas, on a GPU during the backward pass."""
 
     def sum_over_replicas(gradient: Tensor) -> None:
         if ranks == 1:
@@ -178,8 +179,9 @@ def _gather_compressed(
     group: dist.ProcessGroup,
     **_options: Any,
 ) -> None:
-    """Gather as FSDP2's all-gather does: matrices encoded, this rank's own too, so that all compute with the same
-    values; norms and biases unchanged. `columns`: (number, whether they are a matrix's), by parameter."""
+    """Gather like FSDP2's all-gather, with matrices encoded, including this rank's own, so that all ranks compute with
+    the same values; norms and biases are unchanged. `columns`: (number of columns, whether they are a matrix's), by
+    parameter."""
     sizes = [size for size, _ in columns]
     parts = list(zip(own.split(sizes), columns, strict=True))
     matrices = torch.cat([part for part, (_, is_matrix) in parts if is_matrix] or [own[:0]])
@@ -203,12 +205,12 @@ def _keep_for_this_stream(buffer: Tensor) -> None:
 
 
 class _TimedCollective:
-    """A collective of FSDP2 with a timer around it; on a CPU the call returns when it is done."""
+    """An FSDP2 collective with a timer around it; on a CPU, the call returns when it is done."""
 
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: it computes during the transfer, and so does not show a link's speed."""
+        """`encodes`: it computes during the transfer, so its time does not show a link's speed."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look
@@ -226,14 +228,14 @@ class _TimedCollective:
 
 
 class _NothingToReduce:
-    """A reduction over one rank: FSDP2 copies gradients together and the result to its destination. Here both are one
+    """A reduction over one rank: FSDP2 copies gradients together and the result to its destination. Here both use one
     buffer, and the second copy, of a tensor onto itself, does nothing."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the input, then for the output."""
+        """FSDP2 asks first for the input, then for the output."""
         if self._input is not None:
             output = self._input
             self._input = None
@@ -250,19 +252,19 @@ class _NothingToReduce:
 
 
 def exchange_in_backward(model: FSDPModule, exchange: bool) -> None:
-    """Set whether the following backwards exchange gradients or only accumulate them."""
+    """Set whether the following backward passes exchange gradients or only accumulate them."""
     model.set_requires_gradient_sync(exchange)
     model.set_is_last_backward(exchange)
 
 
 def keep_parameters(model: FSDPModule, keep: bool) -> None:
-    """Set whether the following backwards leave parameters gathered for the next micro-batch."""
+    """Set whether the following backward passes leave parameters gathered for the next micro-batch."""
     model.set_reshard_after_backward(not keep)
 
 
 def exchange_now(model: Any) -> None:
-    """Exchange the accumulated gradients, where weights' gradients came after their backward (split pipeline
-    schedules). FSDP2 has no public call for it; this is what torch's own pipeline schedules do (as of torch 2.13)."""
+    """Exchange the accumulated gradients if the weight gradients came after their backward pass (split pipeline
+    schedules). FSDP2 has no public call for this; torch's own pipeline schedules do the same (as of torch 2.13)."""
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -270,8 +272,7 @@ def exchange_now(model: Any) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for group in _groups_of(module):
-            # Gradients of a backward are in the format of the exchange, those that came after it in that of the
-            # computation.
+            # Gradients from a backward pass are in the exchange format, those that came after it in the compute format.
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
@@ -280,7 +281,7 @@ def exchange_now(model: Any) -> None:
 
 
 def abandon_passes(model: Any) -> None:
-    """Reset FSDP2 to the beginning of a step after passes that an error has interrupted; their gradients are lost."""
+    """Reset FSDP2 to the beginning of a step after an error has interrupted passes; their gradients are lost."""
     model.reset_iter_state()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -294,7 +295,7 @@ def abandon_passes(model: Any) -> None:
                 module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
 
 
-# FSDP2's own records. It has no public calls for them; this is how it copies gradients together as of torch 2.13.
+# FSDP2's own records. There are no public calls for them; this is how it copies gradients together as of torch 2.13.
 
 
 def _groups_of(module: Any) -> list[Any]:
@@ -318,25 +319,25 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _columns(parameter: Any, ranks: int) -> int:
-    """Return the columns of a parameter in a row: one that is cut along its first dimension is padded to whole rows on
-    each rank."""
+    """Return a parameter's columns in a row: a parameter that is cut along its first dimension is padded to whole rows
+    on each rank."""
     size: torch.Size = parameter._orig_size
     if parameter.fsdp_placement.dim or not size:
         return -(-size.numel() // ranks)
     return -(-size[0] // ranks) * size[1:].numel()
 
 
-# The errors of a module's compressed exchanges, as shares of its parameters: a form that fits any layout.
+# The errors of a module's compressed exchanges, as shares of its parameters, a form that suits any layout.
 #
 # Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
-# one layout. Their sum over the ranks is what the sums of gradients still lack, and has the shape of the gradients: a
-# rank's share of it moves to another layout as a moment does. There the rank keeps it for its own row, which no
-# exchange over shards encodes.
+# one layout. The sum of these errors over the ranks is what the gradient sums still lack, and has the shape of the
+# gradients: a rank's share of it moves to another layout like a moment. There the rank keeps it for its own row, which
+# no exchange over shards encodes.
 
 
 @dataclass(frozen=True)
 class ModuleLosses:
-    """The feedback of a module's exchanges of gradients on this rank, first over shards, then over replicas."""
+    """The feedback of a module's gradient exchanges on this rank, first over shards, then over replicas."""
 
     module: nn.Module
     shards: dist.ProcessGroup
@@ -346,8 +347,8 @@ class ModuleLosses:
 
     @torch.no_grad()
     def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with this rank's share of what the sums of its gradients lack, flat, in fp32. Called by
-        the ranks of both groups together."""
+        """Yield each parameter with this rank's share of what its gradient sums lack, flat, in fp32. Called
+        collectively by all ranks of both groups."""
         feedback = self.over_shards or self.over_replicas
         assert feedback is not None, "a module without feedback has lost nothing"
         own_N = torch.zeros(sum(self._sizes), device=feedback.committed.device)

@@ -1,9 +1,10 @@
 """Expert parallelism: each rank holds some of the experts, and tokens travel to their experts and back
 (arXiv:2006.16668).
 
-Ranks of ep see different tokens, so a routed token is sent once, to the rank that holds its expert. Experts stay whole.
+The ranks of ep process different tokens, so a routed token is sent once, to the rank that holds its expert. Experts are
+not split.
 
-Shapes: T tokens of this rank, K experts per token, M copies of tokens sorted by expert, E experts, N copies received, L
+Shapes: T tokens on this rank, K experts per token, M copies of tokens sorted by expert, E experts, N copies received, L
 experts held here (E / n), D hidden size.
 """
 
@@ -27,7 +28,8 @@ from trainspec_cli.recipe.keys.run import Recompute
 
 
 def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut]:
-    """Keep this rank's experts of `model` (on meta) in place; -> the place of each cut parameter in the whole one."""
+    """Keep only this rank's experts of `model` (on meta), in place; return the position of each cut parameter in the
+    full one."""
     cuts: dict[str, Cut] = {}
     names = {module: name for name, module in model.named_modules()}
     for mixture in model.expert_modules():
@@ -41,13 +43,13 @@ def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut
 
 
 Sort = Callable[[Tensor, Tensor, int], Any]
-"""Copies of tokens in their experts' order: (x_TD, indices_TK, num_experts) -> an object with x_MD, counts_E and
-`combine(y_MD, weights_TK)`, which puts them back."""
+"""Sorts copies of tokens by expert: (x_TD, indices_TK, num_experts) -> an object with x_MD, counts_E and `combine(y_MD,
+weights_TK)`, which puts them back."""
 
 
 class SpreadDispatch(nn.Module):
-    """Sort by expert; send to the experts' ranks; sort the received copies by expert again; and the reverse on the way
-    back."""
+    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; does the
+    reverse on the way back."""
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
@@ -75,7 +77,7 @@ class SpreadDispatch(nn.Module):
         return copies.combine(torch.cat((back_MD, dropped)), weights_TK)
 
     def _rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
-        """Send rows to their ranks; backward, their gradients come back."""
+        """Send rows to their ranks; in the backward pass, their gradients come back."""
         return exchange(x_MD, lambda x: self._swap_rows(x, sent, came), lambda dx: self._swap_rows(dx, came, sent))
 
     def _swap_rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
@@ -86,11 +88,11 @@ class SpreadDispatch(nn.Module):
 
 
 Splits = tuple[list[int], list[int]]
-"""Copies that go to each rank, and that come from each."""
+"""Numbers of copies sent to each rank and received from each rank."""
 
 
 def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
-    """The host waits for them, once."""
+    """Return the actual splits; the host waits for them once."""
     sent, came = torch.stack((counts_nL.sum(1), came_nL.sum(1))).tolist()
     return sent, came
 
@@ -101,11 +103,11 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
     return even, even
 
 
-# Linear layers that multiply in fp8, by torchao (extra `float8`): inputs and weights rounded to e4m3, gradients of
-# outputs to e5m2, one scale per tensor, sums in fp32 (arXiv:2209.05433).
+# Linear layers that multiply in fp8, using torchao (extra `float8`): inputs and weights are rounded to e4m3, output
+# gradients to e5m2, with one scale per tensor and sums in fp32 (arXiv:2209.05433).
 #
-# Parameters are unchanged: sharding, checkpoints and the optimizer see no difference. A rank's scales are those of its
-# own parts. On a CPU the rounding is exact and the product is one of fp32: correct numbers, but slow.
+# Parameters are unchanged: sharding, checkpoints and the optimizer see no difference. A rank's scales are computed from
+# its own parts. On a CPU, the rounding is exact and the product is computed in fp32: correct numbers, but slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
@@ -121,7 +123,7 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
             setattr(block.get_submodule(owner), leaf, Float8Linear.from_float(linear, config))
 
 
-# Activations that are computed again in the backward instead of being kept (arXiv:1604.06174).
+# Recompute activations in the backward pass instead of keeping them (arXiv:1604.06174).
 #
 # `full` keeps only a block's input. `selective` keeps the results of matrix products and attention and repeats the
 # cheap rest: norms, rotations, activation functions, casts.
@@ -146,7 +148,7 @@ COSTLY = frozenset(
 
 
 def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compiled: bool = False) -> None:
-    """Change the blocks' forwards in place; names of parameters stay as they are."""
+    """Change the blocks' forward methods in place; parameter names stay the same."""
     if recompute == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -155,8 +157,9 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
     for block in blocks:
         forward = block.forward
         if compiled and recompute == "full":
-            # A compiler skips a whole checkpoint whose inside it cannot capture in one graph: with tp, ep or a split
-            # backward. Then it compiles the parts inside; else it compiles both at once, as without this.
+            # A compiler skips a checkpoint entirely if it cannot capture its inside in one graph, as with tp, ep or a
+            # split backward pass. Then it compiles the parts inside; otherwise it compiles both at once, as without
+            # recomputation.
             forward = torch.compile(forward)
         block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
 
@@ -169,14 +172,15 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """torch's own contexts want every operation to come again, which those of FSDP2's hooks inside a block do not."""
+    """Return contexts for both passes. torch's own contexts require every operation to be repeated, but those of
+    FSDP2's hooks inside a block are not."""
     kept: deque[Any] = deque()
     return _Costly(kept, recalls=False), _Costly(kept, recalls=True)
 
 
 class _Costly(TorchDispatchMode):
-    """Around the first pass, it keeps the results of costly operations; around the second, in which these come in the
-    same order, it returns them."""
+    """In the first pass, it keeps the results of costly operations; in the second, in which they come in the same
+    order, it returns them."""
 
     def __init__(self, kept: deque[Any], *, recalls: bool):
         super().__init__()

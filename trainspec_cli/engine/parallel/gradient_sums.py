@@ -1,9 +1,9 @@
-"""Sums of gradients over data-parallel ranks, which run during the backward pass (gloo).
+"""Gradient sums over data-parallel ranks, which run during the backward pass (gloo).
 
-On a CPU FSDP2 waits for every collective. Here an exchange counts as done for FSDP2 once its module's gradients are in
-a bucket. A thread sums the buckets one after another, over separate process groups, while the backward computes the
-gradients of the previous blocks; the step waits for the last of them. Each value is summed in the order of ranks, so
-that neither the thread nor the size of buckets changes a bit.
+On a CPU, FSDP2 waits for every collective. Here, an exchange counts as done for FSDP2 once its module's gradients are
+in a bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass computes
+the gradients of the previous blocks; the step waits for the last bucket. Each value is summed in rank order, so neither
+the thread nor the bucket size changes a single bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
-"""Buckets that wait while one is summed: enough to keep the link busy, and the limit of the memory of queued
-gradients."""
+"""Maximum number of buckets that wait while one is summed: enough to keep the link busy, while limiting the memory of
+queued gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The ranks that sum a module's gradients: first those of the shards, where each keeps a row, then replicas."""
+    """The ranks that sum a module's gradients: first those of the shards, each of which keeps a row, then the
+    replicas."""
 
     shards: Peers | None
     replicas: Peers | None
@@ -43,22 +44,24 @@ class Route:
 
 @dataclass(frozen=True)
 class Summand:
-    """The gradients of one module after one backward."""
+    """The gradients of one module after one backward pass."""
 
     route: Route
     rows_RN: Tensor
-    """A row for each rank of the shards, in the format of the exchange."""
+    """A row for each shard rank, in the exchange format."""
     sum_N: Tensor
-    """Memory of the sum of this rank's row; that of `rows_RN` itself, where there is one row of this format."""
+    """Memory for the sum of this rank's row; the memory of `rows_RN` itself if there is only one row and it has this
+    format."""
     earlier_N: Tensor | None
-    """The sum of the step's previous backwards, which is added to it."""
+    """The sum of the step's previous backward passes, which is added to it."""
     over_shards: CompressedSum | None
     over_replicas: CompressedSum | None
 
 
 @torch.no_grad()
 def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
-    """Sum summands of one route together; a compressed one goes alone. Only the main thread times exchanges."""
+    """Sum the summands of one route together; a compressed one is summed alone. Only the main thread times
+    exchanges."""
     first = summands[0]
     shards = first.route.shards
     rows_RN = torch.cat([summand.rows_RN for summand in summands], dim=1) if len(summands) > 1 else first.rows_RN
@@ -82,7 +85,7 @@ def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
 
 
 def sum_over_replicas_(x: Tensor, replicas: Peers, compressed: CompressedSum | None, *, timed: bool = True) -> None:
-    """Sum over the replicas, in place. Where encoding takes time as well, no link's speed is measured."""
+    """Sum over the replicas, in place. If encoding also takes time, no link speed is measured."""
     time_exchange = replicas.time if timed else _untimed
     if compressed is not None:
         with time_exchange():
@@ -115,10 +118,10 @@ class Bucket:
 
 
 class GradientSums:
-    """The sums of one train state. Per step: `add` in the backward passes, then `finish`."""
+    """The gradient sums of one train state. Per step: `add` in the backward passes, then `finish`."""
 
     def __init__(self, time_wait: TimeCollective, note_beside: Callable[[float, float], None]):
-        """`note_beside` is called with the times at which an exchange in the thread has begun and ended."""
+        """`note_beside` is called with the times at which an exchange in the thread began and ended."""
         self._time_wait = time_wait
         self._beside = Background(torch.device("cpu"), note_beside, MOST_WAITING, give_up=end_connections)
         self._bucket, self._sent = Bucket(), Bucket()
@@ -126,16 +129,16 @@ class GradientSums:
         self._sent.summed.set_result(None)
         self.modules = list[ModuleSums]()
         self.bucket_bytes = 0
-        """A bucket is summed once it has this many bytes; 0: each module's gradients by themselves."""
+        """A bucket is summed once it has this many bytes; 0: each module's gradients are summed separately."""
         self.holds_back = False
-        """Every exchange is waited for at once, so that such a step measures the links. An exchange that encodes
-        measures nothing, and runs as usual."""
+        """Every exchange is awaited immediately, so that the step measures the links. An exchange that encodes measures
+        nothing and runs as usual."""
         self.sizes_bytes = list[int]()
-        """The gradients that the last step has summed, each module's after each backward, in their order."""
+        """Sizes of the gradients that the last step summed, for each module after each backward pass, in order."""
         self.can_join = True
-        """False where gradients are compressed, in separate blocks for each module."""
+        """False if gradients are compressed, in separate blocks for each module."""
         self.waited_s = 0.0
-        """The time that the last step has waited for sums."""
+        """The time that the last step waited for sums."""
 
     def add(self, summand: Summand) -> None:
         """Sum a module's gradients; the result may be read only after `finish`. All ranks add in the same order."""
@@ -160,7 +163,7 @@ class GradientSums:
         self.waited_s = 0.0
 
     def finish(self) -> None:
-        """Wait until all is summed. Raises the first error of an exchange."""
+        """Wait until everything is summed. Raises the first error of an exchange."""
         self._send()
         self._wait_in(self._beside.wait)
         for module in self.modules:
@@ -171,12 +174,12 @@ class GradientSums:
         return self._beside.take_error()
 
     def await_added(self) -> Callable[[], object]:
-        """Return a function that waits, in any thread, until all that was added so far is summed; it raises the sum's
+        """Return a function that waits, in any thread, until everything added so far is summed; it raises the sum's
         error."""
         return (self._bucket if self._bucket.summands else self._sent).summed.result
 
     def close(self) -> None:
-        """End the thread: the state is not used any more."""
+        """End the thread once the state is no longer used."""
         self._beside.close()
 
     def _send(self) -> None:
@@ -192,8 +195,8 @@ class GradientSums:
 
 
 class ModuleSums:
-    """The exchanges of one module, as FSDP2 calls them: its reduce-scatter over several shards, and a hook that has the
-    sum over shards. Both return before anything is summed."""
+    """The exchanges of one module, as FSDP2 calls them: its reduce-scatter over several shards, and a hook that gets
+    the sum over shards. Both return before anything is summed."""
 
     def __init__(
         self,
@@ -213,12 +216,12 @@ class ModuleSums:
         self._over_replicas = over_replicas
         self._input: Tensor | None = None
         self.earlier: Tensor | None = None
-        """The sum of the step's backwards so far."""
+        """The sum of the step's backward passes so far."""
         sums.modules.append(self)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the input, in the format of the exchange, then for the output, which it would cast to the
-        parameters' format too early: the output has this format at once."""
+        """FSDP2 first asks for the input, in the exchange format, then for the output, which it would cast to the
+        parameters' format too early: the output has this format from the start."""
         held = self._trained()[0].dtype
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)

@@ -1,10 +1,10 @@
-"""Measure, for the gradient noise scale, squared norms of the gradients of parts of a step's samples.
+"""Measure the squared gradient norms of parts of a step's samples, for the gradient noise scale.
 
-A part is what one data-parallel rank computes between two exchanges: a micro-batch, or its whole step. Its gradient G
-is seen as it is about to be summed with others'. Where the part is w of the step's samples, its mean gradient is
-g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`balance/batch/batch.py` says what for). Ranks that work
-on one part together hold its gradient each in a way of its own, by parameter (`Held`), and experts are trained together
-by the data-parallel ranks whose tokens they get: their parts are the samples of all of these.
+A part is what one data-parallel rank computes between two exchanges: a micro-batch, or all of its step. Its gradient G
+is read just before it is summed with the others. If the part is a fraction w of the step's samples, its mean gradient
+is g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`balance/batch/batch.py` explains why). How the ranks
+that work on one part hold its gradient depends on the parameter (`Held`). Experts are trained jointly by the
+data-parallel ranks whose tokens they get, so an expert's part is the samples of all these ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
 
 Held = Literal["own", "copied", "partial", "twin"]
-"""own: only this rank of tp has this part of the parameter. copied: every rank of tp has the whole gradient. partial:
-the ranks' gradients sum to it. twin: those of the pipeline's two ends do, for a tied embedding."""
+"""own: only this rank of tp has this part of the parameter. copied: every rank of tp has the full gradient. partial:
+the ranks' gradients sum to it. twin: for a tied embedding, the gradients at the two ends of the pipeline sum to it."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class SampleParts:
     """Samples of the step, over all ranks and replica groups."""
     own: Sequence[int]
     expert: Sequence[int]
-    """Samples of each micro-batch of all ranks whose tokens this rank's experts get; empty without ep."""
+    """Samples of each micro-batch over all ranks whose tokens this rank's experts get; empty without ep."""
 
     def weights(self, micro_batch: int | None) -> tuple[float, float]:
-        """Return the part of the step that a micro-batch is (None: all of them together), for (all but experts,
-        experts)."""
+        """Return a micro-batch's fraction of the step (None: of all micro-batches together), as (for everything except
+        experts, for experts)."""
         taken = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
         return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
 
     def count(self, *, every_micro_batch: bool) -> tuple[int, int]:
-        """Return the number of parts with samples, of (this rank, the ranks that share experts)."""
+        """Return the number of parts with samples, for (this rank, the ranks that share experts)."""
         both = (self.own, self.expert)
         first, second = (sum(map(bool, sizes)) if every_micro_batch else int(any(sizes)) for sizes in both)
         return first, second
@@ -57,25 +57,27 @@ def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) ->
 
 @dataclass(frozen=True)
 class Columns:
-    """The place of an FSDP2 group's gradients in the reduced buffer: a row for each rank, with neighbouring columns for
-    each parameter."""
+    """The positions of an FSDP2 group's gradients in the reduced buffer: a row for each rank, with contiguous columns
+    for each parameter."""
 
     ranks: int
     sizes: tuple[int, ...]
     held: tuple[Held, ...]
     experts: bool
-    """They are spread by ep."""
+    """True if they are spread by ep."""
 
 
 class NoiseProbe:
-    """Sums |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to all."""
+    """Sums |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to the
+    total."""
 
     def __init__(self, device: torch.device, cp: Peers, tp: Peers, ends: Peers):
         self._cp = cp
         self._tp = tp
         self._ends = ends
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        """[sum of |G|^2 / w, that of experts, number of parts, that of experts]; the numbers are this rank's share."""
+        """[sum of |G|^2 / w, the same for experts, number of parts, the same for experts]; the values are this rank's
+        share."""
         self._parts: SampleParts | None = None
         self._weights = (0.0, 0.0)
         self._twins: list[Tensor] = []
@@ -88,14 +90,14 @@ class NoiseProbe:
         self._weights = (0.0, 0.0)
 
     def weigh(self, micro_batch: int | None) -> None:
-        """Set the part of the next exchanged gradients."""
+        """Set the part that the next exchanged gradients belong to."""
         if self._parts is not None:
             self._weights = self._parts.weights(micro_batch)
 
     @torch.no_grad()
     def add(self, gradients: Tensor, columns: Columns) -> None:
-        """Measure gradients that are about to be reduced. Called by all ranks of a part in the same order: they may
-        have to exchange."""
+        """Measure gradients that are about to be reduced. Called by all ranks of a part in the same order, since they
+        may have to communicate."""
         weight = self._weights[columns.experts]
         if weight == 0.0:
             return
@@ -105,7 +107,8 @@ class NoiseProbe:
             self.sums[1] += _square(rows) / weight
             return
         if self._cp.size > 1:
-            # The ranks that hold other parts of the same sequences sum first, and each keeps some of the rows.
+            # The ranks that hold other parts of the same sequences first sum their gradients, and each keeps some of
+            # the rows.
             kept = rows.new_empty((rows.shape[0] // self._cp.size, rows.shape[1]))
             with self._cp.time(sent_bytes(rows.nbytes, self._cp.size)):
                 reduce_scatter(kept, rows, group=self._cp.group)
@@ -113,7 +116,7 @@ class NoiseProbe:
         self.sums[0] += self._squared_norm(rows, columns) / weight
 
     def _squared_norm(self, rows: Tensor, columns: Columns) -> Tensor:
-        """Return this rank's share of it, except for twins."""
+        """Return this rank's share of the squared norm, excluding twins."""
         if set(columns.held) <= {"own"}:
             return _square(rows)
         by_kind: dict[Held, list[Tensor]] = {}
@@ -129,7 +132,8 @@ class NoiseProbe:
     @torch.no_grad()
     def end(self, *, every_micro_batch: bool, ranks_of_part: int, ranks_of_experts: int) -> None:
         """Add what is known after the last exchange: twins, and this rank's share of the number of parts.
-        `ranks_of_part` compute a part together, `ranks_of_experts` one of the experts'."""
+        `ranks_of_part`: number of ranks that compute a part together; `ranks_of_experts`: the same for an expert's
+        part."""
         if self._parts is None:
             return
         if self._twins:

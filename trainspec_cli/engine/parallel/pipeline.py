@@ -1,7 +1,7 @@
-"""Messages between the stages of a pipeline, and weight gradients that are delayed until a stage would wait.
+"""Messages between the stages of a pipeline, and weight gradients that are delayed until a stage would otherwise wait.
 
-Sender, receiver and order of messages follow from the schedule, which every rank knows as a whole; so a receiver posts
-its receives in the sender's order, and no message needs a tag (NCCL has none).
+The sender, receiver and order of messages follow from the schedule, which every rank knows completely; so a receiver
+posts its receives in the sender's order, and no message needs a tag (NCCL has none).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def message_after(layout: Layout, action: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """One group carries messages to higher ranks, the other those to lower ones: neither waits for the other."""
+    """One group carries messages to higher ranks, the other to lower ranks, so that neither direction waits for the
+    other."""
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
@@ -84,7 +85,7 @@ class Mailbox:
         like: Sequence[Tensor],
         time_collective: TimeCollective,
     ):
-        """`like`: for each micro-batch a tensor (on meta) of its messages' shape and type."""
+        """`like`: for each micro-batch, a tensor (on meta) with the shape and dtype of its messages."""
         self.layout = layout
         self.lines = lines
         self.like = like
@@ -94,7 +95,7 @@ class Mailbox:
         self._posted: dict[Message, tuple[Tensor, Any]] = {}
         self._sent: list[tuple[Tensor, Any]] = []
         self._expected = {sender: deque[Message]() for sender in range(len(schedule)) if sender != self.rank}
-        """The messages that each of the others will send to this rank, in its order."""
+        """The messages that each other rank will send to this one, in the sender's order."""
         for sender, expected in self._expected.items():
             sent = (message_after(layout, action) for action in schedule[sender])
             expected.extend(one for one in sent if one is not None and layout.rank_of_stage(one.stage) == self.rank)
@@ -117,7 +118,7 @@ class Mailbox:
         while message not in self._posted:
             self._post(sender)
         tensor, work = self._posted.pop(message)
-        if self._expected[sender]:  # the next one may arrive during the computation on this one
+        if self._expected[sender]:  # the next message may arrive while this one is processed
             self._post(sender)
         with self.time():
             work.wait()
@@ -130,7 +131,7 @@ class Mailbox:
         self._posted[message] = (tensor, work)
 
     def end(self) -> None:
-        """Every message has been received."""
+        """Check that every message has been received."""
         with self.time():
             for _, work in self._sent:
                 work.wait()
@@ -138,8 +139,8 @@ class Mailbox:
 
 
 class WeightQueue:
-    """Weight gradients that a split schedule computes later. While `holding` is set, the backward of a linear layer
-    computes its input's gradient and leaves the weight's product in the queue."""
+    """Weight gradients that a split schedule computes later. While `holding` is set, the backward pass of a linear
+    layer computes its input's gradient and leaves the weight's product in the queue."""
 
     def __init__(self) -> None:
         self.holding: list[Callable[[], None]] | None = None
@@ -153,8 +154,9 @@ class WeightQueue:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        # A compiler traces the backward together with the forward, when nothing is delayed yet, and would fix the
-        # weight's product in it. It would also reuse the memory of `x` and `dout`, which the queue keeps.
+        # A compiler traces the backward pass together with the forward pass, before anything is delayed, and would make
+        # the weight's product a fixed part of it. It would also reuse the memory of `x` and `dout`, which the queue
+        # keeps.
         @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
@@ -200,11 +202,11 @@ class _SplitLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
-    """Compute a delayed weight gradient outside of autograd, where a graph of `x` would be recorded and keep `dout`."""
+    """Compute a delayed weight gradient outside autograd, where a graph of `x` would be recorded and keep `dout`."""
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-# Balances the visits of experts: counts of the global batch, and the routers' update after each step.
+# Balance the load of the experts: counts over the global batch, and the routers' update after each step.
 
 
 def routers_of(parts: Sequence[Any]) -> list[Any]:
@@ -212,7 +214,7 @@ def routers_of(parts: Sequence[Any]) -> list[Any]:
 
 
 def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
-    """Let routers compute the balancing loss of whole sequences where these are spread over ranks."""
+    """Let routers compute the balancing loss of full sequences that are spread over ranks."""
 
     def summed(counts_BE: Tensor) -> Tensor:
         counts_BE = counts_BE.clone()
@@ -231,7 +233,7 @@ def scale_balance_loss(routers: Sequence[Any], global_tokens: int) -> None:
 
 
 def forget_visits(routers: Sequence[Any]) -> None:
-    """Forget the visits of a step that is made again."""
+    """Forget the visits of a step that is being repeated."""
     for router in routers:
         router.tokens_per_expert_E.zero_()
 
@@ -239,7 +241,7 @@ def forget_visits(routers: Sequence[Any]) -> None:
 def update_balance(routers: Sequence[Any], peers: Peers) -> None:
     """Update all routers by the visits of the global batch, in one exchange.
 
-    `peers` hold the same layers and see the other tokens.
+    `peers` hold the same layers and process the other tokens.
     """
     counts = peers.sum_(torch.stack([router.tokens_per_expert_E for router in routers]))
     for router, counts_E in zip(routers, counts, strict=True):
@@ -248,21 +250,22 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
 
 # Time the messages between neighbouring stages of a pipeline, when no others are in flight.
 #
-# Within a step a message arrives while its receiver computes, and neither end sees how long it took. So after a sampled
-# step neighbours send one of the same size each way, to a peer that waits for it; a receipt of one number comes back.
+# Within a step, a message arrives while its receiver computes, and neither end can tell how long it took. So after a
+# sampled step, neighbours send one message of the same size in each direction to a peer that is waiting for it; a
+# one-number receipt comes back.
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks (sender forwards, receiver), in the order of timing: first those without a
-    rank in common."""
+    """Return the pairs of pipeline ranks (sender forwards, receiver), in the order in which they are timed: first those
+    without a rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])
 
 
 def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float, float]:
-    """Return the seconds that `message` takes to the next rank and to the previous one; 0 where there is none. Called
-    by all ranks of a pipeline together."""
+    """Return the seconds that `message` takes to the next rank and to the previous one; 0 if there is none. Called
+    collectively by all ranks of a pipeline."""
     rank = lines.up.rank()
     receipt = message.new_zeros(1)
     ahead_s = 0.0
@@ -275,7 +278,7 @@ def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float,
         dist.recv(tensor, group=lines.coming_from(sender), group_src=sender)
 
     def send_timed(receiver: int) -> float:
-        receive(receipt, receiver)  # it is ready, and waits
+        receive(receipt, receiver)  # the peer is ready and waiting
         started_s = time.perf_counter()
         send(message, receiver)
         receive(receipt, receiver)

@@ -1,4 +1,4 @@
-"""The run's checkpoints: begun when due, postponed while another is being written, awaited at the end."""
+"""The run's checkpoints: started when due, postponed while another is being written, and awaited at the end."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""`auto` measures the time of a step over this number of steps."""
+"""`auto` measures the step time over this number of steps."""
 REMEMBERED_STEPS = 50
 
 
 class Checkpoints:
-    """One rank's checkpoints; every rank makes the same calls at the same steps, and decides by what all agreed on."""
+    """One rank's checkpoints; every rank makes the same calls at the same steps, and makes decisions from values that
+    all agreed on."""
 
     def __init__(self, run: TrainingRun, pace: Callable[[], BatchPace | None] = lambda: None):
-        """`pace` returns the state of a batch that follows the gradients' noise."""
+        """`pace` returns the state of a batch size that follows the gradient noise."""
         self._run = run
         self._spec = run.plan.spec.checkpoint
         self._pace = pace
@@ -69,13 +70,13 @@ class Checkpoints:
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
-        """The step whose checkpoint may still be being written, as far as all ranks know."""
+        """The step whose checkpoint may still be in the process of being written, as far as all ranks know."""
         self._newest: Saved | None = None
 
     @property
     def _saver(self) -> Saver:
-        """The saver of the state in force. A change of the layout waits until no checkpoint is being written; after it
-        the ranks agree again on who writes what."""
+        """The saver of the current state. A change of layout waits until no checkpoint is being written; afterwards the
+        ranks agree again on who writes what."""
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
@@ -88,7 +89,7 @@ class Checkpoints:
         return self._made[1]
 
     def resume(self) -> Restored | None:
-        """Restore the newest whole checkpoint; None where no checkpoint exists."""
+        """Restore the newest complete checkpoint; None if no checkpoint exists."""
         state = self._run.state
         restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
@@ -115,15 +116,15 @@ class Checkpoints:
         self._saver.agree()
 
     def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of the state after `step`, unless a checkpoint of it has begun, and wait until it is
-        written. Each rank does so without the others. `kept`: as for `Saver.save_alone`."""
+        """Write this rank's part of the state after `step`, unless a checkpoint of it has started, and wait until it is
+        written. Each rank does so independently. `kept`: as for `Saver.save_alone`."""
         if self._saved_step == step:
             self._saver.wait()
         else:
             self._saver.save_alone(self._about(step, samples), kept)
 
     def finish_writing(self) -> None:
-        """Wait until no checkpoint is being written. Called by every rank together."""
+        """Wait until no checkpoint is being written. Called collectively by all ranks."""
         finished = self._saver.wait()
         if self._begun is not None and finished is not None:
             self._begun = None
@@ -131,7 +132,7 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """True while this rank is writing a checkpoint; each step shares that with the other ranks."""
+        """True while this rank is writing a checkpoint; each step shares this with the other ranks."""
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
@@ -149,8 +150,8 @@ class Checkpoints:
             self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
-        """Begin a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. Without
-        `writes` another replica group writes it."""
+        """Start a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. Without
+        `writes`, another replica group writes it."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
         if not writes:
@@ -160,7 +161,7 @@ class Checkpoints:
         if self._due_since is None:
             interval = self._spec.memory_interval_steps
             if interval and step % interval == 0:
-                # A copy in memory alone. If it is due while another is being written it is skipped, not postponed: the
+                # A copy only in memory. If it is due while another is being written, it is skipped, not postponed: the
                 # next one is due soon, and the previous copy is still valid.
                 self._begun = step
                 self._saver.begin(self._about(step, samples), to_disk=False)
@@ -173,15 +174,16 @@ class Checkpoints:
         self._write(step, samples)
 
     def keep(self, step: int) -> None:
-        """Keep the checkpoint of `step` in addition to the last ones, in place of the one that was kept before."""
+        """Keep the checkpoint of `step` in addition to the last ones, replacing the one that was kept before."""
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
-        """Begin a checkpoint of `step`, which is kept, unless it has begun. Called by every rank together."""
+        """Start a checkpoint of `step` that is to be kept, unless it has already started. Called collectively by all
+        ranks."""
         if self._saved_step == step:
             self.keep(step)
         else:
-            self.finish_writing()  # its end would remove the checkpoint that was kept before
+            self.finish_writing()  # when it finishes, it would remove the checkpoint that was kept before
             self._kept_before = self._saver.kept_step
             self.keep(step)
             self._cadence.start_at(step)
@@ -197,7 +199,7 @@ class Checkpoints:
             self._end(self._saver.save(self._about(step, samples)))
 
     def save_last(self, step: int, samples: int) -> None:
-        """Write the last step's state; it is whole on disk when this returns. Raises MachineError if that fails."""
+        """Write the last step's state; it is complete on disk when this returns. Raises MachineError if that fails."""
         started = time.perf_counter()
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
@@ -222,7 +224,8 @@ class Checkpoints:
             self._run.journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
-        """Record a checkpoint; a failed one is a warning, and training continues. `waited_s`: outside any step."""
+        """Record a checkpoint; a failed one is a warning, and training continues. `waited_s`: time waited outside any
+        step."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -246,11 +249,11 @@ class Checkpoints:
 
 
 class Cadence:
-    """Decides when a checkpoint is due: every `interval_steps` steps, or as its measured cost and the failure rate
-    demand. The same on every rank: it depends on steps and on rank 0's measurements."""
+    """Decides when a checkpoint is due: every `interval_steps` steps, or as often as its measured cost and the failure
+    rate require. All ranks decide alike, because the decision depends on steps and on rank 0's measurements."""
 
     def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
-        """`marks`: the supervisor's, which show the failures of earlier starts."""
+        """`marks`: the supervisor's events, which show the failures of earlier starts."""
         self._plan = plan
         self._failures = 0
         self._earlier_s = 0.0
@@ -274,8 +277,8 @@ class Cadence:
         self._last_due = step
 
     def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
-        """Record the time of a step. For `auto` return, once, the step of the first checkpoint, by rank 0's figures.
-        Called by every rank together."""
+        """Record the time of a step. For `auto`, return once the step of the first checkpoint, based on rank 0's
+        figures. Called collectively by all ranks."""
         if not self._is_auto:
             return None
         (self._beside_s if writing else self._usual_s).append(step_time_s)
@@ -296,9 +299,9 @@ class Cadence:
         return due
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
-        """Choose the interval for `auto` by how long the newest checkpoint blocked training and was written, unless it
-        failed. Called by every rank together; rank 0's figures count. -> the interval and its grounds, if it is a new
-        one."""
+        """Choose the interval for `auto` from how long the newest checkpoint blocked training and took to write, unless
+        it failed. Called collectively by all ranks; rank 0's figures count. Return the interval and the reasons for it,
+        if it is new."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
@@ -310,7 +313,7 @@ class Cadence:
         return chosen
 
     def _best(self, saved: Saved) -> CadenceEvent:
-        """Return Daly's interval for the time that training waited and that steps took longer during the writing."""
+        """Return Daly's interval for the time that training waited, plus the time by which writing slowed the steps."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         plan = self._plan
@@ -319,7 +322,7 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # The marks do not show whether all replica groups failed, and only that costs a rollback.
+        # The marks do not show whether all replica groups failed, and only such a failure costs a rollback.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)

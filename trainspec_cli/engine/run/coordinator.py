@@ -1,7 +1,7 @@
 """The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between them.
 
 An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A wing
-provides another one for its own kind of runs (`COORDINATORS`).
+provides another coordinator for its own kind of runs (`COORDINATORS`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepStart:
     progress: TrainProgress
     """The progress at which the step begins: further than before if the state was healed or restored."""
     stop: bool = False
-    """No step is made: the run ends here."""
+    """True if no step is made, because the run ends here."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepSamples:
     division: Division
     """The division of the group's samples over its ranks."""
     global_tokens: int
-    """Targets that count, over all replica groups: the step's loss is the mean over them."""
+    """Number of targets that count, over all replica groups: the step's loss is the mean over them."""
     step_samples: int
     """Samples of all replica groups together."""
     group_samples: int
@@ -49,7 +49,7 @@ class StepSamples:
     lr_factor: float = 1.0
     """Factor of the learning rate."""
     group: int | Absent = ABSENT
-    """The number of this replica group, where there are several."""
+    """The number of this replica group, if there are several."""
     groups: tuple[int, ...] | Absent = ABSENT
     """The replica groups that take part in the step."""
     took: tuple[int, int] | Absent = ABSENT
@@ -59,20 +59,21 @@ class StepSamples:
 class Coordinator:
     """The coordinator of a run of one replica group, which waits for no other group and exchanges nothing.
 
-    Coordinators of other runs override what differs there. All methods are called by every rank of the replica group
-    together, in this order for each step.
+    Coordinators of other runs override what differs there. All methods are called collectively by all ranks of the
+    replica group, in this order for each step.
     """
 
     restores_at_start = True
-    """The state comes from a checkpoint before the first step; else `begin` heals or restores it."""
+    """True if the state is restored from a checkpoint before the first step; otherwise `begin` heals or restores it."""
     waits_for_groups = False
-    """Each step waits for other replica groups, and its figures have reached the host when it ends."""
+    """True if each step waits for other replica groups, so that its figures have reached the host when it ends."""
     merges_at_end = False
-    """The weights of the last step are those that `bring_together` makes: none are saved before."""
+    """True if `bring_together` produces the weights of the last step, so that none are saved before."""
     leads = True
-    """This replica group writes the run's log and its checkpoints."""
+    """True if this replica group writes the run's log and its checkpoints."""
     finished_without = False
-    """The other replica groups had finished the run before this one came back: it does not change their result."""
+    """True if the other replica groups finished the run before this one came back, which then does not change their
+    result."""
 
     def __init__(self, run: TrainingRun, source: DataSource):
         self._run = run
@@ -81,20 +82,20 @@ class Coordinator:
         self.division = even_division_of(run.plan)
         """The division of the group's samples over its ranks; the trainer sets it before each step."""
         self.rate = 0.0
-        """Samples that this replica group computes per second; 0 where that is unknown, or not used."""
+        """Samples per second that this replica group computes; 0 if unknown or not used."""
         self._reader = BatchReader(source.read, source.staging)
         self._read_in = run.plan.layout
-        """The layout of the batches that are read ahead."""
+        """The layout for which batches are read ahead."""
 
     @property
     def stop_flag(self) -> bool:
-        """True where the step's exchange carries a request to stop from this rank to the others."""
+        """True if the step's exchange carries a request to stop from this rank to the others."""
         return self._run.stop.requested
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         """Wait until the step can be made, and heal this group if it is behind.
 
-        `restore` loads the newest checkpoint, for the case that no replica group holds the state any more.
+        `restore` loads the newest checkpoint, in case no replica group holds the state any more.
         """
         return StepStart(progress)
 
@@ -107,12 +108,12 @@ class Coordinator:
         return StepSamples(micro_batches, own, self.division, targets, step_samples=samples, group_samples=samples)
 
     def read(self, step: tuple[int, int], *following: tuple[int, int]) -> tuple[OwnSamples, list[MicroBatch]]:
-        """Read this rank's part of a step, and start to read what most likely follows.
+        """Read this rank's part of a step, and start to read the steps that most likely follow.
 
         A step is given by the position of the group's first sample and their number.
         """
         if self._read_in != self._run.plan.layout:
-            # A rank may have the same samples in the new layout, but another part of each sequence.
+            # In the new layout, a rank may have the same samples but another part of each sequence.
             self._reader.forget()
             self._read_in = self._run.plan.layout
         state = self._run.state
@@ -126,40 +127,40 @@ class Coordinator:
         return self._source.counted(np.arange(start, start + samples))
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
-        """Begin a step's passes: from now on final gradients may be exchanged."""
+        """Begin a step's passes: from now on, final gradients may be exchanged."""
 
     def abandon_passes(self, state: TrainState) -> None:
-        """An error has interrupted the passes: the step fails if gradients were exchanged."""
+        """Abandon passes that an error has interrupted; the step fails if gradients were exchanged."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients, `loss` and the experts' visits over the replica groups, in place."""
+        """Sum gradients, `loss` and the experts' token counts over the replica groups, in place."""
 
     def commit(self) -> bool:
-        """Return whether every replica group has made the step; if not, it is made again."""
+        """Return whether every replica group has made the step; if not, it is repeated."""
         return True
 
     def note_step(self, step: int, step_time_s: float) -> None:
         """Record the figures of the step that made update `step`."""
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """All steps are made: exchange what is left. A second call does nothing."""
+        """Exchange what is left after all steps have been made. A second call does nothing."""
 
     def merged(self) -> AbstractContextManager[None]:
-        """Context that puts the run's final weights into the model, for its evaluation."""
+        """Return a context that puts the run's final weights into the model for evaluation."""
         return nullcontext()
 
     def leave(self) -> None:
-        """End all exchanges: no step follows."""
+        """End all exchanges, since no step follows."""
         self._reader.close()
 
 
 COORDINATORS: Point[Callable[[TrainingRun, DataSource], Coordinator]] = Point("coordinator")
-"""The coordinator of runs whose recipe uses the wing."""
+"""The coordinators of wings, for runs whose recipe uses the wing."""
 
 
 def open_coordinator(run: TrainingRun, source: DataSource) -> Coordinator:
-    """A wing's coordinator, and that of several replica groups, are imported only by the runs that use them, since they
-    make every start longer."""
+    """Create the run's coordinator. A wing's coordinator and that of several replica groups are imported only by runs
+    that use them, since importing them makes every start longer."""
     for make in parts_for(COORDINATORS, run.plan.spec):
         return make(run, source)
     if run.group is None:

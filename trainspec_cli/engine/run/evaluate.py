@@ -1,4 +1,4 @@
-"""Evaluation: held-out loss and metrics, and text that the model writes. Blocks run eagerly, since their shapes
+"""Evaluation: held-out loss and metrics, and text that the model generates. Blocks run eagerly, since their shapes
 vary."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: i
 def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int) -> dict[str, float] | None:
     """Return means over the held-out samples (`loss`, and `accuracy` or `dice`), on every rank.
 
-    None where no sample is held out.
+    None if no samples are held out.
     """
     if loader.num_heldout == 0:
         return None
@@ -76,8 +76,8 @@ def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int)
 def write_text(
     state: TrainState, prompt_ids: Sequence[int], *, count: int, temperature: float, max_context: int, seed: int
 ) -> list[int]:
-    """Write `count` tokens after the prompt. Every rank writes the same text: all take part in each forward. Raises
-    WorkerError on all of them if the logits are not finite."""
+    """Write `count` tokens after the prompt. All ranks take part in each forward pass and write the same text. Raises
+    WorkerError on all ranks if the logits are not finite."""
     generator = torch.Generator(state.device).manual_seed(seed)
     ids = list(prompt_ids)
     for _ in range(count):
@@ -97,9 +97,9 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
     """Return logits (V,) after `context`; None on ranks that hold neither the last stage nor its last token."""
     last = len(context) - 1
     layout = state.mesh.layout
-    # Attention is causal, so padding after the context changes nothing. A text of 120 lengths would be 120 shapes of
-    # every matrix product, and the CPU's library keeps a kernel for each: 173 MiB for a 6M-parameter llama, more than
-    # its training took. So lengths are powers of two; cp needs the whole, tp parts of one length.
+    # Attention is causal, so padding after the context changes nothing. A text with 120 lengths would give every matrix
+    # product 120 shapes, and the CPU's library keeps a kernel for each: 173 MiB for a 6M-parameter llama, more than its
+    # training took. So lengths are powers of two; cp needs the full length, and tp needs parts of equal length.
     length = min(seq_len, max(SHORTEST_CONTEXT, 1 << last.bit_length()))
     length = seq_len if layout.cp > 1 else length + -length % layout.tp
     tokens = torch.zeros((1, length), dtype=torch.int64, device=state.device)
@@ -125,7 +125,7 @@ def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) ->
     return int(torch.multinomial((logits_V.float() / temperature).softmax(-1), 1, generator=generator))
 
 
-# Consequences of a run's held-out losses: a checkpoint that is kept, a warning, and an early end.
+# The consequences of a run's held-out losses: a checkpoint that is kept, a warning, or an early end.
 
 
 class HeldoutWatch:
@@ -139,7 +139,7 @@ class HeldoutWatch:
         self._checkpoints = checkpoints
         self._losses = HeldoutLosses()
         self.ends_run = False
-        """The held-out loss has not fallen for the number of evaluations that the recipe allows."""
+        """True if the held-out loss has not fallen for as many evaluations as the recipe allows."""
 
     @property
     def last_step(self) -> int | None:
@@ -148,7 +148,7 @@ class HeldoutWatch:
 
     def recall(self, step: int, *, is_last: bool) -> None:
         """Continue from the evaluations up to a checkpoint of `step`. If they had ended the run, it ends again: it may
-        have died before its end was recorded. `is_last`: the run ends at this step anyway."""
+        have been killed before its end was recorded. `is_last`: the run ends at this step anyway."""
         read = read_heldout_losses(self._run_dir) if dist.get_rank() == 0 else {}  # rank 0 reads for all
         recalled = HeldoutLosses()
         for evaluated, loss in read.items():
@@ -162,7 +162,7 @@ class HeldoutWatch:
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
         """Record the evaluation after `step`, after which `samples` samples have been trained."""
-        if step == self._losses.last_step:  # it is repeated for the result of a run that had died
+        if step == self._losses.last_step:  # repeated for the result of a run that was killed
             return
         before = self._losses
         self._losses = self._losses.after(step, loss)
@@ -185,7 +185,7 @@ class HeldoutWatch:
         self._journal.write(WarningEvent(step=step, message=message))
 
 
-# The held-out losses of a run's evaluations: which was the best, whether they rise, and when to end the run.
+# The held-out losses of a run's evaluations: which one was the best, whether they are rising, and when to end the run.
 
 
 RISES = 2
@@ -204,12 +204,12 @@ class HeldoutLosses:
     last_step: int | None = None
     """The step of the last evaluation."""
     since_best: int = 0
-    """Evaluations since the best one."""
+    """Number of evaluations since the best one."""
     rises: int = 0
-    """Evaluations up to the last one that were each above the one before."""
+    """Number of latest evaluations that were each above the one before."""
 
     def after(self, step: int, loss: float | None) -> HeldoutLosses:
-        """Return the losses with one more, of the evaluation after `step`. A loss that is not finite is worse than any
+        """Return the losses with that of the evaluation after `step` added. A loss that is not finite is worse than any
         other."""
         rises = self.rises + 1 if self.last_loss is not None and _order(loss) > self.last_loss else 0
         last = replace(self, last_loss=loss, last_step=step, rises=rises, since_best=self.since_best + 1)
@@ -218,7 +218,7 @@ class HeldoutLosses:
         return last
 
     def has_ended(self, patience: int | None) -> bool:
-        """Return whether the run is to end, since none of the last `patience` evaluations was better than the best."""
+        """Return whether the run is to end because none of the last `patience` evaluations was better than the best."""
         return patience is not None and self.since_best >= patience
 
     @property

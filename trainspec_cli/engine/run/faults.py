@@ -1,4 +1,4 @@
-"""Faults that the recipe asks for, injected into this process; each once in the life of a run."""
+"""Inject the faults that the recipe asks for into this process, each once in the life of a run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Faults:
         return inject_between_buckets
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """The mark is written before the fault, after which this process may be unable to write it."""
+        """Mark the fault as injected, before it happens, because the process may be unable to do so afterwards."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -105,7 +105,7 @@ def inject(kind: str, state: TrainState | None = None) -> None:
 
 
 def _limit_files(largest_bytes: int) -> None:
-    """Writing beyond this size fails as on a full disk (EFBIG), for this process alone."""
+    """Make writing beyond this size fail as on a full disk (EFBIG), only for this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
@@ -114,7 +114,7 @@ def _limit_files(largest_bytes: int) -> None:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""SIGUSR2 is the warning of a batch system; NCCL uses SIGUSR1 itself."""
+"""SIGUSR2 is a batch system's warning; NCCL itself uses SIGUSR1."""
 
 
 class StopRequest:

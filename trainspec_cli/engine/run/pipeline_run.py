@@ -1,6 +1,6 @@
 """Forward and backward over a step's micro-batches, in the order of the pipeline's schedule.
 
-Without a pipeline the schedule is forward, backward, forward, backward: the same code runs it.
+Without a pipeline, the schedule is forward, backward, forward, backward, and the same code runs it.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _place(action: Action) -> tuple[int, int]:
 
 @torch.no_grad()
 def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | None:
-    """Run one micro-batch through all stages and return the output of the last, on its rank alone: the summed loss, or
-    without targets the logits."""
+    """Run one micro-batch through all stages and return the output of the last stage, only on its rank: the summed loss
+    or, without targets, the logits."""
     layout = stages.layout
     last = layout.num_stages - 1
     schedule = [

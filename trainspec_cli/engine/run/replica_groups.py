@@ -1,8 +1,8 @@
 """The coordinator of one replica group among several.
 
-Before each step the groups agree on who takes part; a group that is behind heals from one that is not. Each group reads
-its portion of the samples, gradients are summed over the groups, and the step counts when no exchange has failed;
-otherwise the remaining groups make it again.
+Before each step, the groups agree on which of them take part; a group that is behind heals from one that is not. Each
+group reads its portion of the samples, gradients are summed over the groups, and the step counts if no exchange has
+failed; otherwise the remaining groups repeat it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
 STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
-"""A stall is the time of a step above the median of this number of steps before it."""
+"""A stall is a step's time in excess of the median of this many previous steps."""
 
 
 class ReplicaGroups(Coordinator):
@@ -52,14 +52,14 @@ class ReplicaGroups(Coordinator):
         self._own = GroupRank(run.group, dist.get_rank(), dist.get_world_size())
         self._directives = DirectiveLog(run.run_dir, run.journal)
         self.restores_at_start = os.environ[START] == "1"
-        """A group that comes back heals, and restores a checkpoint only if no group holds the state any more."""
+        """A returning group heals, and restores a checkpoint only if no group holds the state any more."""
         self._has_restored = self.restores_at_start
         self.leads = False
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
         self._rates: tuple[float, ...] = ()
-        """Samples that each of the groups computes per second; 0 where that is unknown."""
+        """Samples per second that each group computes; 0 if unknown."""
         self._weights: tuple[float, ...] = ()
         device = run.state.device
 
@@ -72,7 +72,8 @@ class ReplicaGroups(Coordinator):
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
-        """Some group measures the links in this step: all exchange gradients after their passes."""
+        """True if any group measures the links in this step, so that all groups exchange gradients after their
+        passes."""
         self._taking_part = NOBODY
         self._committed: Participation | None = None
         """The groups of the last step that counted."""
@@ -80,7 +81,7 @@ class ReplicaGroups(Coordinator):
         self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._failed_tries = 0
         self._expected_groups = run.plan.replica_groups
-        """As the supervisor reported last: fewer if some groups do not come."""
+        """The number that the supervisor last reported, which is smaller if some groups do not come."""
         self._tenure_steps = 0
         """The group with the longest tenure leads."""
 
@@ -102,7 +103,7 @@ class ReplicaGroups(Coordinator):
                 if self._run.state.compression.feeds_back:
                     self._run.journal.write(WarningEvent(step=progress.step, message=HEALS_WITHOUT_LOST))
                 self._go_on_from(progress)
-            elif not self._taking_part.step and not self._has_restored:  # every group has died
+            elif not self._taking_part.step and not self._has_restored:  # all groups have died
                 self._has_restored = True
                 progress = restore()
                 continue
@@ -127,8 +128,8 @@ class ReplicaGroups(Coordinator):
         self._samples.fill_(progress.samples)
 
     def _call_roll(self) -> tuple[bool, bool]:
-        """Agree over all groups on the next step: -> (the connected groups can make it, some rank was asked to stop). A
-        run that has not made a step yet waits for all the groups that its supervisor expects."""
+        """Agree with all groups on the next step; return (whether the connected groups can make it, whether any rank
+        was asked to stop). A run that has not made a step yet waits for all groups that its supervisor expects."""
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
@@ -155,7 +156,7 @@ class ReplicaGroups(Coordinator):
         return (has_stepped or is_complete) and enough_groups(resilience, present), stop
 
     def _compare_digests(self) -> None:
-        """Raise WorkerError in every group where one's parameters differ."""
+        """Raise WorkerError in every group if the parameters of any group differ."""
         diverging = diverging_groups(self._membership.gather(local_digest(self._run.state.shares)))
         found = torch.zeros(self._run.plan.replica_groups)
         for place in diverging:
@@ -235,7 +236,7 @@ class ReplicaGroups(Coordinator):
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         """Sum gradients and the loss over the groups. A step that measures the links begins with the small sum, so that
-        the transfer can be timed alone."""
+        the transfer can be timed separately."""
         if not self._holds_back:
             self._finish_packets(state)
             self._sum_scalars(state, loss)
@@ -260,7 +261,7 @@ class ReplicaGroups(Coordinator):
         state.wire.release(self._membership.connections)
 
     def _packets_of(self, state: TrainState) -> GradientPackets:
-        """Return the packets of `state`, which a change of the layout replaces."""
+        """Return the packets of `state`, which is replaced when the layout changes."""
         if self._packets is None or self._packets[0] is not state:
             if self._packets is not None:
                 self._packets[1].detach()
@@ -271,7 +272,8 @@ class ReplicaGroups(Coordinator):
         return self._packets[1]
 
     def _sum_packet(self, state: TrainState, number: int, packet: Tensor) -> None:
-        """Gradients that are kept in host memory (`offload`) are summed on the device too, over its faster links."""
+        """Sum a packet. Gradients kept in host memory (`offload`) are also summed on the device, over its faster
+        links."""
         name = f"groups.{number}.{packet.numel()}"
         inside = self._run.plan.num_nodes == 1
         on_device = packet.to(state.device)
@@ -290,7 +292,7 @@ class ReplicaGroups(Coordinator):
         return committed
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Record which groups have left or joined since the last step, and the cost."""
+        """Record which groups have left or joined since the last step, and what this cost."""
         now = time.perf_counter()
         before = self._committed
         self._committed = self._taking_part
@@ -307,7 +309,7 @@ class ReplicaGroups(Coordinator):
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
             self._run.journal.write(event)
-            # several at once cost as much as one
+            # several changes at once cost as much as one
             stall_s = 0.0
             lost = 0
 

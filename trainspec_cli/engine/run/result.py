@@ -1,7 +1,8 @@
 """The end of a run: done with finite figures, stopped on request, or diverged.
 
-Steps whose loss or gradients are not finite update nothing; some of them do no harm. A run is done when its last loss,
-its held-out loss and its weights are finite, and fewer than half of its steps were skipped in a row at its end.
+Steps whose loss or gradients are not finite update nothing; a few of them do no harm. A run is done when its last loss,
+its held-out loss and its weights are finite, and the consecutive steps skipped at its end are fewer than half of all
+steps.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ class Divergence:
         self._skipped_in_a_row = 0
 
     def note_step(self, step: int, *, skipped: bool) -> None:
-        """Raise if as many updates in a row were skipped as are allowed."""
+        """Raise if the allowed number of consecutive skipped updates has been reached."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == self._max_skipped_steps:
             what = "the loss or the gradients were not finite"
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise if the run has made all its steps, up to `step`, and its model is useless."""
+        """Raise if the run has made all its steps, up to `step`, but its model is useless."""
         events = tally.steps
-        if all(event.skipped for event in events):  # this start has updated nothing: steps before it count too
+        if all(event.skipped for event in events):  # this start has updated nothing, so earlier steps count too
             logged = read_sound(self._run_dir.events(0))
             events = [*(event for event in logged if isinstance(event, StepEvent)), *events]
         faults: list[str] = []
@@ -105,14 +106,14 @@ class Divergence:
 
 
 def _is_finite(value: float | None) -> bool:
-    """An event has null for values that are not finite."""
+    """Return whether a value is finite; events have null for non-finite values."""
     return value is not None and math.isfinite(value)
 
 
 def write_result(
     run: TrainingRun, tally: RunTally, source: DataSource, *, status: Literal["done", "stopped"], step: int
 ) -> str:
-    """Write result.json and return the weights' SHA-256. Called by every rank together.
+    """Write result.json and return the weights' SHA-256. Called collectively by all ranks.
 
     A run that stopped without a request is left to its supervisor, which may restart it.
     """

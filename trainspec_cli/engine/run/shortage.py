@@ -1,9 +1,9 @@
-"""Save the state of a step's beginning when a rank runs out of memory within the step.
+"""Save the state from the beginning of a step when a rank runs out of memory within the step.
 
-The step's update needs an exchange that this rank does not reach, so no rank has made it: together they still hold the
-state of the step's beginning. The others may wait in any collective, forever. So the failed rank informs the others
-through the supervisor, a thread of each receives the note, and each rank writes its own piece without exchanging
-anything. With the last piece this is a checkpoint like any other, from which the run continues.
+The step's update needs an exchange that this rank does not reach, so no rank has made the update: together they still
+hold the state from the beginning of the step. The others may wait in any collective, forever. So the failed rank
+informs them through the supervisor, a thread on each rank receives the note, and each rank writes its own piece without
+exchanging anything. With the last piece, this is a checkpoint like any other, from which the run continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_r
 
 POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""Limit of the wait for the others' pieces: this many seconds plus this many times the time of this rank's piece."""
+"""Limit on the wait for the others' pieces: this many seconds plus this many times the time that this rank's piece
+took."""
 
 
 class Emergency:
@@ -64,30 +65,31 @@ class Emergency:
         self._saved_step = -1
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.kept: dict[str, Tensor] = {}
-        """Values that change within a step (running statistics), as they were when it began."""
+        """Values that change within a step (running statistics), as they were when the step began."""
         self.buffers = [pair for part in run.state.parts for pair in kept_buffers(part)]
         if dist.get_world_size() > 1:
             threading.Thread(target=self._await_notes, name="emergency", daemon=True).start()
 
     def begin_step(self, progress: TrainProgress) -> None:
-        """From here until this step's update the state is that of `progress`."""
+        """Begin a step: until its update, the state is that of `progress`."""
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self.buffers}
         self._mark = mark(on_gpu=self._state.clock.on_gpu)
         self._progress = progress
 
     def end_step(self) -> None:
-        """The update is made: there is nothing to save until the next step begins."""
+        """Note that the update has been made, so that there is nothing to save until the next step begins."""
         self._progress = None
 
     def save(self) -> bool:
-        """Save this rank's piece, inform the others, and wait until the checkpoint is whole; False if it is not."""
+        """Save this rank's piece, inform the others, and wait until the checkpoint is complete; return False if it is
+        not."""
         progress = self._progress
         assert progress is not None, "a step has begun"
         started = time.monotonic()
         try:
             self._supervisor.send(ShortageNote(dist.get_rank(), progress.step))
             self._save_own(progress)
-        except OSError:  # for example of a full disk: the caller reports that nothing was saved
+        except OSError:  # for example a full disk: the caller reports that nothing was saved
             return False
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
@@ -99,7 +101,7 @@ class Emergency:
         self._closed.set()
 
     def _await_notes(self) -> None:
-        """A note may be for the step after the one that this rank is still in."""
+        """Wait for notes. A note may be for the step after the one that this rank is still in."""
         notes: list[ShortageNote] = []
         while not self._closed.wait(POLL_S):
             notes += self._supervisor.receive(ShortageNote)
@@ -109,8 +111,8 @@ class Emergency:
                 return
 
     def _save_own(self, progress: TrainProgress) -> None:
-        """Save this rank's piece once. On a GPU that uses a separate stream, since the step's may wait for other
-        ranks."""
+        """Save this rank's piece once. On a GPU this uses a separate stream, since the step's stream may be waiting for
+        other ranks."""
         with self._lock:
             if self._saved_step == progress.step:
                 return
@@ -121,7 +123,7 @@ class Emergency:
             self._saved_step = progress.step
 
 
-# Recognise that memory ran out, and report it to the supervisor with figures.
+# Detect running out of memory, and report it to the supervisor with figures.
 
 
 OUT_OF_MEMORY = "out_of_memory"
@@ -132,19 +134,19 @@ _MESSAGES = re.compile(
     r"|Cannot allocate memory|std::bad_alloc",
     re.IGNORECASE,
 )
-"""Texts of the errors that torch and its libraries raise as plain RuntimeErrors."""
+"""Messages of the errors that torch and its libraries raise as plain RuntimeErrors."""
 
 
 class OutOfMemory(WorkerError):  # noqa: N818 - the field's term
-    """A rank ran out of memory, and its processes cannot go on."""
+    """A rank ran out of memory, and its processes cannot continue."""
 
     def __init__(self, shortage: Shortage, message: str, hint: str):
         super().__init__(message, code=OUT_OF_MEMORY, hint=hint)
         self.shortage = shortage
 
 
-class PassesOutOfMemory(Exception):  # noqa: N818 - likewise
-    """Memory ran out in the forward or backward: no rank can have made the step's update."""
+class PassesOutOfMemory(Exception):  # noqa: N818 - as above
+    """A rank ran out of memory in a forward or backward pass, so no rank can have made the step's update."""
 
     def __init__(self, samples: int):
         super().__init__(f"memory ran out in the forward or backward of {samples} samples at a time")
@@ -159,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
-    """Return the shortage in the layout of `plan`, with the memory that this process holds now, and its limit."""
+    """Return the shortage in the layout of `plan`, with this process's current memory and its limit."""
     layout = plan.layout.describe()
     if on_chip(device):
         memory = device_memory(device)
@@ -189,12 +191,12 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     return OutOfMemory(shortage, message, hint)
 
 
-# Steps after a memory shortage: made again with smaller micro-batches, or saved for another start.
+# Handle steps that run out of memory: repeat them with smaller micro-batches, or save the state for another start.
 #
-# A rank that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside
-# collectives that this one has left: they save the state of the step's beginning (`Emergency`), all processes end, and
-# the supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With replica groups
-# the others heal the group instead.
+# A rank that exchanges nothing with others repeats the step in place. Otherwise, the other ranks are inside collectives
+# that this one has left: they save the state from the beginning of the step (`Emergency`), all processes end, and the
+# supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With replica groups, the
+# others heal the group instead.
 
 
 Made = TypeVar("Made")
@@ -202,8 +204,8 @@ NOT_SAVED = "memory ran out, and the state could not be saved: the run continues
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return `plan` with the changes that the run has made in its layout so far for lack of memory. Rank 0 reads for
-    all, since another replica group may be writing. Raises MachineError, on every rank, where a change cannot be
+    """Return `plan` with the changes to its layout that the run has made so far for lack of memory. Rank 0 reads for
+    all, since another replica group may be writing. Raises MachineError on every rank if a change cannot be
     followed."""
     found: list[Relief] = []
     if not plan.memory_ladder:
@@ -216,10 +218,10 @@ def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
 
 
 class MemoryRelief:
-    """Makes the steps of one layout. Called by every rank of the replica group together."""
+    """Makes the steps of one layout. Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):
-        """`limit` sets the most samples that any rank processes together from now on."""
+        """`limit` sets the maximum number of samples that any rank processes at a time from now on."""
         self._run = run
         self._limit = limit
         self._log = DirectiveLog(run.run_dir, run.journal)
@@ -232,7 +234,7 @@ class MemoryRelief:
     def make_step(self, progress: TrainProgress, attempt: Callable[[], Made]) -> Made:
         """Return the result of `attempt`, which makes the step after `progress` and may be called several times.
 
-        Raises OutOfMemory if memory ran out and these processes cannot continue.
+        Raises OutOfMemory if a rank ran out of memory and these processes cannot continue.
         """
         while True:
             if self._emergency:
@@ -240,7 +242,7 @@ class MemoryRelief:
             try:
                 made = attempt()
             except PassesOutOfMemory as error:
-                failure = error  # the memory that its frames hold is freed below, after the handler
+                failure = error  # its frames' memory is freed below, after the handler
             else:
                 if self._emergency:
                     self._emergency.end_step()
@@ -248,7 +250,7 @@ class MemoryRelief:
             self._relieve(progress, failure)
 
     def explain(self, error: Exception) -> OutOfMemory | None:
-        """Return the error with figures if memory ran out elsewhere than in a step's passes."""
+        """Return the error with figures if this rank ran out of memory outside a step's passes."""
         if not is_out_of_memory(error):
             return None
         shortage = measure_shortage(self._run.plan, self._setting, self._run.state.device)
@@ -267,8 +269,8 @@ class MemoryRelief:
         traceback.clear_frames(cause.__traceback__)
         traceback.clear_frames(failure.__traceback__)
         clear_gradients(self._run.state.shares)
-        # These processes can make the step again if no other process waits for this rank, and if the same model needs
-        # less memory with the next setting: any other change needs another start.
+        # These processes can repeat the step if no other process waits for this rank and the same model needs less
+        # memory with the next setting: any other change needs another start.
         alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
         taken = next_setting(self._run.plan.memory_ladder, failed)
         if alone and taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload):
@@ -294,7 +296,7 @@ class MemoryRelief:
         raise out_of_memory(self._run.plan, shortage, cause)
 
     def _begin_anew(self) -> None:
-        """Undo what the passes have changed."""
+        """Undo the changes made by the passes."""
         for part in self._run.state.parts:
             abandon_passes(part)
         clear_gradients(self._run.state.shares)

@@ -28,7 +28,7 @@ from trainspec_cli.run.folder.event_types.events import EvalEvent, FirstTextEven
 from trainspec_cli.run.folder.record import RunResult
 
 MOST_PARTS, MOST_CHARS = 8, 600
-"""Number of parts of the first text that are kept, and characters of each."""
+"""Maximum number of parts of the first text to keep, and of characters in each."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WrittenSample:
 
 
 class DataSource(Protocol):
-    """Every rank calls each method together, except `summarise`."""
+    """All methods except `summarise` are called collectively by all ranks."""
 
     staging: Staging
     """Holds its batches until they are read."""
@@ -50,7 +50,7 @@ class DataSource(Protocol):
         """Return the number of targets in the samples at `positions`: the loss is the mean over them."""
 
     def evaluate(self, step: int) -> EvalEvent | None:
-        """Measure the model after update `step` on held-out samples; None where none are held out."""
+        """Measure the model after update `step` on held-out samples; None if none are held out."""
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
         """Return `result` with the figures of the last `evaluate`."""
@@ -59,8 +59,8 @@ class DataSource(Protocol):
         """Continue the recipe's prompt; None if the recipe has none."""
 
     def first_text(self, position: int) -> FirstTextEvent | None:
-        """Return the text of the sample at `position` with the mask of its trained tokens; None where samples are no
-        text. One rank calls it."""
+        """Return the text of the sample at `position` with the mask of its trained tokens; None if samples are not
+        text. Called by one rank."""
 
 
 def open_source(run: TrainingRun, folder: str | None) -> DataSource:
@@ -90,7 +90,8 @@ class TokenSource:
         return read_tokens(self.order, own, self.run.state.positions_S)
 
     def evaluate(self, step: int) -> EvalEvent | None:
-        """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
+        """Return the loss on all text held out from the training sets or, if there is none, on the validation sets; and
+        the loss on each set."""
         size = self.run.plan.micro_batch_size
         losses = {
             name: heldout_loss(self.run.state, text.rows, num_bytes=text.bytes, batch_size=size)
@@ -113,7 +114,7 @@ class TokenSource:
 
     @property
     def _xz(self) -> float | None:
-        """Bits per byte of a single text under xz: several are not compressed together."""
+        """Return the bits per byte of a single text under xz; several texts are not compressed together."""
         return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:

@@ -31,29 +31,29 @@ NOTHING_TO_REPORT = StepReport()
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Scalars and figures on the device, the same on every rank; read late so that nothing waits."""
+    """Scalars and figures on the device, the same on every rank; they are read later, so that nothing waits."""
 
     loss: Tensor
     """Mean over the global batch's tokens, in nats."""
     grad_norm: Tensor
     skipped: Tensor
-    """1 where something was not finite and nothing was updated."""
+    """1 if something was not finite and nothing was updated."""
     stop: Tensor
     """The number of ranks that were asked to stop."""
     writing: Tensor
     """The number of ranks that were writing a checkpoint."""
     steps_to_sample: Tensor
-    """The number of steps after which the links are sampled next; 0 if no rank has set it."""
+    """The number of steps until the links are next sampled; 0 if no rank has set it."""
     noise: Tensor
-    """The sums of `NoiseProbe` over all ranks, and the experts' part, spread by ep, of |g|^2 of the whole step's
-    gradient: (5,); zeros where the noise is not measured."""
+    """(5,): the sums of `NoiseProbe` over all ranks, and the part of |g|^2 of the step's full gradient that belongs to
+    experts spread by ep; zeros if the noise is not measured."""
     figures: Tensor
-    """(ranks, F): the parts of each rank's report; F is 0 where they report none."""
+    """(ranks, F): the parts of each rank's report; F is 0 if there are none."""
     own: StepReport
-    """This rank's report, whose parts show how to read the figures."""
+    """This rank's report, whose parts determine how the figures are read."""
 
     def reports(self) -> list[StepReport]:
-        """Return the parts that all ranks reported, by rank, and wait for the device; [] where they reported none."""
+        """Return the parts that all ranks reported, by rank, and wait for the device; [] if there are none."""
         return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:
@@ -77,10 +77,10 @@ def train_step(
     report: StepReport = NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
-    """Make one update; return None if the replica groups did not agree on the step, and nothing was updated.
+    """Make one update; return None if the replica groups did not agree on the step, so that nothing was updated.
 
-    `groups` None: there is one group. `report` is this rank's, which the step sends to all ranks. `parts`: where the
-    noise of the gradients is to be measured.
+    `groups` None: there is only one group. `report`: this rank's, which the step sends to all ranks. `parts`: given if
+    the gradient noise is to be measured.
     """
     if groups is not None:
         groups.begin_passes(state, len(micro_batches))
@@ -109,11 +109,11 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
         squared = squared_norm(state.shares).to(loss.device)
         experts = [one for one in state.shares if one.name in state.spread_experts]
         of_experts = squared_norm(experts).to(loss.device) if experts else squared.new_zeros(())
-    # Numbers are filled in on the device: a copy from the host would wait for all queued work.
+    # Numbers are filled in on the device, because a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])
     row = report.row
-    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # a sum with the others' zeros gathers each row
+    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # adding the other ranks' zeros gathers the rows
     for place, figure in enumerate(row):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
@@ -146,7 +146,7 @@ def compute_gradients(
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it. The ranks' shares sum
     to the loss.
 
-    `parts`: where the noise of the gradients is to be measured. Raises PassesOutOfMemory.
+    `parts`: given if the gradient noise is to be measured. Raises PassesOutOfMemory.
     """
     layout = state.mesh.layout
     noise = state.stages.noise
@@ -173,7 +173,7 @@ def compute_gradients(
     )
     for late in state.late_sums:
         sum_late(late)
-    return loss / layout.tp  # each rank of tp computed the same
+    return loss / layout.tp  # all ranks of tp computed the same loss
 
 
 def sum_late(late: LateSum) -> None:
@@ -190,7 +190,7 @@ def sum_late(late: LateSum) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-# A step that was made, and the event that is written once its figures have come from the device.
+# A completed step, and the event that is written once its figures have arrived from the device.
 
 
 @dataclass(frozen=True)
@@ -203,17 +203,17 @@ class DoneStep:
     segments: Segments
     samples: StepSamples
     traffic: Traffic
-    """Copies of its batch to the device, and allocations: 0 after the first steps."""
+    """Copies of its batch to the device, and buffer allocations, which are 0 after the first steps."""
     noise_scale: float | None
-    """The noise scale of the gradients up to this step, where the next batch depends on it."""
+    """The gradient noise scale up to this step, if the next batch depends on it."""
     agreement: tuple[float, float]
     """The duration of the exchange that ended it, and the Unix time when this rank left that exchange."""
     garbage_s: float
-    """Seconds of garbage collection; 0 on a GPU, which computes meanwhile."""
+    """Seconds of garbage collection; 0 on a GPU, which computes in the meantime."""
 
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
-        """Return the event of the step, whose figures are read from the device. `noise_scale`: that of the gradients up
-        to this step."""
+        """Return the event of the step, whose figures are read from the device. `noise_scale`: the gradient noise scale
+        up to this step."""
         parts_s = self.segments.parts_s()
         exchanged = self.segments.exchange_time()
         outcome = self.outcome

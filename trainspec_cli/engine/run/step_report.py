@@ -1,7 +1,7 @@
-"""The report of each rank in a step, which travels with the exchange that a step makes for its loss anyway.
+"""Each rank's report in a step, which travels with the exchange that the step makes anyway for its loss.
 
-A separate exchange would be one more collective per step, which costs more than its few numbers. All ranks report the
-same parts in the same step, because they choose them by figures that all of them have.
+A separate exchange would be an additional collective per step, which costs more than these few numbers. All ranks
+report the same parts in the same step, because they choose them by figures known to all.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class SpeedFigures(NamedTuple):
     change_s: float
     """The measured cost of a change of shares."""
     last_s: float
-    """Its compute time in its last step."""
+    """The rank's compute time in its last step."""
     waited_s: float
-    """Its wait for the exchanges of each micro-batch."""
+    """The rank's wait for the exchanges of each micro-batch."""
     proposal: float
-    """The number of the supervisor's newest proposal, which rank 0 knows."""
+    """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
-    """The steps that confirmed its speed as a change."""
+    """Number of steps that confirmed its speed as a change."""
     is_settled: float = 1.0
-    """1 where enough steps were seen for small differences of speed to count, else 0."""
+    """1 if enough steps were seen for small speed differences to count, otherwise 0."""
 
 
 class LinkFigures(NamedTuple):
     """A sample of the links; `StepLinks` makes it and learns from it."""
 
     transfers: tuple[Transfer, ...]
-    """One for each mesh axis, and in a pipeline one more for the way back."""
+    """One for each mesh axis and, in a pipeline, another for the way back."""
     cost_s: float
     """The cost of the sample for this rank."""
     step_s: float
@@ -45,14 +45,14 @@ class LinkFigures(NamedTuple):
 
 
 class BucketFigures(NamedTuple):
-    """The result of a size of gradient buckets; `StepBuckets` makes it and learns from it."""
+    """The result of a gradient bucket size; `StepBuckets` creates it and learns from it."""
 
     bucket_bytes: float
     waited_s: float
     """The step's wait for gradients."""
     step_s: float
     gradient_bytes: float
-    """Of all blocks whose gradients may share a bucket."""
+    """Gradient bytes of all blocks whose gradients may share a bucket."""
     largest_block_bytes: float
 
 
@@ -67,9 +67,9 @@ class StepReport:
     stop: bool = False
     """This rank was asked to stop."""
     writing: bool = False
-    """It is writing a checkpoint."""
+    """This rank is writing a checkpoint."""
     steps_to_sample: int = 0
-    """The next sample of the links is taken after this number of steps; only rank 0 sets it, and 0 changes nothing."""
+    """Number of steps until the links are next sampled; only rank 0 sets it, and 0 changes nothing."""
     speed: SpeedFigures | None = None
     links: LinkFigures | None = None
     buckets: BucketFigures | None = None
@@ -90,7 +90,7 @@ class StepReport:
         return [*numbers, *(self.buckets or ())]
 
     def like(self, row: Sequence[float]) -> StepReport:
-        """Return the report whose parts are in `row`: of another rank, in the step in which this one reports these."""
+        """Return another rank's report, whose parts are in `row`, for the step in which this rank reports its own."""
         numbers = iter(row)
 
         def following(count: int) -> list[float]:

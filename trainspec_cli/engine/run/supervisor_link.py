@@ -20,7 +20,7 @@ from trainspec_cli.run.channel.worker import SupervisorConnection
 
 
 class SupervisorLink:
-    """Every rank calls it; only rank 0 exchanges messages with the supervisor."""
+    """Called by every rank; only rank 0 exchanges messages with the supervisor."""
 
     def __init__(self, supervisor: SupervisorConnection):
         self._supervisor = supervisor
@@ -43,7 +43,7 @@ class SupervisorLink:
         samples: Sequence[int],
         speeds: Sequence[Speed | None],
     ) -> None:
-        """Report the speeds of all ranks, and the samples of each, if they have changed and all are known."""
+        """Report the speeds and samples of all ranks, if they have changed and all are known."""
         known = [speed for speed in speeds if speed is not None]
         news = layout, micro_batches, tuple(samples), tuple(known), self.links
         if not self.writes or len(known) < len(speeds) or news == self._reported:
@@ -65,13 +65,13 @@ class SupervisorLink:
     # From the supervisor
 
     def newest_number(self) -> int:
-        """Return the number of the newest proposal; 0 without one, and on other ranks than 0."""
+        """Return the number of the newest proposal; 0 if there is none, and on all ranks except rank 0."""
         for proposal in self._supervisor.receive(Proposal):
             self._newest = proposal
         return self._newest.number if self._newest else 0
 
     def receive(self) -> Proposal:
-        """Return the newest proposal, which rank 0 knows. Called by every rank together."""
+        """Return the newest proposal, which rank 0 knows. Called collectively by all ranks."""
         plain = to_plain(self._newest) if self._newest else None
         proposal = broadcast_json(plain, lambda received: from_plain(Proposal, received))
         self.received = proposal.number

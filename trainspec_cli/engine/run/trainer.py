@@ -1,4 +1,4 @@
-"""The run: the steps from the last checkpoint to the last step, and what is written meanwhile."""
+"""The run: all steps from the last checkpoint to the end, and everything written along the way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, S
 
 
 class Trainer:
-    """Trains by a plan; every rank runs the same code in lockstep.
+    """Trains according to a plan; every rank runs the same code in lockstep.
 
     The coordinator handles what differs between one replica group and several.
     """
@@ -88,8 +88,8 @@ class Trainer:
         self.stopping = False
 
     def _begin_layout(self) -> None:
-        """Make the objects of the current layout: speeds, links, buckets and memory of another layout do not apply to
-        it."""
+        """Create the objects for the current layout, because speeds, links, buckets and memory of another layout do not
+        apply to it."""
         run = self.run
         self.scheduler = StepScheduler(run, self.directives, self.link)
         self.links = StepLinks(run, self.link)
@@ -97,10 +97,10 @@ class Trainer:
         self.relief = MemoryRelief(run, self.checkpoints, self.watch, self.scheduler.limit)
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.allocated = device_allocations(run.state.device)
-        """Allocations from the device before this step."""
+        """Number of allocations from the device before this step."""
 
     def _restore(self) -> TrainProgress:
-        """Load the newest whole checkpoint; without one the run continues as it is."""
+        """Load the newest complete checkpoint; without one, the run continues as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
@@ -181,7 +181,7 @@ class Trainer:
 
     def _step(self) -> DoneStep | None:
         """Make one step; None if the run stops before it, the replica groups did not agree on it, or other runs that
-        train with this one have made all steps meanwhile."""
+        train with this one have made all steps in the meantime."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
         self.progress = start.progress
@@ -199,7 +199,7 @@ class Trainer:
         return None if outcome is None else self._count(outcome, lr, samples)
 
     def _attempt(self, step: int, lr: float) -> tuple[float, StepSamples, StepOutcome | None]:
-        """Make the step after update `step`; -> (its learning rate, samples, outcome)."""
+        """Make the step after update `step`; return (its learning rate, samples, outcome)."""
         self.coordinator.division = self.scheduler.divide(step)
         samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
         lr *= samples.lr_factor
@@ -227,7 +227,7 @@ class Trainer:
         return lr, samples, outcome
 
     def _follow_layout(self, step: int) -> None:
-        """Change the layout if that is due; the time belongs to no step."""
+        """Change the layout if a change is due; its time is not counted in any step."""
         decided = self.scheduler.decided_layers
         self.scheduler.decided_layers = None
         proposed = self.scheduler.is_proposed
@@ -253,7 +253,7 @@ class Trainer:
         self.clock.restart()
 
     def _parts(self, samples: StepSamples) -> SampleParts | None:
-        """Return the parts of the step whose gradients show the noise; None where it is not measured."""
+        """Return the parts of the step whose gradients show the noise; None if it is not measured."""
         if not self.measures_noise:
             return None
         return parts_of(samples.division, self.run.state.mesh, samples.group_samples, samples.step_samples)
@@ -288,14 +288,14 @@ class Trainer:
 
     @property
     def measures_noise(self) -> bool:
-        """Under cp measuring the noise needs an exchange of all gradients, which is skipped where nothing depends on
-        it."""
+        """Whether to measure the noise: under cp this needs an exchange of all gradients, which is skipped if nothing
+        depends on it."""
         plan = self.run.plan
         hindrance = noise_hindrance(self.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
         return not hindrance and (self.pace.follows_noise or plan.layout.cp == 1)
 
     def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
-        """Return the noise scale of the gradients up to this step; None where it is not measured, or not yet."""
+        """Return the gradient noise scale up to this step; None if it is not measured, or not known yet."""
         if not self.measures_noise:
             return None
         weighted, of_experts, parts, expert_parts, experts_square = outcome.noise.tolist()
@@ -394,7 +394,7 @@ class Trainer:
             self.journal.write(SampleEvent(step=self.progress.step, prompt=sample.prompt, text=sample.text))
 
     def _end(self) -> None:
-        """Raise WorkerError if all steps are made and the model is useless, and leave no checkpoint of it."""
+        """Raise WorkerError, without leaving a checkpoint, if all steps are made but the model is useless."""
         if not self._is_last_step:
             self._checkpoint_last()
             self._finish("stopped")

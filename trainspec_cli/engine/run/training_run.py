@@ -17,8 +17,8 @@ from trainspec_cli.run.folder.paths import RunDir
 class TrainingRun:
     """The run's inputs, and its current plan and state.
 
-    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep this object, not copies of the
-    two, and read them at each use, so that no helper has to be notified of a change.
+    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep this object rather than copies
+    of the two, and read them at each use, so no helper has to be notified of a change.
     """
 
     plan: Plan
@@ -29,13 +29,13 @@ class TrainingRun:
     journal: Journal
     """The log of this rank's events."""
     group: int | None = None
-    """The number of this replica group, where there are several."""
+    """The number of this replica group, if there are several."""
     supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
     """The default has no address and receives nothing."""
 
     @property
     def group_field(self) -> int | Absent:
-        """Return `group` in the form that events have."""
+        """Return `group` in the form used in events."""
         return ABSENT if self.group is None else self.group
 
 
@@ -46,4 +46,4 @@ class TrainProgress:
     step: int = 0
     """Updates made."""
     samples: int = 0
-    """Samples that all ranks have read: the position of the next one."""
+    """Samples that all ranks have read, which is also the position of the next one."""

@@ -1,7 +1,7 @@
-"""The entry of every tool's process: `python -m trainspec_cli.engine.tools NAME FOLDER`, alone or under torchrun.
+"""The entry point of every tool's process: `python -m trainspec_cli.engine.tools NAME FOLDER`, alone or under torchrun.
 
-FOLDER/request.json is the request for the module NAME of this folder. The types of its function `run` say how the
-request is read; the result of the first process is written to FOLDER/tool_result.json.
+FOLDER/request.json is the request for module NAME in this folder. The type annotations of its function `run` determine
+how the request is read; the result of the first process is written to FOLDER/tool_result.json.
 """
 
 from __future__ import annotations

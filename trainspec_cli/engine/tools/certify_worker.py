@@ -1,7 +1,7 @@
-"""The runs that `trainspec certify` judges: plans trained on samples that are drawn from their seed.
+"""The runs that `trainspec certify` judges: plans trained on samples generated from their seed.
 
-Each writes gradients.stage*.npz (every parameter's full gradient of the first step; for a run of the trainer, of the
-step after the last), weights.stage*.npz (every whole parameter after the last step) and result.json (losses, digests,
+Each writes gradients.stage*.npz (every parameter's full gradient in the first step or, for a run of the trainer, in the
+step after the last), weights.stage*.npz (every full parameter after the last step) and result.json (losses, digests,
 positions of the samples).
 """
 
@@ -79,7 +79,7 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
         trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
         state = trainer.run.state
         write_parameters(state, own, "weights", lambda share: share.parameter)
-        if wanted.gradients:  # those that the next step would have
+        if wanted.gradients:  # the gradients that the next step would have
             samples = (trainer.progress.samples, plan.spec.batching.global_batch_size)
             following = trainer.coordinator.division.of_rank(state.mesh.data_rank, *samples)
             leave_gradients(plan, state, own, following)
@@ -105,11 +105,12 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
 
 
 MESHES = Meshes()
-"""The groups of all runs: each group has threads, and a hundred meshes have thousands."""
+"""The groups of all runs, which are shared because each group has threads, and a hundred meshes would have
+thousands."""
 
 
 def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
-    """Write the gradients of a batch: the mean of `exchanges` exchanges of them. `own` is this rank's part of the
+    """Write the gradients of a batch: the mean over `exchanges` exchanges of them. `own`: this rank's part of the
     batch."""
     means: dict[int, Tensor] = {}  # by share: a tied embedding exists twice with one name
     for _ in range(exchanges):
@@ -125,8 +126,8 @@ def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples
 
 
 def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:
-    """Train up to the last step, from the first or from the checkpoint in `source`; the recipe sets the number of
-    samples of each step."""
+    """Train up to the last step, from the first step or from the checkpoint in `source`; the recipe sets the number of
+    samples per step."""
     spec = wanted.plan.spec
     pace = StepPace(spec)
     progress = TrainProgress()
@@ -172,7 +173,8 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
-    """Write the result of `tensor_of` for each parameter: each pipeline rank those of its stages. None is skipped."""
+    """Write the result of `tensor_of` for each parameter, on each pipeline rank for those of its stages. None is
+    skipped."""
     whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):
         if (tensor := tensor_of(share)) is not None:
@@ -182,16 +184,16 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
     dist.barrier()
 
 
-# Runs of `trainspec certify` that the trainer makes as in a launch: with changes of layout, some of which fail or are
-# interrupted, and with memory that runs out.
+# Runs of `trainspec certify` that use the trainer as in a launch: with changes of layout, some of which fail or are
+# interrupted, and with ranks running out of memory.
 #
 # The processes serve many runs, so none of them may end. A kill is an exception on all ranks at once, after which only
-# the run's folder is left, and memory runs out on all ranks in one micro-batch. Then the run restarts, as its
+# the run's folder is left, and all ranks run out of memory in the same micro-batch. Then the run restarts, as its
 # supervisor would restart it.
 
 
 BUCKET_BYTES = 50_000
-"""Small models move in several buckets too, so that a change can be interrupted between them."""
+"""Small enough that even small models move in several buckets, so that a change can be interrupted between them."""
 
 
 class Killed(BaseException):
@@ -199,7 +201,7 @@ class Killed(BaseException):
 
 
 class DrawnSource:
-    """The trainer's source of samples that are drawn from the seed; none are held out."""
+    """The trainer's source of samples generated from the seed; none are held out."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
@@ -239,7 +241,7 @@ class Trail:
     """The figures of a run, over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
-    """Steps by the updates made before; a step that is made again replaces the first."""
+    """Steps by the number of updates made before; a repeated step replaces the first one."""
     losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0
@@ -273,7 +275,7 @@ class WatchedGroup(Coordinator):
 
 
 def _bytes_on_disk(run_dir: RunDir) -> int:
-    """Return the size of the run's folder without its logs; 0 on all ranks except the first, which ends a
+    """Return the size of the run's folder without its logs; 0 on all ranks except the first, which completes a
     checkpoint."""
     if dist.get_rank() != 0:
         return 0
@@ -299,7 +301,7 @@ class LiveFaults(Faults):
 
 
 class SharedAllowance(Allowance):
-    """Memory that runs out on all ranks: each leaves the step once the others have got its messages."""
+    """An allowance that all ranks exceed: each leaves the step once the others have received its messages."""
 
     def check(self, kind: Kind, samples: int) -> None:
         try:
@@ -312,7 +314,8 @@ class SharedAllowance(Allowance):
 def run_live(
     wanted: CertifyRun, run_dir: RunDir, device: torch.device, meshes: Meshes
 ) -> tuple[Trainer, TrainedSteps, LiveSteps]:
-    """Train to the last step, in as many starts as needed; -> (the trainer of the last one, the steps, the record)."""
+    """Train to the last step, in as many starts as needed; return (the trainer of the last start, the steps, the
+    record)."""
     plan = wanted.plan
     killed_at = wanted.killed_at
     trail = Trail()
@@ -329,7 +332,7 @@ def run_live(
             if taken is None:
                 raise
             plan = with_reliefs(plan, [Relief(error.shortage.failed, taken)])
-        finally:  # also of a start that ended early
+        finally:  # also for a start that ended early
             trail.losses |= {event.step: event.loss for event in trainer.tally.steps}
             if trainer.unread:
                 trail.losses[trainer.unread.step] = trainer.unread.outcome.loss.item()
@@ -358,7 +361,7 @@ def _start(
     return trainer
 
 
-# The samples of the runs of `trainspec certify`, drawn from their seed, and the part that each rank has read.
+# The samples of `trainspec certify` runs, generated from their seed, and the part that each rank has read.
 
 
 Taken = tuple[int, tuple[int, ...]]
@@ -374,9 +377,9 @@ def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[Micro
 
 def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
     """Return the micro-batches of `own` on the host; the sample at a position is the same for every layout and
-    division. `positions_S`: where a rank holds part of a sequence.
+    division. `positions_S`: given if a rank holds part of a sequence.
 
-    Samples are drawn in blocks of the first step's batch, each with its own generator.
+    Samples are generated in blocks with the size of the first step's batch, each with its own generator.
     """
     positions = positions_of(own)
     block_size = spec.batching.global_batch_size
@@ -388,7 +391,7 @@ def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> li
 
 
 def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
-    """A global batch of tokens and those that follow, or of images and labels."""
+    """Return a global batch of tokens and their targets, or of images and labels."""
     model = spec.model
     samples = spec.batching.global_batch_size
     if model.unit == "samples":
@@ -400,8 +403,8 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
 
 
 def drawn_tokens(spec: RunSpec, steps: int, clip_from: int | None) -> np.ndarray:
-    """Return the tokens of each step's whole batch, (steps, samples, length + 1) in int64; from `clip_from` on every
-    step sees one batch."""
+    """Return the tokens of each step's full batch, (steps, samples, length + 1) in int64; from `clip_from` on, every
+    step gets the same batch."""
     blocks = [step if clip_from is None or step < clip_from else clip_from for step in range(steps)]
     drawn = []
     for block in blocks:
@@ -417,8 +420,8 @@ def taken_positions(own: OwnSamples) -> tuple[int, ...]:
 
 
 def taken_by_all(taken: Sequence[Taken]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions that all ranks together have read in each step; this one has read `taken`. Ranks that work
-    on the same samples must have read the same."""
+    """Return the positions that all ranks together have read in each step; this rank has read `taken`. Ranks that work
+    on the same samples must have read the same positions."""
     of_ranks = gather_json(
         taken, lambda of_rank: [(int(rank), tuple(map(int, positions))) for rank, positions in of_rank]
     )

@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face folder's safetensors files, by one process without a GPU.
+"""Write a run's weights as the safetensors files of a Hugging Face folder, in one process without a GPU.
 
 Parameters are read one file at a time, so that a checkpoint may be larger than memory. If there are several files, an
 index names them.
@@ -40,7 +40,7 @@ from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
 from trainspec_cli.run.folder.record import read_plan_file
 
 MEGATRON_COMMON = "common.pt"
-"""The file of what Megatron does not shard, without which its loader refuses a folder."""
+"""The file for everything that Megatron does not shard; its loader refuses a folder without it."""
 
 
 def run(request: ExportRequest) -> ExportResult:
@@ -110,7 +110,7 @@ def _parameters(plan: Plan) -> list[Parameter]:
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Read whole parameters, with adapters merged in: W + (alpha / R) B A."""
+    """Read full parameters, with adapters merged in: W + (alpha / R) B A."""
     halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
@@ -130,10 +130,10 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
             file.write(tensor.view(torch.uint8).numpy().data)
 
 
-# A run's weights in the formats of other projects: a distributed checkpoint of torch (DCP), and a file of torch.save.
+# Write a run's weights in the formats of other projects: a torch distributed checkpoint (DCP) or a torch.save file.
 #
-# A distributed checkpoint is written box by box, a stack of layers one layer after another, so that a checkpoint may be
-# larger than memory. A file of torch.save is assembled in memory.
+# A distributed checkpoint is written box by box, with a stack of layers written layer by layer, so that it may be
+# larger than memory. A torch.save file is assembled in memory.
 
 
 ReadTensor = Callable[[str], Tensor]
@@ -142,7 +142,7 @@ ReadTensor = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class WrittenBox:
-    """A part of a tensor that is written at once."""
+    """A part of a tensor that is written in one piece."""
 
     tensor: OtherTensor
     start: Shape
@@ -162,7 +162,7 @@ class WrittenBox:
 
 
 def boxes_of(tensor: OtherTensor) -> Iterator[WrittenBox]:
-    """Yield the whole tensor, or one layer of a stack after another."""
+    """Yield the full tensor, or the layers of a stack one after another."""
     layers = list(dict.fromkeys(rows.layer for rows in tensor.rows))
     for layer in layers:
         if layer is None:
@@ -174,7 +174,7 @@ def boxes_of(tensor: OtherTensor) -> Iterator[WrittenBox]:
 
 
 def write_distributed(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.dtype, folder: Path) -> int:
-    """Write a distributed checkpoint; return the number of its files of weights."""
+    """Write a distributed checkpoint; return its number of weight files."""
     planner = _Planner([box for tensor in tensors for box in boxes_of(tensor)], read, dtype)
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
@@ -182,7 +182,7 @@ def write_distributed(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: t
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Plans one item for each box, and reads it when it is written."""
+    """Plans one item for each box, which is read when it is written."""
 
     def __init__(self, boxes: Sequence[WrittenBox], read: ReadTensor, dtype: torch.dtype):
         super().__init__()
@@ -206,14 +206,14 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 def write_state(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: torch.dtype, file: Path) -> int:
-    """Write one file of torch.save in litgpt's format; return 1."""
+    """Write one torch.save file in litgpt's format; return 1."""
     state = {box.tensor.name: box.read(read, dtype) for tensor in tensors for box in boxes_of(tensor)}
     torch.save({"model": state}, file)
     return 1
 
 
 def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[str, Tensor]]) -> ReadTensor:
-    """Return a function that reads one Hugging Face tensor, given one that reads whole parameters of the engine."""
+    """Return a function that reads one Hugging Face tensor, given one that reads the engine's full parameters."""
     places = {piece.tensor: (parameter, piece) for parameter in parameters(model) for piece in parameter.pieces}
 
     def read_tensor(name: str) -> Tensor:
@@ -224,6 +224,6 @@ def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[st
 
 
 def cut(full: Tensor, piece: Piece) -> Tensor:
-    """Cut a Hugging Face tensor out of a whole parameter."""
+    """Cut a Hugging Face tensor out of a full parameter."""
     box = full[tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))]
     return box.flatten(0, -2).transpose(-1, -2) if piece.transposed else box

@@ -1,6 +1,6 @@
-"""Every backend of every operation, tried at the shapes of a plan, with all of a run's processes at work at once.
+"""Try every backend of every operation at the shapes of a plan, with all of a run's processes working at once.
 
-The shapes are found by making a step with fake tensors.
+The shapes are found by running a step with fake tensors.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def run(request: KernelRequest) -> KernelResult:
     plan = request.plan
     rank = int(os.environ["RANK"])
     here = int(os.environ["WORLD_SIZE"])
-    device = enter(plan.device)  # Triton launches on the current device, whatever device its arguments are on
-    # The processes of this node stand for ranks from all over the run, including the first and the last: each stage of
-    # a pipeline is tried, and the loss, which the last one computes.
+    device = enter(plan.device)  # Triton launches on the current device, wherever its arguments are
+    # The processes of this node stand for ranks from all over the run, including the first and the last: every pipeline
+    # stage is tried, and so is the loss, which the last stage computes.
     calls = calls_of(plan, rank * (plan.world_size - 1) // max(1, here - 1))
     trials = try_all(plan, calls, device)
     join_processes(plan.device)
@@ -52,7 +52,7 @@ def run(request: KernelRequest) -> KernelResult:
 
 
 def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
-    """Every backend of every operation that the run uses."""
+    """Try every backend of every operation that the run uses."""
     described: dict[str, tuple[str, ...]] = {}
     trials: dict[str, dict[str, KernelTrial]] = {}
     for op, workload in workloads_of(plan, calls, device).items():
@@ -65,7 +65,7 @@ def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
                 trials[op][name] = KernelTrial(untried=reason)
                 continue
             kernel = load_kernel(op, name)
-            # As compiled, if blocks are compiled: fusions change which backend is fastest.
+            # Operations are compiled if blocks are, because fusion changes which backend is fastest.
             compiles = plan.spec.compile and op in IN_BLOCKS
             kernels[name] = torch.compile(kernel, dynamic=False) if compiles else kernel
         trials[op] |= try_kernels(kernels, workload)
@@ -97,7 +97,7 @@ def _describe(numbers: Counter[Any], show: Callable[[Any], str]) -> tuple[str, .
 
 @dataclass
 class Calls:
-    """The calls of one rank's step with one micro-batch."""
+    """The calls in one rank's step with one micro-batch."""
 
     by_op: dict[str, Counter[Call]] = field(default_factory=dict)
     parameters: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -105,7 +105,7 @@ class Calls:
 
 
 def calls_of(plan: Plan, rank: int) -> Calls:
-    """Called where no process group is open yet."""
+    """Return the calls in a rank's step. Must be called before any process group is open."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec(), recompute="none")
     calls = Calls()
     with fake_world(rank, plan.group_size):
@@ -119,7 +119,7 @@ def calls_of(plan: Plan, rank: int) -> Calls:
                     for module in modules_with(part, op):
                         setattr(module, op, _noting(getattr(module, op), calls.by_op.setdefault(op, Counter())))
             calls.parameters.update(tuple(share.local.shape) for share in state.shares if share.is_trained)
-            # One micro-batch goes through all stages; what the backward calls follows from it.
+            # One micro-batch goes through all stages; the calls of the backward pass follow from it.
             tokens, targets, *_ = fake_batch(plan, state)
             documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
             forward_only(state.stages, tokens, targets, *documents)
@@ -142,21 +142,21 @@ def _noting(function: Callable[..., Any], seen: Counter[Call]) -> Callable[..., 
     return noted
 
 
-# Tries an operation's backends at a run's shapes: their error against fp64, and their time compared with torch's
+# Try an operation's backends at a run's shapes: measure their error against fp64, and their time compared with torch's
 # default.
 #
-# Backends take turns, round by round, so that load of other programs affects all of them.
+# Backends take turns, round by round, so that load from other programs affects all of them.
 
 
 clock = time.perf_counter
 Kernel = Callable[..., Any]
 Work = Callable[[], Any]
 MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
-"""Rounds of all backends: until each has had the budget."""
+"""Limits on the number of rounds, which continue until each backend has used its time budget."""
 TURN_S = 2e-3
 """Shorter calls are repeated within a turn for this many seconds."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
-"""The error of sums, which all formats accumulate in fp32."""
+"""The allowed error of sums, which all formats accumulate in fp32."""
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,14 @@ class Workload:
     dtype: torch.dtype
     device: torch.device
     error_of: Callable[[Kernel], float]
-    """A kernel's greatest relative error against fp64."""
+    """Returns a kernel's largest relative error against fp64."""
     works_of: Callable[[Kernel], Sequence[tuple[Work, int]]]
-    """A kernel's calls, forward and backward, each with its number in a step."""
+    """Returns a kernel's calls, forward and backward, each with its count per step."""
 
 
 def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
-    """`kernels` holds torch's default too. A kernel that raises has failed; one with a wrong result is not timed."""
+    """Return the trials of `kernels`, which include torch's default. A kernel that raises has failed; one with a wrong
+    result is not timed."""
     default_error = workload.error_of(kernels[TORCH])
     allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
     trials: dict[str, KernelTrial] = {}
@@ -197,7 +198,8 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
 def operation(
     op: str, calls: Mapping[Call, int], dtype: torch.dtype, device: torch.device, chunk: Any = None
 ) -> Workload:
-    """`calls` with their numbers in a step; `chunk` is the linear cross-entropy's module for one chunk's loss."""
+    """Return an operation's workload. `calls`: with their count per step. `chunk`: the linear cross-entropy's module
+    for one chunk's loss."""
     inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
 
     def error_of(kernel: Kernel) -> float:
@@ -215,7 +217,7 @@ def operation(
 def call_error(
     op: str, kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None
 ) -> float:
-    """The greatest relative error of output and gradients, against the reference on the same numbers in fp64."""
+    """Return the largest relative error of output and gradients, against the reference on the same numbers in fp64."""
     inputs = make_inputs(op, call, dtype, device, chunk)
     expected = _results(OPERATIONS[op].reference, inputs.to(torch.float64).with_gradients())
     found = _results(kernel, inputs.with_gradients())
@@ -223,13 +225,13 @@ def call_error(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Euclidean; infinite where something is not finite."""
+    """Return the Euclidean relative error; infinite if any value is not finite."""
     error = float((found.double() - expected).norm() / expected.norm().clamp_min(1e-30))
     return error if error < float("inf") else float("inf")
 
 
 def _results(kernel: Kernel, inputs: Inputs) -> list[Tensor]:
-    """The output and the gradients, of an upstream gradient that is the same for all kernels."""
+    """Return the output and the gradients, given an upstream gradient that is the same for all kernels."""
     out = kernel(*inputs.arguments)
     generator = torch.Generator(out.device).manual_seed(1)
     upstream = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
@@ -256,7 +258,8 @@ def _both_passes(kernel: Kernel, inputs: Inputs) -> Work:
 def time_in_turns(
     works: Mapping[str, Sequence[tuple[Work, int]]], device: torch.device
 ) -> dict[str, tuple[float, ...]]:
-    """Ratios to torch's default of each round, by backend; `works` are pairs of a call and its number in the run."""
+    """Return each round's time relative to torch's default, by backend. `works`: pairs of a call and its count in the
+    run."""
     repeats = [max(1, round(TURN_S / _seconds(work, 2, device))) for work, _ in works[TORCH]]
     seconds: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
@@ -282,10 +285,10 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
     return (clock() - started) / repeats
 
 
-# AdamW: the update of parameters of a run's shapes
+# AdamW: the update of parameters with a run's shapes
 
 MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
-"""The most parameters that are updated: the time grows in proportion."""
+"""Maximum number of parameter elements to update; the time grows in proportion."""
 CHECKED_STEPS = 3
 GRAD_SCALE = 2.0
 WEIGHT_STD = 0.02
@@ -294,20 +297,20 @@ Shape = tuple[int, ...]
 
 
 def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: torch.device) -> Workload:
-    """Shapes of parameters with their numbers; kept in fp32, whatever the format of the run."""
+    """Return the update's workload. `parameters`: shapes with their counts; kept in fp32, whatever the run's format."""
     few = _as_many(parameters, CHECKED_ELEMENTS)
     many = _as_many(parameters, MEASURED_ELEMENTS)
     shares = make_shares(many, torch.float32, device)
 
     def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
-        """All have the same parameters and moments of the same layout."""
+        """All kernels get the same parameters, and moments in the same layout."""
         return [(build_optimizer(shares, optim, kernel).step, 1)]
 
     return Workload(torch.float32, device, lambda kernel: update_error(kernel, few, optim, device), works_of)
 
 
 def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, device: torch.device) -> float:
-    """Return the error of parameters after some guarded steps, against the update as written in arXiv:1711.05101."""
+    """Return the parameters' error after a few guarded steps, against the update as written in arXiv:1711.05101."""
     shares, expected = (make_shares(shapes, dtype, device) for dtype in (torch.float32, torch.float64))
     optimizer: Any = build_optimizer(shares, optim, kernel)
     for _ in range(CHECKED_STEPS):
@@ -336,7 +339,7 @@ def _written_out(parameter: Tensor, optim: OptimSpec) -> Tensor:
 
 
 def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> list[Share]:
-    """The same numbers in every format, gradients as well."""
+    """Return shares with the same numbers in every format, including the gradients."""
     generator = torch.Generator(device).manual_seed(0)
     shares = []
     for number, shape in enumerate(shapes):
@@ -348,7 +351,8 @@ def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.devic
 
 
 def _as_many(parameters: Mapping[Shape, int], elements: int) -> list[Shape]:
-    """Shapes in turn, one of each kind first, until they hold `elements` elements; at least one."""
+    """Return shapes in turn, starting with one of each kind, until they hold `elements` elements; at least one
+    shape."""
     left = dict(parameters)
     chosen = []
     while elements > 0 and any(left.values()):

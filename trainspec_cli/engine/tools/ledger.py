@@ -1,4 +1,5 @@
-"""Counts the use of a piece of a program: live bytes of tensors, floating-point operations, bytes of collectives."""
+"""Measure the resource use of a piece of code: live tensor bytes, floating-point operations and bytes of
+collectives."""
 
 from __future__ import annotations
 
@@ -31,16 +32,16 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchanges have separate buffers; those of other axes are activations."""
+"""Axes whose exchanges have separate buffers; the buffers of other axes are activations."""
 
 
 class Ledger(TorchDispatchMode):
     """Records everything that is allocated, computed and exchanged in its context.
 
-    A storage counts from the operation that made it until it is freed, with its current size: FSDP2 frees parameters by
-    resizing their storages to nothing. What autograd saves counts as activations, what FSDP2 gathers as gathered, what
-    data parallelism and pipelines exchange as collectives, named tensors by their name (`name`), the rest as
-    temporaries.
+    A storage counts from the operation that created it until it is freed, with its current size: FSDP2 frees parameters
+    by resizing their storages to zero. Tensors saved by autograd count as activations, those gathered by FSDP2 as
+    gathered, those exchanged by data parallelism and pipelines as collectives, named tensors under their name (`name`),
+    and the rest as temporaries.
     """
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
@@ -49,7 +50,7 @@ class Ledger(TorchDispatchMode):
         self.flops = 0.0
         self.comm_bytes: Counter[str] = Counter()
         self.axes: dict[str, str] = {}
-        """Names of process groups -> the mesh axes that they lie along."""
+        """Maps names of process groups to their mesh axes."""
         self.by_cause: Counter[str] = Counter()
         self.peak_by_cause: Counter[str] = Counter()
         self.vocabulary: int | None = None
@@ -62,18 +63,18 @@ class Ledger(TorchDispatchMode):
         self._causes: dict[int, str] = {}
         self._births: dict[int, int] = {}
         self._time = self._peak_time = 0
-        """The number of storages made so far, and until the peak."""
+        """The number of storages created so far, and up to the peak."""
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
-        """Start counting here; what is alive stays counted."""
+        """Start counting here; live tensors stay counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
         self.peak_by_cause = Counter(self.by_cause)
         self._peak_time = self._time
 
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
         """Count the memory of `tensors` as `cause` from now on, and in the peak, if they were alive then: a buffer is
-        made before the operation that shows its purpose."""
+        created before the operation that shows its purpose."""
         for tensor in _tensors(list(tensors)):
             self._rename(tensor.untyped_storage()._cdata, cause)
 
@@ -129,9 +130,9 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _cause_of(self, tensor: Tensor, func: Any, args: Any) -> str:
-        """Return the cause of a tensor that `func` has made."""
+        """Return the cause of a tensor that `func` has created."""
         if func is _aten._to_copy.default and self._causes.get(args[0].untyped_storage()._cdata) == "gradients":
-            return "gradients"  # whole gradients in the format of their exchange
+            return "gradients"  # full gradients in the exchange format
         if self.vocabulary is None or tensor.dim() != 2:
             return "temporaries"
         if tensor.shape[1] == self.vocabulary:
@@ -139,7 +140,7 @@ class Ledger(TorchDispatchMode):
         return "gradients" if tensor.shape[0] == self.vocabulary else "temporaries"
 
     def _hold(self, storage: torch.UntypedStorage, cause: str = "temporaries") -> None:
-        """Its current size; new storages are watched until they are freed."""
+        """Count a storage's current size; new storages are watched until they are freed."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self._sizes:
@@ -171,7 +172,7 @@ class Ledger(TorchDispatchMode):
         self.by_cause[self._causes.pop(key)] -= size
 
     def _exchanged(self, func: Any, args: Any) -> None:
-        """Bytes of the larger side: what a rank holds before or after. Kept as `axis kind`."""
+        """Record the bytes of the larger side, which a rank holds before or after, under `axis kind`."""
         kind = COLLECTIVES.get(func._overloadpacket.__name__)
         if kind:
             sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
@@ -185,13 +186,14 @@ class Ledger(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """A DTensor is a wrapper: its content was counted separately. On meta it has no memory."""
+    """Yield the tensors that have memory. A DTensor is a wrapper whose content was counted separately; meta tensors
+    have none."""
     found = (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
     return (tensor for tensor in found if tensor.device.type != "meta")
 
 
 def _attention_flops(args: Any) -> float:
-    """A causal core computes half of the scores."""
+    """Return the operations of an attention call; a causal core computes half of the scores."""
     q, k, v = args[:3]
     causal = len(args) > 4 and args[4]
     return sdpa_flop_count(q.shape, k.shape, v.shape) * (0.5 if causal else 1.0)

@@ -1,4 +1,4 @@
-"""Measure the links between a job's processes: all-reduce over size, and each pair of nodes."""
+"""Measure the links between a job's processes: all-reduce times by size, and messages between each pair of nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHIP_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28)
 CHIP_PAIR_SIZES_BYTES = (2**13, 2**20, 2**26)
 REPEATS = 3
 MAX_PAIRS = 64
-"""The most pairs of nodes that are measured; with more nodes only a chain is measured, each with the next."""
+"""Maximum number of node pairs to measure; with more pairs, only a chain is measured, each node with the next."""
 
 
 def run(request: LinksRequest) -> LinksResult:
@@ -42,7 +42,7 @@ def all_reduces(device: torch.device) -> list[AllReduceRate]:
 
 
 def pairs(device: torch.device) -> list[PairRate]:
-    """Time messages between the first processes of two nodes; a pair at a time, so that pairs do not disturb one
+    """Time messages between the first processes of two nodes; one pair at a time, so that pairs do not disturb one
     another."""
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     firsts = range(0, dist.get_world_size(), per_node)

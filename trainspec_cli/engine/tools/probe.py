@@ -1,8 +1,8 @@
-"""The probe: this machine measured with all processes at once.
+"""The probe: measure this machine with all processes at once.
 
-Figures are means over the processes, so that contention between them counts. In addition to the curves of single
-operations, small decoders are trained as a worker trains them: these steps contain the waits for peers, caches filled
-by others, and the load of other programs on this machine.
+Figures are means over the processes, so contention between them counts. In addition to the curves of single operations,
+small decoders are trained as in a worker: these steps include waits for peers, caches filled by others, and load from
+other programs on this machine.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6
-"""The first steps allocate; after this number the heap hardly grows."""
+"""The first steps allocate memory; after this number of steps, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
 """Steps of a reference between groups of curves: load that varies during the probe affects references as it affects a
 run."""
 LONG_STEP_S = 1.0
-"""A reference whose step takes longer (in a format that the processor does not have) makes only a few."""
+"""A reference whose step takes longer (in a format that the processor does not support) takes only a few steps."""
 
 
 def run(request: ProbeRequest) -> MachineProbe:
@@ -67,7 +67,7 @@ def run(request: ProbeRequest) -> MachineProbe:
 
 
 def measure(compute: str) -> MachineProbe:
-    """Called by every process together; the same result on each."""
+    """Called collectively by all processes; returns the same result on each."""
     torch.manual_seed(0)
     processor = ProcessorClock()
     cpu_before_s, delay_before_s = processor.read()
@@ -76,7 +76,7 @@ def measure(compute: str) -> MachineProbe:
         for layers in (2, 6)
     )
     bare_bytes = float(psutil.Process().memory_info().rss)
-    # The large one before the small one, so that memory has to grow.
+    # The large decoder runs before the small one, so that memory has to grow.
     large = SmallRun(plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, compute))
     small = SmallRun(plan_of(DecoderModel(2, 128, 2, 1, 64, 352, 2048, tied_embeddings=True), 128, 1, compute))
     measured = {}
@@ -109,7 +109,7 @@ def measure(compute: str) -> MachineProbe:
 
 
 def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
-    """The curves of a `MachineProbe`, by field."""
+    """Return the functions that measure the curves of a `MachineProbe`, by field."""
     small_head, large_head = PROBED_HEAD_SIZES
     return {
         "matmul": partial(measure_matmul, dtype),
@@ -129,7 +129,7 @@ def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
 
 
 def average(value: Any) -> Any:
-    """Return the mean over the processes, of every number in nested dataclasses, dictionaries and tuples."""
+    """Return the mean over the processes of every number in nested dataclasses, dictionaries and tuples."""
     if isinstance(value, dict):
         return {name: average(item) for name, item in value.items()}
     if isinstance(value, tuple):
@@ -155,18 +155,18 @@ class SmallRun:
         self.tokens = torch.zeros(plan.micro_batch_size, plan.spec.data.seq_len, dtype=torch.long)
         self.steps: list[dict[str, float]] = []
         self.is_long = False
-        """Its steps are few."""
+        """True if its steps are so long that it takes only a few."""
         for number in range(WARMUP_STEPS):
             started = time.perf_counter()
             self._step()
             self.is_long = longest_s(time.perf_counter() - started) > LONG_STEP_S
-            if self.is_long and number:  # the first one allocates
+            if self.is_long and number:  # the first step allocates
                 break
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """The first step after a pause, with cold caches and late peers, is left out, unless steps are so long that it
-        is the only one."""
+        """Run some steps. The first step after a pause, with cold caches and late peers, is left out, unless steps are
+        so long that it is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -179,7 +179,7 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """The mean step's parts, without the slowest tenth, where other programs interfered."""
+        """Return the parts of the mean step, without the slowest tenth, in which other programs interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
         return {part: sum(step[part] for step in kept) / len(kept) for part in PARTS}
@@ -189,13 +189,14 @@ class SmallRun:
 
 
 def own_bytes() -> float:
-    """Leave out the libraries' pages, which vary with the machine's other needs (macOS does not count them)."""
+    """Return this process's memory without the libraries' pages, which vary with the machine's other needs (macOS does
+    not count them)."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
 
 
 def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Plan:
-    """Replicated over all processes, `samples` a process at once."""
+    """Return a plan that is replicated over all processes, with `samples` per process at a time."""
     world_size = dist.get_world_size()
     spec = RunSpec(
         model=model,
@@ -211,9 +212,9 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
     return replace(plan, params=sum(parameter.numel() for parameter in module.parameters()))
 
 
-# Seconds of operations and collectives over size, with every process at work at once.
+# Measure the seconds of operations and collectives by size, with all processes working at once.
 #
-# A size is timed in short rounds and the fastest counts, so that load of other programs has little effect. The
+# Each size is timed in short rounds and the fastest counts, so that load from other programs has little effect. The
 # reference steps (`probe`) show the effect of that load.
 
 
@@ -227,10 +228,10 @@ MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
 MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
 CALLS = 5
-"""Calls of a collective on each size."""
+"""Number of calls of a collective for each size."""
 LONG_S = 0.25
-"""A call that takes longer ends its curve: larger sizes follow in proportion. A product in a format without native
-support (bf16, some hundred times slower than fp32) would take minutes."""
+"""A call that takes longer ends its curve, and larger sizes are extrapolated in proportion. A product in a format
+without native support (bf16, about a hundred times slower than fp32) would take minutes."""
 
 Run = Callable[[], Any]
 
@@ -244,7 +245,7 @@ def call_s(runs: Sequence[Run]) -> float:
 
 
 def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_each: int = 8) -> Curve:
-    """`bytes_each` unit of size that a run works on."""
+    """Measure a curve. `bytes_each`: bytes that a run works on per unit of size."""
     seconds: list[float] = []
     for size in sizes:
         copies = min(16, max(1, ROTATED_BYTES // (size * bytes_each)))
@@ -264,7 +265,7 @@ def longest_s(own_s: float) -> float:
 def measure_passes(
     make_runs: Callable[[int], tuple[Run, Run]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
-    """`make_runs` gives the forward and the backward of a size."""
+    """`make_runs` returns the forward and the backward pass for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
@@ -272,7 +273,7 @@ def measure_passes(
 
 
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
-    """Forward and backward; the graph is kept, so that the backward can be called again."""
+    """Return the forward and the backward pass; the graph is kept, so that the backward pass can be called again."""
     out = forward(*inputs)
     gradient = torch.randn_like(out)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -321,7 +322,7 @@ def add_run(elements: int, dtype: torch.dtype) -> Run:
 
 
 def cast_run(elements: int, dtype: torch.dtype) -> Run:
-    """A pass between the formats of master weights and of the computation, as a copy."""
+    """Return a run that copies between the formats of the master weights and of the computation."""
     master = torch.randn(elements)
     copy = torch.empty(elements, dtype=dtype)
     return lambda: copy.copy_(master)
@@ -341,7 +342,7 @@ def optimizer_run(elements: int) -> Run:
 
 
 def measure_matmul(dtype: torch.dtype) -> MatmulCurves:
-    """x W^T, dy W, dy^T x, the formats and transposes of the decoder's linear layers."""
+    """Measure x W^T, dy W and dy^T x, with the formats and transposes of the decoder's linear layers."""
 
     def curve(make_run: Callable[[Tensor, Tensor], Run]) -> Curve:
         def run(elements: int) -> Run:
@@ -380,7 +381,7 @@ def all_reduce(message: Tensor) -> None:
 
 
 def all_gather(message: Tensor) -> None:
-    """`message` is the whole of it."""
+    """`message` is the full gathered tensor."""
     dist.all_gather_into_tensor(message, message.chunk(dist.get_world_size())[0].clone())
 
 
@@ -391,7 +392,7 @@ def reduce_scatter(message: Tensor) -> None:
 
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
-    """Each call follows separate work, as in a backward: processes that are not in step wait for one another."""
+    """Each call follows separate work, as in a backward pass: processes that are not in step wait for one another."""
     work = torch.randn(384, 384)
     world_size = dist.get_world_size()
     medians = []

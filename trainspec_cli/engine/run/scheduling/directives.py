@@ -1,7 +1,7 @@
 """The directives of a run: those of its earlier starts, which a resumed run follows, and new ones.
 
 They are numbered over all starts, and rank 0 records each before the step that uses it. Shares belong to the layout in
-force at that time: with another layout they are skipped.
+force at that time, and are skipped in another layout.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ OF_LAYOUT = ("layers", "layout")
 
 
 class Directives:
-    """Called by every rank of the replica group together."""
+    """Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, *, recalls: bool):
         """Without `recalls`, directives of earlier starts are not followed.
 
-        Raises MachineError, on every rank, if one cannot be followed.
+        Raises MachineError on every rank if one cannot be followed.
         """
         self._log = DirectiveLog(run.run_dir, run.journal)
         self._earlier = list[DirectiveEvent]()
@@ -50,7 +50,7 @@ class Directives:
                 layout = _layout_of(one) if one.applied else layout
         self._number = len(self._earlier)
         self.layout_number = 0
-        """The number of the directive whose layout is in force; 0: the plan's."""
+        """The number of the directive whose layout is in force; 0: the plan's layout."""
         self.last_pause_s: float | None = None
         """Seconds of the last change of layout in this start."""
 
@@ -109,12 +109,12 @@ class Directives:
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
-        """Return whether an earlier start has changed the layout, or tried to, after `step` updates or more."""
+        """Return whether an earlier start changed the layout, or tried to, after at least `step` updates."""
         return any(one.step >= step for one in self._layouts)
 
 
 def follows_earlier(plan: Plan, group: int | None) -> bool:
-    """Return whether a start of `plan` follows the directives of earlier ones. Replica groups are not resumed
+    """Return whether a start of `plan` follows the directives of earlier starts. Replica groups are not resumed
     bit-exactly."""
     return group is None and (watches_speeds(plan, group) or bool(plan.changes))
 
@@ -134,8 +134,8 @@ def watches_speeds(plan: Plan, group: int | None) -> bool:
 
 
 def largest_stage_layers(plan: Plan) -> int | None:
-    """Return the most layers of a pipeline rank: what memory allows, or without a prediction what the recipe gives;
-    None if no layers move."""
+    """Return the maximum number of layers on a pipeline rank: what memory allows or, without a prediction, what the
+    recipe gives; None if no layers move."""
     wanted = plan.spec.scheduler.max_stage_layers
     if plan.layout.pp == 1 or not plan.layer_flops:
         return None

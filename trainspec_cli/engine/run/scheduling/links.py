@@ -1,8 +1,8 @@
 """The speed of the links of each mesh axis, measured in sampled steps and exchanged in the following ones.
 
 A sample's figures travel with the exchange that every step makes for its loss, like the ranks' own speeds. Rank 0
-computes the speeds of the links, and announces the next sample with the exchange after that: soon if a link or the step
-time has changed, else as rarely as the rank with the highest cost requires.
+computes the link speeds, and announces the next sample with the exchange after that: soon if a link or the step time
+has changed, and otherwise as rarely as the rank with the highest cost requires.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ AHEAD, BACK = "pp", "pp back"
 """Messages of a pipeline's ranks to the next and the previous stage; a link is two neighbours, in both directions."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""Speeds are recorded after the first number of samples, then after each further second number, at a change and at the
-end."""
+"""Speeds are recorded after the first number of samples, then every time the second number of samples has been added,
+at a change and at the end."""
 
 
 class StepLinks:
-    """Called by every rank of the replica group together. On a GPU, and with `scheduler=off`, nothing is measured."""
+    """Called collectively by all ranks of the replica group. On a GPU, and with `scheduler=off`, nothing is
+    measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
         """Learn the links of the layout in force; another layout has other links. Links of replica groups are not
@@ -54,8 +55,8 @@ class StepLinks:
         self._run = run
         self._supervisor = supervisor
         self._links: dict[str, list[tuple[int, ...]]] = {}
-        """The ranks of each link by axis: exchanging groups, two neighbours of a pipeline, and with several replica
-        groups each rank with the ranks of the same number in the others."""
+        """The ranks of each link by axis: exchanging groups, two neighbours of a pipeline, and, with several replica
+        groups, each rank with the ranks of the same number in the others."""
         if plan.spec.scheduler.mode != "off" and not on_chip(state.device):
             self._links |= state.mesh.links()
             layout = state.mesh.layout
@@ -75,11 +76,12 @@ class StepLinks:
         """Number of updates after which the next step is sampled."""
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
-        """The current step is sampled."""
+        """True if the current step is sampled."""
         self.report: LinkFigures | None = None
         """This rank's part of the next step's report; None without a sample."""
         self.steps_to_sample = 0
-        """Rank 0 announces it in the exchange of the next step; 0 without an announcement, as on all other ranks."""
+        """Number of steps that rank 0 announces in the next step's exchange; 0 without an announcement and on all other
+        ranks."""
         self._times = SampleTimes(change)
         self._steps_s, self._costs_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
         self._learning_s = 0.0
@@ -155,7 +157,7 @@ class StepLinks:
         by_column = dict(zip(self._columns, map(list, of_ranks), strict=True))
         has_changed = False
         for axis in self._axes:
-            if axis.axis == AHEAD:  # of two neighbours what each sends to the other
+            if axis.axis == AHEAD:  # for two neighbours, what each sends to the other
                 pairs = self._links[AHEAD]
                 transfers = [[by_column[AHEAD][first], by_column[BACK][second]] for first, second in pairs]
             else:

@@ -1,4 +1,4 @@
-"""Change the layout of a running job: the same processes, other groups, other parts of the state.
+"""Change the layout of a running job: the processes stay, but form other groups and hold other parts of the state.
 
 The order is: create the new groups; build the new stages without values (the old state is still untouched); move the
 state, bucket by bucket; release the old modules. If a rank fails before the last bucket has arrived, all ranks return
@@ -53,7 +53,8 @@ class Relayout:
     peak_bytes: int
     """The most bytes of these that one rank held during the change, including messages."""
     drops_lost: bool = False
-    """Some stored errors of compressed gradients belong to exchanges that this layout lacks, or does not compress."""
+    """True if some stored errors of compressed gradients belong to exchanges that this layout lacks or does not
+    compress."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class DueLayout:
     before_s: float = 0.0
     expected_s: float = 0.0
     """Compute seconds of the slowest rank in a step, before and expected; for a layout that differs in more than its
-    cut, seconds of the whole step. 0 if unmeasured."""
+    cut, seconds of the complete step. 0 if unmeasured."""
 
 
 class LayoutChanges:
@@ -82,13 +83,13 @@ class LayoutChanges:
 
     def due(self, step: int, decided: LayerChange | None = None, proposed: Proposal | None = None) -> DueLayout | None:
         """Return the layout that the run changes to after `step` updates, if any; the last one if several are due, as
-        after a resume. `decided` comes from the scheduler, `proposed` from the supervisor."""
+        can happen after a resume. `decided` comes from the scheduler, `proposed` from the supervisor."""
         plan = self._run.plan
         if followed := self._directives.due_layout(step):
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
-        # An earlier start that has changed the layout since, or has tried to, has handled the plan's change.
+        # If an earlier start has since changed the layout, or tried to, it has handled the plan's change.
         if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
             return DueLayout(due[-1], "the recipe plans it")
         wanted = list[DueLayout]()
@@ -109,7 +110,8 @@ class LayoutChanges:
     def change(
         self, step: int, due: DueLayout, after: Plan, prepare: Prepare
     ) -> tuple[Relayout, DirectiveEvent] | None:
-        """Change to the layout of `after`, and record the change; None if a rank failed, and nothing has changed."""
+        """Change to the layout of `after`, and record the change; None if a rank failed, in which case nothing has
+        changed."""
         before = self._run.plan
         try:
             done = change_layout(self._run.state, after, self.meshes, prepare, self.bucket_bytes)
@@ -130,7 +132,7 @@ class LayoutChanges:
 
 
 def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:
-    """Return the directive of a change; `done` None: it failed."""
+    """Return the directive of a change. `done`: None if the change failed."""
     planned = due.planned
     even = even_division_of(plan.with_layout(due.planned))
     return DirectiveEvent(
@@ -155,7 +157,7 @@ def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayou
 
 
 def kind_of(before: Layout, after: Layout) -> Literal["layers", "layout"]:
-    """Return `layers` if only the cut into stages changes, else `layout`."""
+    """Return `layers` if only the cut into stages changes, otherwise `layout`."""
     return "layers" if replace(before, stage_layers=after.stage_layers) == after else "layout"
 
 
@@ -167,7 +169,7 @@ class Meshes:
         self._known = {_shape(mesh.layout): mesh for mesh in known}
 
     def of(self, layout: Layout, device_type: str) -> Mesh:
-        """Return the groups of `layout`, and create those that are new. Called by every rank together."""
+        """Return the groups of `layout`, and create those that are new. Called collectively by all ranks."""
         shape = _shape(layout)
         if shape not in self._known:
             self._known[shape] = build_mesh(layout, device_type)
@@ -187,10 +189,11 @@ def change_layout(
     prepare: Prepare = lambda bucket, buckets: None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Relayout:
-    """Return the state in the layout of `plan`; that of `state` is gone then. Called by every rank together.
+    """Return the state in the layout of `plan`, after which `state` is no longer valid. Called collectively by all
+    ranks.
 
-    `prepare` and `bucket_bytes`: as of `reshard`. Raises RelayoutError, and leaves `state` as it was, where a rank
-    could not go on.
+    `prepare` and `bucket_bytes`: see `reshard`. Raises RelayoutError and leaves `state` unchanged if a rank could not
+    continue.
     """
     started = time.perf_counter()
     new = _build(state, plan, meshes.of(plan.layout, state.device.type))
@@ -209,7 +212,7 @@ def change_layout(
 
 
 def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
-    """Build the new stages, which no rank waits for; agree that all of them stand."""
+    """Build the new stages, for which ranks do not wait; then agree that all have been built."""
     new = None
     failure = ""
     try:
@@ -225,7 +228,7 @@ def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
 
 
 def _forget(state: TrainState) -> None:
-    """Let go of modules that refer to one another in circles, before the next step needs the memory."""
+    """Release modules that refer to one another in cycles, before the next step needs the memory."""
     if state.sums is not None:
         state.sums.close()
     state.stages.parts.clear()

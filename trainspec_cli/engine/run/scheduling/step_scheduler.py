@@ -1,8 +1,8 @@
-"""The scheduler of a run: every rank's speed travels with the step's own exchange, and shares change between steps.
+"""The scheduler of a run: every rank's speed travels with the step's own exchange, and the shares change between steps.
 
 All ranks see the same speeds and decide with the same function, so a directive needs no additional exchange. Rank 0
-records it before it takes effect. A resumed run follows the recorded directives at the same steps, and so computes the
-same bits.
+records it before it takes effect. A resumed run follows the recorded directives at the same steps, so its results are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
 
-# The samples and the learning rate of the next steps, by the recipe's batch schedule.
+# The samples and the learning rate of the next steps, according to the recipe's batch schedule.
 
 
 class StepPace:
-    """Equal on every rank: the noise of the gradients is measured with the steps' own exchange."""
+    """The same on every rank, because the gradient noise is measured with the steps' own exchange."""
 
     def __init__(self, spec: RunSpec):
         self._spec = spec
@@ -76,7 +76,7 @@ class StepPace:
 
     @property
     def kept(self) -> BatchPace | None:
-        """Return the state that a checkpoint holds, so that a resumed run decides the same."""
+        """Return the state that a checkpoint stores, so that a resumed run makes the same decisions."""
         return self.state if self.follows_noise else None
 
     def batch(self, progress: TrainProgress) -> StepBatch | None:
@@ -96,7 +96,7 @@ class StepPace:
         return StepBatch(self._spec.batching.global_batch_size, rate)
 
     def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
-        """Return (first position, samples) of the next `steps` steps from `progress` on, as far as they are known."""
+        """Return (first position, samples) of the next `steps` steps after `progress`, as far as they are known."""
         found = list[tuple[int, int]]()
         while len(found) < steps and (batch := self.batch(progress)):
             found.append((progress.samples, batch.samples))
@@ -104,7 +104,7 @@ class StepPace:
         return found
 
     def note_step(self, step: int, samples: int, squares: Sequence[PartSquares]) -> float | None:
-        """Record the squared norms of the gradients of a step of `samples`.
+        """Record the squared gradient norms of a step of `samples`.
 
         Return the noise scale in samples, averaged over the steps so far; None if nothing was measured.
         """
@@ -152,11 +152,11 @@ class StepPace:
         )
 
 
-# Measure the effect of directives in the following steps, and record it with the expected effect.
+# Measure the effect of directives in the steps that follow, and record it with the expected effect.
 
 
 MEASURED_STEPS = 5
-"""Number of steps whose median is the effect of a directive."""
+"""Number of steps whose median gives the effect of a directive."""
 SETTLED_STEPS = 10
 """Number of steps after which shares follow the speeds of another layout, once these are known."""
 
@@ -177,7 +177,7 @@ class Watched:
 
 
 class Effects:
-    """The effects of the directives in one layout, and of the one that led to it."""
+    """The effects of the directives in one layout, and of the directive that led to it."""
 
     def __init__(self, directives: Directives):
         self._directives = directives
@@ -185,8 +185,8 @@ class Effects:
         self._watched: list[Watched] = []
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Measure the effect of a directive that is in force from the next step on. The effect of another layout is
-        measured once its speeds are known and shares have followed them."""
+        """Measure the effect of a directive that takes effect at the next step. The effect of another layout is
+        measured once its speeds are known and the shares have followed them."""
         if directive.kind == "shares":
             before_s = median(self._slowest_s)
             skipped = SKIPPED_STEPS
@@ -197,8 +197,8 @@ class Effects:
         self._watched.append(Watched(directive, before_s, skipped))
 
     def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
-        """Record the compute time of the slowest rank in the previous step, and the whole time of the step: layouts
-        also differ in exchanges and waiting. `knows_speeds`: the speeds of all ranks are known."""
+        """Record the compute time of the slowest rank in the previous step, and the total time of the step, because
+        layouts also differ in exchanges and waiting. `knows_speeds`: the speeds of all ranks are known."""
         self._slowest_s.append(slowest_s)
         for watched in list(self._watched):
             if knows_speeds or not watched.is_of_layout:
@@ -222,10 +222,10 @@ class Effects:
 
 
 class StepScheduler:
-    """Called by every rank of the replica group together."""
+    """Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, directives: Directives, link: SupervisorLink):
-        """Learn the ranks' speeds in the layout in force; in another layout they have other work.
+        """Learn the ranks' speeds in the layout in force; in another layout they do different work.
 
         Runs of replica groups are not resumed bit-exactly, so their directives are not repeated, and their speeds are
         not reported to the supervisor.
@@ -264,20 +264,20 @@ class StepScheduler:
         self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
         self.rate = 0.0
-        """Samples per second of the replica group at its confirmed speeds, if shares of groups follow them; 0 if they
+        """Samples per second of the replica group at its confirmed speeds, if the groups' shares follow them; 0 if they
         are unknown."""
         self._decided: tuple[ShareChange, int] | None = None
-        """The change at the beginning of the next step, and the samples of a step."""
+        """The change to make at the beginning of the next step, and the number of samples in a step."""
         self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
-        """Shares of an earlier start for steps that are repeated now."""
+        """Shares from an earlier start, for steps that are being repeated."""
         if self._mode != "off" and run.group is None:
             self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
     # Before a step
 
     def divide(self, step: int) -> Division:
-        """Return how the samples of the step after update `step` are divided."""
+        """Return the division of samples for the step after update `step`."""
         reached = [directive for directive in self._ahead if directive.step <= step]
         if reached:
             self._ahead = [directive for directive in self._ahead if directive.step > step]
@@ -304,7 +304,7 @@ class StepScheduler:
         return self._shares.division if self._mode == "auto" else self._even
 
     def limit(self, micro_batch_size: int) -> None:
-        """Limit the micro-batches of all ranks from now on: memory has run out."""
+        """Limit the micro-batches of all ranks from now on, because a rank ran out of memory."""
         self._even = replace(self._even, micro_batch_size=min(self._even.micro_batch_size, micro_batch_size))
         self._largest = min(self._largest, micro_batch_size)
         self._shares.limit(micro_batch_size)
@@ -319,7 +319,7 @@ class StepScheduler:
         own = speed.fixed_s, speed.per_sample_s, speed.noise
         return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps, float(speed.is_settled))
 
-    # After it
+    # After a step
 
     def note_step(
         self,
@@ -334,9 +334,8 @@ class StepScheduler:
     ) -> None:
         """Record the parts of this rank's step time, and what all ranks `reported` in the step.
 
-        `samples` are those of the replica group. On a GPU the next step has begun already. `shows_speed`: False for a
-        step that took longer than usual, such as a profiled one. `garbage_s`: seconds of garbage collection in its
-        passes.
+        `samples`: those of the replica group. On a GPU, the next step has already begun. `shows_speed`: False for a
+        step that took unusually long, such as a profiled one. `garbage_s`: seconds of garbage collection in its passes.
         """
         if self._mode == "off":
             return
@@ -386,13 +385,13 @@ class StepScheduler:
             )
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Measure the effect of a directive on the layout, which is in force."""
+        """Measure the effect of a directive on the layout that is now in force."""
         self._effects.watch(directive)
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest micro-batch of a rank that the recipe and memory allow; without a memory prediction, that of
-    the recipe."""
+    """Return the largest micro-batch of a rank that the recipe and memory allow; without a memory prediction, the
+    recipe's."""
     if plan.largest_micro_batch_size is not None:
         return plan.largest_micro_batch_size
     wanted = plan.spec.scheduler.max_micro_batch_size
@@ -400,8 +399,8 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
-    """Return the division of a directive, with as many more micro-batches as memory and schedule need now. Even shares
-    stay even for any batch."""
+    """Return the division of a directive, with as many additional micro-batches as memory and schedule now require.
+    Even shares stay even for any batch."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     samples = sum(directive.counts)
     if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
@@ -430,18 +429,18 @@ def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
     return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
 
 
-# Try bucket sizes for the sums of gradients in a run's first steps, and keep the best one.
+# Try bucket sizes for the gradient sums in a run's first steps, and keep the best one.
 #
-# The time that a step waited for gradients travels with the exchange of the next step's loss. The size changes no bit
-# of the sums, so a run may try sizes in any `scheduler.mode` except off.
+# The time that a step waited for gradients travels with the exchange of the next step's loss. The size does not change
+# a single bit of the sums, so a run may try sizes in any `scheduler.mode` except off.
 
 
 class StepBuckets:
-    """Called by every rank of the replica group together. Nothing is tried on a GPU, where FSDP2 sums each block's
-    gradients, and if no two blocks can share a bucket."""
+    """Called collectively by all ranks of the replica group. Nothing is tried on a GPU, where FSDP2 sums each block's
+    gradients, or if no two blocks can share a bucket."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
-        """Start with the layout in force; another layout has other sizes."""
+        """Start with the layout in force; another layout has different sizes."""
         self._run = run
         self._directives = directives
         self._sums = run.state.sums
@@ -465,7 +464,7 @@ class StepBuckets:
             self._sums.bucket_bytes = self._tries.size
 
     def note_step(self, step: int, step_s: float, reported: Sequence[BucketFigures]) -> None:
-        """Record the step that made update `step` in `step_s`, and the reports of all ranks on the previous one."""
+        """Record the step that made update `step` in `step_s`, and the reports of all ranks on the previous step."""
         if not self._is_on or self._sums is None:
             return
         if reported:

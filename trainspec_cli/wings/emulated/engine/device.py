@@ -69,6 +69,10 @@ class DeviceTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self._storage.record_stream(stream)
 
+    def tolist(self) -> Any:
+        """Return the values; torch refuses this for classes of tensors."""
+        return self.cpu().tolist()
+
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
