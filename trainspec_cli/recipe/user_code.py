@@ -87,7 +87,7 @@ class Extension:
 
 
 KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
-"""The extension points, in the order in which a run reaches them."""
+"""The extension points, in the order that a run reaches them."""
 
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:

@@ -167,7 +167,7 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValu
 def write_adapters(wanted: Export, output: Path) -> str:
     """Write a run's LoRA adapters in PEFT's format, and the tokenizer, to the new folder `output`.
 
-    Their base is the Hugging Face folder from which the run started; for any other run its frozen weights are also
+    Their base is the run's source folder; for any other run its frozen weights are also
     written, to `output`/base. Raises RecipeError if the run trained no adapters.
     """
     plan = read_plan(wanted.run)

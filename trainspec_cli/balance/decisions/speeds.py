@@ -131,7 +131,7 @@ class SpeedTracker:
         return self._early or self._speed
 
     def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
-        """Record a step in which this rank computed for `compute_s` and waited for others for `waited_s`. Waiting does
+        """Record a step where this rank computed for `compute_s` and waited for others for `waited_s`. Waiting does
         not show its speed, but counts towards the duration of the steps."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:

@@ -22,7 +22,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
-"""Files that an export copies from the folder from which the run started."""
+"""Files that an export copies from the run's source folder."""
 MAX_TENSORS = 200_000
 SHOWN = 8
 """The maximum number of tensors named in a message."""

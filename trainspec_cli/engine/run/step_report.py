@@ -90,7 +90,7 @@ class StepReport:
         return [*numbers, *(self.buckets or ())]
 
     def like(self, row: Sequence[float]) -> StepReport:
-        """Return another rank's report, whose parts are in `row`, for the step in which this rank reports its own."""
+        """Return another rank's report, whose parts are in `row`, for the step where this rank reports its own."""
         numbers = iter(row)
 
         def following(count: int) -> list[float]:

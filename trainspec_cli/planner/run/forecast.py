@@ -413,11 +413,11 @@ class Occupation:
     """Fractions of a device's wall time, which sum to 1."""
 
     busy: float
-    """Fraction of the time in which it computes."""
+    """Fraction of the time that it computes."""
     waiting: float
     """Fraction of the time that is spent waiting for a collective, a pipeline stage, data or a checkpoint."""
     idle: float
-    """Fraction of the time in which the job is down."""
+    """Fraction of the time that the job is down."""
 
 
 def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:

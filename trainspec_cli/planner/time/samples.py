@@ -42,7 +42,7 @@ class StageTime:
     """Time to launch the kernels, a lower bound on the stage's time."""
 
     def exchanges_s(self, samples: float, micro_batches: int) -> float:
-        """Return the seconds for which its layers exchange data in a step with these samples and micro-batches."""
+        """Return the seconds that its layers exchange data in a step with these samples and micro-batches."""
         return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
 
 
@@ -52,7 +52,7 @@ class StepParts:
 
     stages: tuple[StageTime, ...]
     bubble: float
-    """Fraction of the other stages' micro-batch time for which the slowest stage waits while the pipeline fills and
+    """Fraction of the other stages' micro-batch time that the slowest stage waits while the pipeline fills and
     drains."""
     sends: Speed
     """Seconds of sending activations between stages, per micro-batch."""

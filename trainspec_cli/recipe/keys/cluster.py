@@ -236,7 +236,7 @@ class CostSpec:
     useful_years: PositiveFloat = 4.0
     """owned: years over which the purchase price is spread."""
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
-    """Fraction of those years in which a job pays for the device."""
+    """Fraction of those years when a job pays for the device."""
     operation_ratio: NonNegativeFloat = 0.08
     """Yearly repairs and support as a fraction of the purchase price; it includes staff and space while the next two
     keys are 0."""

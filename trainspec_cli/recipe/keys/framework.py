@@ -110,7 +110,7 @@ class FrameworkSpec:
     accumulate_fp16: SumFormat = "fp32"
     """The same for a run that computes in fp16."""
     reduce: SumFormat = "fp32"
-    """The format in which gradients are exchanged if the recipe does not state it (`precision.reduce`)."""
+    """The wire format of gradients if the recipe does not state it (`precision.reduce`)."""
     gradient_copy: bool = False
     """Gradients in the compute format are kept in addition to their fp32 sums."""
     steps_from_sums: bool = True

@@ -50,7 +50,7 @@ class SitesSpec:
     """Steps between sending a sum and applying it (tau) while training continues; at most `interval_steps` /
     `fragments`."""
     format: SiteFormat = "int4"
-    """The format in which outer gradients are exchanged; they are summed in fp32, and the rounding error is carried
+    """The wire format of outer gradients; they are summed in fp32, and the rounding error is carried
     over to the next exchange."""
     keep: Fraction | None = None
     """Fraction of a site's own weights when an exchange mixes them with the shared ones (Streaming DiLoCo: 0.5). null:

@@ -382,7 +382,7 @@ class RunSpec:
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
     """The formats in which the run computes, sums and multiplies."""
     comm: CommSpec = field(default_factory=CommSpec)
-    """The formats in which gradients and parameters are exchanged."""
+    """The wire format of gradients and parameters."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The implementation of each operation."""
     compile: bool = False

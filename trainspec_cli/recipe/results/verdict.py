@@ -148,7 +148,7 @@ class Look:
     operations: tuple[OperationTime, ...] = ()
     """The operations that took the most time, in descending order."""
     operations_share: Share = 0.0
-    """The fraction of the steps' time in which an operation ran on the host."""
+    """The fraction of the steps' time that an operation ran on the host."""
     lines: tuple[CodeLine, ...] = ()
     """Code lines sampled outside operations, in descending order."""
     samples: Count = 0

@@ -42,7 +42,7 @@ STEPS_BEFORE = 8
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return verdicts on periods in which all ranks compute longer than usual, for example because of other tenants or
+    """Return verdicts on periods when all ranks compute longer than usual, for example because of other tenants or
     a quota on the node."""
     ranks = evidence.ranks
     middle = (ranks - 1) // 2

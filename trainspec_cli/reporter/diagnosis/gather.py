@@ -277,7 +277,7 @@ class RunReader:
         # Ranks write at different times, and a step that one of them has not written yet cannot be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
-        # A step in which a rank profiled itself took longer, and would look like a straggler.
+        # A step where a rank profiled itself took longer, and would look like a straggler.
         in_view = np.zeros(len(steps), dtype=np.bool_)
         for look in self.looks:
             in_view |= (steps >= look.first_step) & (steps <= look.last_step)

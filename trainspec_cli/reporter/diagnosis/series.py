@@ -1,4 +1,4 @@
-"""Find episodes in which a series is too high, and what counters and connections show in them.
+"""Find episodes where a series is too high, and what counters and connections show in them.
 
 A series is smoothed to remove single outliers, compared with its noise, and confirmed. The noise is estimated from the
 differences of neighbouring steps, which a change of level does not affect (a median absolute deviation from the series'
@@ -90,7 +90,7 @@ def usual(series: Figures) -> Figures:
 def find_episodes(
     series: Figures, limit: Figures, steps_s: Figures, confirming_s: float = CONFIRMING_S
 ) -> list[Episode]:
-    """Return the confirmed episodes in which a series (T,) is above `limit` (T,); `steps_s` (T,) is how long each step
+    """Return the confirmed episodes where a series (T,) is above `limit` (T,); `steps_s` (T,) is how long each step
     took."""
     above = smoothed(series) > limit
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))

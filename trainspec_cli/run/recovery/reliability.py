@@ -71,7 +71,7 @@ restart takes longer anyway."""
 MOST_LOST_S = 600.0
 """The maximum work between cheap checkpoints of `auto`."""
 MOST_WAITED = 0.05
-"""The largest fraction of the time for which checkpoints of `auto` may block training."""
+"""The largest fraction of the time that checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
@@ -139,7 +139,7 @@ class QuorumRules:
     silence_s: float
     """A replica group that has been silent for this long counts as dead."""
     patience_s: float
-    """Seconds for which replica groups wait for one that is alive but does not ask."""
+    """Seconds that replica groups wait for one that is alive but does not ask."""
 
 
 def choose_members(

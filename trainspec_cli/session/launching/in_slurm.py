@@ -18,7 +18,7 @@ from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.session.console import PrintableConsole
 
 AVOID_S = 5.0
-"""Seconds for which to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""
+"""Seconds that to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ RETRY_S = 0.5
 WATCH_S = 1.0
 """Interval at which a joined node reads the run's progress from the shared folder."""
 RESULT_TIMEOUT_S = 30.0
-"""Maximum time for which another node waits for the first one to write the result or restart the run."""
+"""Maximum time that another node waits for the first one to write the result or restart the run."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Case:
     ramp: bool = False
     """The batch grows during the run."""
     gradients: WireFormat = "full"
-    """The format in which gradients are exchanged."""
+    """The wire format of gradients."""
     kernel: tuple[str, str] | None = None
     """An operation and the backend that replaces its default."""
     live: Live | None = None
@@ -240,7 +240,7 @@ TOURS = (
 )
 """Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts in which memory runs out. With gpipe, all messages between stages arrive before the first backward, so that a
+"""Layouts where memory runs out. With gpipe, all messages between stages arrive before the first backward, so that a
 restart within the process leaves none behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
 """Compression does not depend on the model, except that experts have a separate exchange: two families suffice."""

@@ -453,7 +453,7 @@ def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
 # Runs without counted steps
 
 Silence = tuple[float, tuple[ProcessSilent, ...]]
-"""Seconds in which no process has shown work, and the processes to name."""
+"""Seconds that no process has shown work, and the processes to name."""
 
 
 @dataclass
@@ -472,7 +472,7 @@ class SilenceWatch:
         self._sampled_s = self.signs.newest_s
         self._seen: dict[int, _Spent] = {}
         self.worked_s = 0.0
-        """Seconds in which the command showed signs of work."""
+        """Seconds that the command showed signs of work."""
 
     def poll(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
         """Return the silent processes if none has shown work for longer than allowed; None otherwise. `members` returns

@@ -59,7 +59,7 @@ class SiteLinks:
 
 
 def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
-    """Return the fraction of time in which a site trains: an exchange is sent every `between_steps` steps, and training
+    """Return the fraction of time that a site trains: an exchange is sent every `between_steps` steps, and training
     waits for any time that it takes beyond `delay_steps` steps."""
     busy_s = between_steps * step_s
     return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
@@ -84,7 +84,7 @@ class SitesFigures:
     delay_steps: int
     exchange_s: float
     utilisation: float
-    """The fraction of time in which a site trains."""
+    """The fraction of time that a site trains."""
     bytes_per_day: float
     """Bytes over the busiest link, in both directions together."""
 

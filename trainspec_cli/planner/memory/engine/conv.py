@@ -240,7 +240,7 @@ def replay(run: EngineRun, _pipeline_rank: int) -> dict[str, float]:
 
 
 class _ConvReplay:
-    """Replays a step in which only samples are divided over ranks."""
+    """Replays a step where only samples are divided over ranks."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)

@@ -342,7 +342,7 @@ class _Block:
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order in which their forwards end."""
+        """Return the units in the order that their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 

@@ -356,9 +356,9 @@ class CountersEvent(Event):
     queued_s: Seconds
     """Time during exposed communication in which the main thread was runnable but had no processor."""
     throttled_s: Seconds
-    """Time for which a quota throttled the process's control group, summed over all processors."""
+    """Time that a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
-    """Steal time: time for which other virtual machines occupied the node's processors, summed over all of them."""
+    """Steal time: time that other virtual machines occupied the node's processors, summed over all of them."""
     memory_stall_s: Seconds
     """Time during which at least one process of the node waited for memory."""
     major_faults: Count

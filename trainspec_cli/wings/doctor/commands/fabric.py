@@ -161,7 +161,7 @@ def _next_command(file: Path | None) -> str:
         return f"to plan with it: trainspec fabric --write {GROUP / 'mine.yaml'}, and trainspec plan ... fabric=mine"
     if file.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
         return f"wrote {file}: trainspec plan ... fabric={file.stem}"
-    return f"wrote {file}: to use fabric={file.stem}, put it into ./{GROUP} of the folder in which you plan"
+    return f"wrote {file}: to use fabric={file.stem}, put it into ./{GROUP} of the folder where you plan"
 
 
 def render_fabric(found: FoundFabric) -> RenderableType:

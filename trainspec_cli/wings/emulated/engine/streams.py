@@ -122,7 +122,7 @@ class Stream:
 class StreamEvent:
     def __init__(self, *_: Any, **__: Any):
         self.at: tuple[Stream, int] | None = None
-        """The stream in which the event was recorded, and the number of pieces of work queued in it until then."""
+        """The stream where the event was recorded, and the number of pieces of work queued in it until then."""
         self._reached_s = math.nan
 
     def record(self, stream: Stream | None = None) -> None:

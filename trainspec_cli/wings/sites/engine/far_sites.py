@@ -81,7 +81,7 @@ class FarSites(Coordinator):
         self._link: SiteLink | None = None
         """None: another rank forwards what it receives."""
         self._waited_s = 0.0
-        """Seconds for which training has waited since the last exchange."""
+        """Seconds that training has waited since the last exchange."""
         self._record: RoundRecord | None = None
         """The current decision; None before the first."""
         self._applied: list[SiteExchange] = []
@@ -173,7 +173,7 @@ class FarSites(Coordinator):
         """Send and apply the exchanges that are due at this step; return False if the run was asked to stop
         meanwhile."""
         outer = self._outer
-        # Several may be due: without a delay, a sum is applied in the step in which it is sent, as is round 0.
+        # Several may be due: without a delay, a sum is applied in the step where it is sent, as is round 0.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
