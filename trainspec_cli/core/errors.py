@@ -64,6 +64,9 @@ class TrainspecError(Exception):
             problems = Problem(code=code, message=problems, hint=hint)
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__(str(self))
+        for problem in self.problems:
+            if problem.hint:  # Python prints notes below the traceback, in a user's own script too
+                self.add_note(problem.hint)
 
     def __str__(self) -> str:
         """Return the messages, also for an error that is an OSError with a file name."""
