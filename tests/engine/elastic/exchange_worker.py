@@ -15,16 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lab.device_backend import DeviceGroup, register
-from lab.private_device import memory_of, start
 from lab.waiting import PATIENCE_S
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.elastic import cross_group
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm, sum_as_one
+from trainspec_cli.wings.emulated import KIND
+from trainspec_cli.wings.emulated.engine.device import PLUGIN, DeviceTensor
 
 LONG_S, SHORT_S = 4 * PATIENCE_S, 1.0
 WAY, RANK, SIZE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor of the device. Raises TypeError for any other."""
+    if not isinstance(tensor, DeviceTensor):
+        raise TypeError("a tensor of the host")
+    return tensor.memory
 
 
 def connect(made: list[DeviceGroup], device: torch.device, timeout_s: float, name: str = "first", size: int = SIZE):
@@ -136,7 +144,8 @@ if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(Path(sys.argv[4], "store")), SIZE)
     cross_group.RendezvousStore = lambda _timeout: store  # type: ignore[assignment,misc]
-    device = start()
+    PLUGIN.register()
+    device = torch.device(KIND, 0)
     seen = WAYS[WAY](register(device.type, memory_of), device)
     print(json.dumps(seen), flush=True)
     os._exit(0)  # threads may still wait for ranks that are gone

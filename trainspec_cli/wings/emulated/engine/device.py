@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from trainspec_cli.core.environment_names import EMULATED
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.accelerators import DeviceKind
 from trainspec_cli.wings.emulated import KIND, read_settings
 from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
-from trainspec_cli.wings.emulated.engine.memory import GIB, DeviceStorage, EmulatedMemory
+from trainspec_cli.wings.emulated.engine.memory import DeviceStorage, EmulatedMemory
 from trainspec_cli.wings.emulated.engine.streams import LOCK, SCHEDULER, Stream, StreamEvent, counts, current_stream
 
 MEMORY = EmulatedMemory()

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
 from trainspec_cli.wings.emulated.engine.streams import LOCK, Stream, StreamEvent, current_stream
 
-GIB = 2**30
 ARENA_BYTES = 64 * GIB
 """Address space of a pool. Only written pages use host memory."""
 
@@ -173,14 +173,13 @@ class DeviceStorage:
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the host memory of a tensor in this storage."""
-        return self.strided(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def strided(self, dtype: torch.dtype, shape: Any, stride: Any, offset: int) -> Tensor:
+        shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
         if self._allocation is None:
             if math.prod(shape):
                 raise RuntimeError("the memory of this tensor has been freed")
-            return torch.empty_strided(shape, stride, dtype=dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype)
         block = self._allocation.block
         arena = self._memory.arena(block)
         host = arena[block.address : block.address + self._nbytes]
-        return host.view(dtype).as_strided(shape, stride, block.address // dtype.itemsize + offset)
+        offset = block.address // dtype.itemsize + int(tensor.storage_offset())
+        return host.view(dtype).as_strided(shape, strides, offset)
