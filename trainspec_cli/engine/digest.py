@@ -104,14 +104,16 @@ def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch
     return tuple(tensor[:, positions_S] for tensor in micro_batch)
 
 
-# Moments in the computation: times on the host's clock on a CPU, events on the compute stream on a GPU.
+# Moments in the computation: times on the host's clock on a CPU, events on the current stream on an accelerator.
 
 
 Mark = float | torch.Event
+Span = tuple[Mark, Mark]
+"""Begin and end."""
 
 
 def mark(*, on_gpu: bool) -> Mark:
-    """Return the current moment; on a GPU, the moment at which the compute stream gets here."""
+    """Return the current moment; on an accelerator, the moment at which the current stream gets here."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.Event(enable_timing=True)

@@ -81,20 +81,6 @@ def test_a_restart_forgets_what_came_before(time):
     )
 
 
-def test_on_a_gpu_exchanges_stay_inside_the_part_that_they_overlap_with(time):
-    """The host cannot see how long they take on their own streams."""
-    clock = StepClock(torch.device("cpu"))
-    clock.restart()
-    with clock.part("backward"):
-        clock.on_gpu = True
-        with clock.collective():
-            time.sleep(2.0)
-        clock.on_gpu = False
-    parts = clock.cut().parts_s()
-    assert (parts["backward"], parts["exposed_comm"]) == pytest.approx((2.0, 0.0))
-    assert not StepClock(torch.device("cpu")).on_gpu
-
-
 def test_exchanges_beside_the_computation_are_exposed_where_nothing_is_computed(time):
     """Injected: 3 s of an exchange, of which the backward hides 1.5; 0.5 s of a later one that the optimizer hides; and
     0.25 s of waiting within the first."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from trainspec_cli.balance.decisions.links import TIMED_EXCHANGES, Transfer
+from trainspec_cli.engine import digest
 from trainspec_cli.engine.observe import links
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.observe.links import GROUPS, LinkTimers
+from trainspec_cli.engine.observe.links import GROUPS, LinkSample, LinkTimers
 
 BYTES = 4e6
 MEETING_S = 0.25
@@ -42,13 +43,19 @@ class Network:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Network:
     network = Network()
-    monkeypatch.setattr(links, "time", network)
+    monkeypatch.setattr(digest, "time", network)
     monkeypatch.setattr(links, "dist", network)
     return network
 
 
-def step(timers: LinkTimers, network: Network, exchanges: int, *, sampled: bool, late_s: float = 0.0) -> list[int]:
-    """Make a step of so many exchanges along tp; return which of them were timed."""
+class Step(NamedTuple):
+    timed: list[int]
+    """The exchanges that were timed."""
+    sample: LinkSample
+
+
+def step(timers: LinkTimers, network: Network, exchanges: int, *, sampled: bool, late_s: float = 0.0) -> Step:
+    """Make a step with `exchanges` exchanges along tp."""
     time, timed = timers.of("tp", GROUP), []
     timers.begin(sampled)
     for number in range(exchanges):
@@ -59,25 +66,26 @@ def step(timers: LinkTimers, network: Network, exchanges: int, *, sampled: bool,
         with time(BYTES) as is_timed:
             network.exchange()
         timed += [number] if is_timed else []
-    timers.end()
-    return timed
+    return Step(timed, timers.end())
 
 
 def test_a_sample_shows_the_transfer_apart_from_waiting_for_the_last_rank(network: Network) -> None:
     timers = LinkTimers(StepClock(torch.device("cpu")))
-    assert step(timers, network, 3, sampled=False) == []
+    assert step(timers, network, 3, sampled=False).timed == []
     assert network.meetings == 0, "other steps exchange no more than they need"
-    assert step(timers, network, 3, sampled=True, late_s=7.0) == [0, 1, 2]
-    assert timers.transfer("tp") == Transfer(BYTES, 1.0, MEETING_S + 7.0)
-    assert timers.cost_s == 4 * MEETING_S, "waiting for a late rank costs nothing: the exchange would have waited"
-    assert step(timers, network, 3, sampled=False) == []
+    timed, sample = step(timers, network, 3, sampled=True, late_s=7.0)
+    assert timed == [0, 1, 2]
+    assert sample.transfer("tp") == Transfer(BYTES, 1.0, MEETING_S + 7.0)
+    assert sample.cost_s == 4 * MEETING_S, "waiting for a late rank costs nothing: the exchange would have waited"
+    assert step(timers, network, 3, sampled=False).timed == []
+    assert sample.transfer("tp").sent_bytes == BYTES, "a later step does not change it"
 
 
 def test_exchanges_that_are_hidden_otherwise_cost_what_they_take(network: Network) -> None:
     timers = LinkTimers(StepClock(torch.device("cpu")))
     timers.of("tp", GROUP, is_hidden=True)
-    step(timers, network, 3, sampled=True, late_s=7.0)
-    assert timers.cost_s == 4 * MEETING_S + 3 * network.transfer_s
+    _, sample = step(timers, network, 3, sampled=True, late_s=7.0)
+    assert sample.cost_s == 4 * MEETING_S + 3 * network.transfer_s
 
 
 def test_exchanges_that_go_on_beside_the_backward_cost_what_all_of_them_take(network: Network) -> None:
@@ -92,16 +100,17 @@ def test_exchanges_that_go_on_beside_the_backward_cost_what_all_of_them_take(net
             network.exchange()
     with held_back(None):
         network.exchange()
-    timers.end()
-    assert timers.cost_s == 3 * MEETING_S + 6 * network.transfer_s, "two of six were timed"
+    assert timers.end().cost_s == 3 * MEETING_S + 6 * network.transfer_s, "two of six were timed"
     timers.begin(False)
-    assert step(timers, network, 3, sampled=True) == [0, 2] and timers.cost_s == 3 * MEETING_S
+    timed, sample = step(timers, network, 3, sampled=True)
+    assert timed == [0, 2]
+    assert sample.cost_s == 3 * MEETING_S
 
 
 def test_a_few_exchanges_spread_over_the_step_are_timed(network: Network) -> None:
     timers = LinkTimers(StepClock(torch.device("cpu")))
     step(timers, network, 11, sampled=False)
-    assert step(timers, network, 11, sampled=True) == [0, 3, 6, 9]
+    assert step(timers, network, 11, sampled=True).timed == [0, 3, 6, 9]
     assert TIMED_EXCHANGES == 4 and network.meetings == 5
 
 
@@ -112,7 +121,7 @@ def test_an_exchange_without_bytes_is_met_for_like_any_other(network: Network) -
     timers.begin(True)
     with time(0.0) as is_timed:
         assert is_timed
-    assert timers.transfer("ep") == Transfer()
+    assert timers.end().transfer("ep") == Transfer()
     assert network.meetings == 2
 
 
@@ -124,26 +133,20 @@ def test_time_inside_is_exposed_communication(network: Network) -> None:
     assert "exposed_comm" in {name for name, _ in clock._marks} - set(parts)
 
 
-def test_one_rank_alone_and_gpus_have_no_links(network: Network) -> None:
+def test_one_rank_alone_has_no_links() -> None:
     clock = StepClock(torch.device("cpu"))
     assert LinkTimers(clock).of("tp", SimpleNamespace(size=lambda: 1)) == clock.collective  # type: ignore[arg-type]
-    clock.on_gpu = True
-    timers = LinkTimers(clock)
-    time = timers.of("tp", GROUP)
-    timers.begin(True)
-    with time(BYTES) as is_timed:
-        assert not is_timed
-    assert (timers.transfer("tp"), network.meetings) == (Transfer(), 0)
 
 
 def test_replica_groups_are_told_of_and_forgotten_with_the_step() -> None:
     timers = LinkTimers(StepClock(torch.device("cpu")))
     timers.begin(True)
     timers.note_across(8.0, 0.5, 0.1)
-    assert timers.transfer(GROUPS) == Transfer(8.0, 0.5, 0.1)
-    assert timers.cost_s == 0.5, "in another step they go on beside the backward"
+    sample = timers.end()
+    assert sample.transfer(GROUPS) == Transfer(8.0, 0.5, 0.1)
+    assert sample.cost_s == 0.5, "in another step they go on beside the backward"
     timers.begin(True)
-    assert timers.transfer(GROUPS) == Transfer()
+    assert timers.end().transfer(GROUPS) == Transfer()
 
 
 def test_two_groups_of_one_axis_meet_each_by_itself(network: Network) -> None:
@@ -159,4 +162,4 @@ def test_two_groups_of_one_axis_meet_each_by_itself(network: Network) -> None:
     with held_back(BYTES):
         network.exchange()
     assert network.met == {"main", "of the thread"}
-    assert timers.transfer("dp_shard") == Transfer(BYTES, 1.0, MEETING_S)
+    assert timers.end().transfer("dp_shard") == Transfer(BYTES, 1.0, MEETING_S)

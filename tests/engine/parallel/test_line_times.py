@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.engine.digest import elapsed_s
 from trainspec_cli.engine.parallel import pipeline as line_times
 from trainspec_cli.engine.parallel.pipeline import Lines, neighbours, time_messages
 from trainspec_cli.recipe.keys.layout import Layout
@@ -47,7 +48,9 @@ class Network:
         def of_rank(rank: int) -> tuple[float, float]:
             self.local.rank = rank
             up, down = Named("up", rank), Named("down", rank)
-            return time_messages(layout, Lines(up, down, torch.device("cpu")), MESSAGE)  # type: ignore[arg-type]
+            lines = Lines(up, down, torch.device("cpu"))  # type: ignore[arg-type]
+            ahead, back = (0.0 if span is None else elapsed_s(*span) for span in time_messages(layout, lines, MESSAGE))
+            return ahead, back
 
         with ThreadPoolExecutor(layout.pp) as pool:
             return list(pool.map(of_rank, range(layout.pp)))

@@ -195,6 +195,7 @@ def spread_stage(
         offload=plan.offload != "none",
         replicas=replace(exchanges.gradient_peers(mesh, "dp_replicate"), tiers=exchanges.replica_tiers),
         time=exchanges.of,
+        time_wait=exchanges.clock.collective,
         noise=noise,
         held=held,
         compression=exchanges.compression,

@@ -2,12 +2,12 @@
 
 Exactly one part runs at any moment; entering a part pauses the one around it, so the parts always add up to the total.
 
-On a GPU, the marks are events on the compute stream, read only after the step, so nothing waits for them. The parts run
-in the order of the host's marks; collectives run on other streams and are not marked, so exposed communication stays
-inside forward and backward.
+On an accelerator, the marks are events on the compute stream, read only after the step, so nothing waits for them. Two
+events around each wait of that stream show how long an exchange kept it from computing, as in NVIDIA's straggler
+detection (NVRx) and Greyhound (arXiv:2410.12588).
 
-An exchange that another thread runs during the computation is not a part: on a CPU, its begin and end are recorded and
-compared with the parts (`exchange_time`).
+An exchange that overlaps with the computation is not a part: its begin and end are recorded, in another thread on a
+CPU and in another stream on an accelerator, and compared with the parts (`exchange_time`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from trainspec_cli.engine.accelerators import on_chip
-from trainspec_cli.engine.digest import Mark, elapsed_s, mark, wait_for
+from trainspec_cli.engine.digest import Mark, Span, elapsed_s, mark, wait_for
 from trainspec_cli.run.folder.event_types.events import PARTS
 
 Interval = tuple[float, float]
@@ -93,21 +93,57 @@ class QueuedTime(NamedTuple):
     """The time in exposed communication; `own_s` is that in all other parts."""
 
 
+BLOCKED_S = 1e-3
+"""A host that has waited for an event for this long continues when the device reaches it, within some 50 us."""
+
+
+class WallTime:
+    """The Unix time of a moment on the device: that of the last moment whose Unix time is known, plus the time between
+    them. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
+
+    def __init__(self, moment: Mark):
+        wait_for(moment)
+        self._known = moment, time.time()
+
+    def of(self, moment: Mark) -> float:
+        """The device must have reached `moment`."""
+        known, unix_s = self._known
+        return unix_s + elapsed_s(known, moment)
+
+    def wait_for(self, moment: Mark) -> None:
+        """Wait until the device has reached `moment`."""
+        began_s = time.perf_counter()
+        wait_for(moment)
+        if not isinstance(moment, torch.Event):
+            late_s = time.perf_counter() - moment
+            self._known = moment, time.time() - late_s
+        elif time.perf_counter() - began_s > BLOCKED_S:
+            self._known = moment, time.time()
+
+
 class StepClock:
+    """Measures on the device's current stream, which is the compute stream of the training."""
+
     def __init__(self, device: torch.device):
+        self.device = device
         self.on_gpu = on_chip(device)
+        self._stream = torch.accelerator.current_stream(device) if self.on_gpu else None
         self._running = ["other"]
         self._marks: list[tuple[str, Mark]] = []
-        self._last = mark(on_gpu=self.on_gpu)
-        self._beside: list[Interval] = []
+        self._last = self.mark()
+        self._beside: list[Span] = []
         self._processor = ProcessorClock()
         self._queued_s = self._processor.read()[1]
         self._exposed_queued_s = 0.0
-        self.agreement = (0.0, 0.0)
-        """The duration of the small exchange that ends a step, and the Unix time when this rank left it."""
+        self._wall = WallTime(self._last)
+        self._agreed: Span = self._last, self._last
+
+    def mark(self) -> Mark:
+        """Return the current moment in the current stream."""
+        return mark(on_gpu=self.on_gpu)
 
     def _close_segment(self) -> None:
-        now = mark(on_gpu=self.on_gpu)
+        now = self.mark()
         self._marks.append((self._running[-1], self._last))
         self._last = now
 
@@ -124,9 +160,12 @@ class StepClock:
 
     @contextmanager
     def collective(self, _sent_bytes: float | None = None) -> Iterator[bool]:
-        """Count the block as exposed communication, if the host can see it; its bandwidth is not measured."""
-        if self.on_gpu:
+        """Count the block as exposed communication, or in a stream other than the compute stream as an exchange that
+        overlaps with other work; its bandwidth is not measured."""
+        if self._stream is not None and torch.accelerator.current_stream(self.device) != self._stream:
+            began = self.mark()
             yield False
+            self._beside.append((began, self.mark()))
             return
         began_s = self._processor.read()[1]
         with self.part("exposed_comm"):
@@ -135,32 +174,31 @@ class StepClock:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Count the block as exposed communication, and record it as the `agreement`; the launch of GPU work takes no
-        time here."""
-        began_s = time.perf_counter()
+        """Count the block, the small exchange that ends a step, as exposed communication, and record it as the step's
+        agreement."""
+        began = self.mark()
         with self.collective():
             yield
-        if not self.on_gpu:
-            self.agreement = time.perf_counter() - began_s, time.time()
+        self._agreed = began, self.mark()
 
     def note_beside(self, begin_s: float, end_s: float) -> None:
-        """Record an exchange that overlapped with the parts, on the host's clock. Any thread may call it."""
-        self._beside.append((begin_s, end_s))
+        """Record an exchange that overlapped with the parts, on the host's clock, which shows nothing about the parts
+        on an accelerator. Any thread may call it."""
+        if not self.on_gpu:
+            self._beside.append((begin_s, end_s))
 
     def restart(self) -> None:
         """Discard the time since the last `cut`, for example that of an evaluation, which does not belong to any
         step."""
         self._marks.clear()
         self._beside.clear()
-        self._last = mark(on_gpu=self.on_gpu)
+        self._last = self.mark()
         self._cut_queued()
 
     def cut(self) -> Segments:
         """End the step, start the next one, and return its marks."""
         self._close_segment()
-        beside = () if self.on_gpu else self._beside
-        queued = self._cut_queued()
-        segments = Segments(self._marks, self._last, beside, queued)
+        segments = Segments(self._marks, self._last, self._beside, self._cut_queued(), self._agreed, self._wall)
         self._marks = []
         self._beside = []
         return segments
@@ -181,24 +219,37 @@ class Segments:
     marks: list[tuple[str, Mark]]
     """Each mark, with the part that started there."""
     end: Mark
-    beside: Sequence[Interval]
+    beside: Sequence[Span]
     queued: QueuedTime
+    agreed: Span
+    wall: WallTime
 
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
         so that all of it was exposed."""
         if not self.beside:
             return None
+        origin = self.marks[0][1]
         waiting = list[Interval]()
         computing = list[Interval]()
         for name, begin, end in self._parts():
             if name == "exposed_comm" or name in COMPUTING:
-                (computing if name in COMPUTING else waiting).append((float(begin), float(end)))  # type: ignore[arg-type]
-        return exchange_time([*self.beside, *waiting], computing)
+                interval = elapsed_s(origin, begin), elapsed_s(origin, end)
+                (computing if name in COMPUTING else waiting).append(interval)
+        for begin, end in self.beside:
+            wait_for(end)
+            waiting.append((elapsed_s(origin, begin), elapsed_s(origin, end)))
+        return exchange_time(waiting, computing)
+
+    def agreement(self) -> tuple[float, float]:
+        """Return the duration of the small exchange that ended the step, and the Unix time when this rank left it."""
+        began, ended = self.agreed
+        self.wall.wait_for(self.end)
+        return elapsed_s(began, ended), self.wall.of(ended)
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds by part; wait for the device to reach the step's end."""
-        wait_for(self.end)
+        self.wall.wait_for(self.end)
         parts = dict.fromkeys(PARTS, 0.0)
         for name, start, end in self._parts():
             parts[name] += elapsed_s(start, end)

@@ -3,25 +3,60 @@
 In a sampled step, the ranks of an exchange first meet at a barrier. The time that a rank waits there shows how much
 earlier it arrived than the last rank, which waits least. Then all ranks start the transfer at once. If every rank
 finished with the last byte, the shortest time of any rank in the complete exchange would suffice, without a barrier;
-but on gloo a rank with a slow outgoing link finishes first, since the kernel buffers what it sends. Exchanges on a GPU
-run on separate streams and are not timed.
+but on gloo a rank with a slow outgoing link finishes first, since the kernel buffers what it sends.
+
+On an accelerator, the barrier is a sum of one number in the exchange's own stream, and the times are events in that
+stream, so neither the host nor another stream waits for a sample.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 import torch.distributed as dist
 
 from trainspec_cli.balance.decisions.links import TIMED_EXCHANGES, Transfer, transfer_of
 from trainspec_cli.engine.comm.exchange import TimeCollective
+from trainspec_cli.engine.digest import Span, elapsed_s
 from trainspec_cli.engine.observe.clock import StepClock
 
 GROUPS = "groups"
 """The axis of replica groups."""
+
+
+@dataclass(frozen=True)
+class TimedExchange:
+    sent_bytes: float
+    transfer: Span
+    waiting: Span
+    """The barrier before it."""
+
+
+@dataclass(frozen=True)
+class GroupSample:
+    """The exchanges of one process group that were timed in a step."""
+
+    timed: Sequence[TimedExchange]
+    meeting: Span | None
+    """A barrier at which no rank is late; None if no exchange was timed."""
+    is_hidden: bool
+
+    def exchanges(self) -> list[tuple[float, float, float]]:
+        """Return (bytes, seconds, seconds of waiting) of each exchange."""
+        return [(one.sent_bytes, elapsed_s(*one.transfer), elapsed_s(*one.waiting)) for one in self.timed]
+
+    @property
+    def cost_s(self) -> float:
+        """Return the additional time that the sample took: its barriers, and exchanges that are otherwise hidden."""
+        if self.meeting is None:
+            return 0.0
+        transfers_s = sum(elapsed_s(*one.transfer) for one in self.timed) if self.is_hidden else 0.0
+        return (len(self.timed) + 1) * elapsed_s(*self.meeting) + transfers_s
 
 
 class LinkTimer:
@@ -36,9 +71,8 @@ class LinkTimer:
         self._is_sampled = False
         self._calls, self._stride = 0, 1
         """Every `_stride`-th exchange of a sampled step is timed."""
-        self._timed: list[tuple[float, float, float]] = []
-        """(bytes, seconds, seconds of waiting)"""
-        self._meeting_s = 0.0
+        self._timed: list[TimedExchange] = []
+        self._meeting: Span | None = None
 
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
@@ -50,38 +84,60 @@ class LinkTimer:
             if sent_bytes is None or not self._is_sampled or (self._calls - 1) % self._stride:
                 yield False
                 return
-            waited_s = self._meet()
-            if not self._timed:
-                self._meeting_s = self._meet()  # at a second barrier, no rank is late
-            started_s = time.perf_counter()
+            waiting = self._meet()
+            if self._meeting is None:
+                self._meeting = self._meet()  # at a second barrier, no rank is late
+            started = self._clock.mark()
             yield True
-            self._timed.append((sent_bytes, time.perf_counter() - started_s, waited_s))
+            transfer = started, self._clock.mark()
+            self._timed.append(TimedExchange(sent_bytes, transfer, waiting))
 
-    def _meet(self) -> float:
-        """Wait for all ranks; return the seconds waited."""
-        started_s = time.perf_counter()
-        dist.barrier(self._group)
-        return time.perf_counter() - started_s
+    def _meet(self) -> Span:
+        """Wait for all ranks: on an accelerator only the current stream, on a CPU this thread."""
+        began = self._clock.mark()
+        if self._clock.on_gpu:
+            dist.all_reduce(torch.zeros(1, device=self._clock.device), group=self._group)
+        else:
+            dist.barrier(self._group)
+        return began, self._clock.mark()
 
     def begin(self, is_sampled: bool) -> None:
         self._is_sampled = is_sampled
         self._calls = 0
-        self._timed.clear()
+        self._timed = []
+        self._meeting = None
 
-    def end(self) -> None:
+    def end(self) -> GroupSample:
         """End a step, and set the stride so that the next sampled step times the wanted number of exchanges."""
-        self._is_sampled, self._stride = False, max(1, -(-self._calls // TIMED_EXCHANGES))
+        self._is_sampled = False
+        self._stride = max(1, -(-self._calls // TIMED_EXCHANGES))
+        return GroupSample(self._timed, self._meeting, self._is_hidden)
 
-    @property
-    def timed(self) -> Sequence[tuple[float, float, float]]:
-        """Return bytes, seconds and seconds of waiting of each exchange that was timed in the last sampled step."""
-        return self._timed
 
-    @property
+@dataclass(frozen=True)
+class LinkSample:
+    """The exchanges that were timed in a step; on an accelerator, they are read once the device has ended the step."""
+
+    groups: Sequence[tuple[str, GroupSample]]
+    """(axis, its sample) for each process group."""
+    across: Transfer
+    """The exchange between replica groups."""
+    held_back_bytes: Mapping[str, int]
+    """Bytes that this rank sent along each axis, and that are hidden by other work in all other steps."""
+
+    def transfer(self, axis: str) -> Transfer:
+        """Return the measurements of `axis`."""
+        if axis == GROUPS:
+            return self.across
+        return transfer_of([one for of_axis, group in self.groups if of_axis == axis for one in group.exchanges()])
+
+    @cached_property
     def cost_s(self) -> float:
-        """Return the additional time that the sample took: its barriers, and exchanges that are otherwise hidden."""
-        meetings_s = (len(self._timed) + 1) * self._meeting_s if self._timed else 0.0
-        return meetings_s + (sum(seconds for _, seconds, _ in self._timed) if self._is_hidden else 0.0)
+        held_back_s = self.across.seconds
+        for axis, held_back_bytes in self.held_back_bytes.items():
+            if (one := self.transfer(axis)).sent_bytes:
+                held_back_s += one.seconds * held_back_bytes / one.sent_bytes
+        return sum(group.cost_s for _, group in self.groups) + held_back_s
 
 
 class LinkTimers:
@@ -96,8 +152,6 @@ class LinkTimers:
         self._timers: dict[tuple[str, str], LinkTimer] = {}
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
-        """Bytes that this rank sends along each axis in a sampled step, and that are hidden by other work in all other
-        steps."""
         self.is_due: Callable[[int], bool] = lambda _step: False
         """Given the number of updates: True if the next step is to be sampled; other replica groups are told in
         advance."""
@@ -105,7 +159,7 @@ class LinkTimers:
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
         """Return the timer for the exchanges of `group`, one of this rank's groups along `axis`; always the same
         object."""
-        if self._clock.on_gpu or group.size() == 1:
+        if group.size() == 1:
             return self._clock.collective
         key = axis, group.group_name
         return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
@@ -126,30 +180,14 @@ class LinkTimers:
     def begin(self, is_sampled: bool) -> None:
         """Begin a step, sampled on every rank or on none."""
         self._across = Transfer()
-        self._held_back_bytes.clear()
+        self._held_back_bytes = Counter()
         for timer in self._timers.values():
             timer.begin(is_sampled)
 
-    def end(self) -> None:
-        for timer in self._timers.values():
-            timer.end()
+    def end(self) -> LinkSample:
+        groups = [(axis, timer.end()) for (axis, _), timer in self._timers.items()]
+        return LinkSample(groups, self._across, self._held_back_bytes)
 
     def note_across(self, sent_bytes: float, seconds: float, waited_s: float) -> None:
         """Record an exchange between replica groups, which was held back until all had met; that took `waited_s`."""
         self._across = Transfer(sent_bytes, seconds, waited_s)
-
-    def transfer(self, axis: str) -> Transfer:
-        """Return the measurements of `axis` in the last sampled step."""
-        if axis == GROUPS:
-            return self._across
-        return transfer_of(
-            [one for (of_axis, _), timer in self._timers.items() if of_axis == axis for one in timer.timed]
-        )
-
-    @property
-    def cost_s(self) -> float:
-        held_back_s = self._across.seconds
-        for axis, held_back_bytes in self._held_back_bytes.items():
-            if (one := self.transfer(axis)).sent_bytes:
-                held_back_s += one.seconds * held_back_bytes / one.sent_bytes
-        return sum(timer.cost_s for timer in self._timers.values()) + held_back_s

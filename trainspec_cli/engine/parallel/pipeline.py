@@ -6,7 +6,6 @@ posts its receives in the sender's order, and no message needs a tag (NCCL has n
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
+from trainspec_cli.engine.digest import Span, mark
 from trainspec_cli.planner.pipeline import Action
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -263,13 +264,14 @@ def neighbours(layout: Layout) -> list[tuple[int, int]]:
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])
 
 
-def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float, float]:
-    """Return the seconds that `message` takes to the next rank and to the previous one; 0 if there is none. Called
+def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[Span | None, Span | None]:
+    """Return the time that `message` takes to the next rank and to the previous one; None if there is none. Called
     collectively by all ranks of a pipeline."""
     rank = lines.up.rank()
+    on_gpu = on_chip(lines.device)
     receipt = message.new_zeros(1)
-    ahead_s = 0.0
-    back_s = 0.0
+    ahead: Span | None = None
+    back: Span | None = None
 
     def send(tensor: Tensor, receiver: int) -> None:
         dist.send(tensor, group=lines.to(receiver), group_dst=receiver)
@@ -277,12 +279,12 @@ def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float,
     def receive(tensor: Tensor, sender: int) -> None:
         dist.recv(tensor, group=lines.coming_from(sender), group_src=sender)
 
-    def send_timed(receiver: int) -> float:
+    def send_timed(receiver: int) -> Span:
         receive(receipt, receiver)  # the peer is ready and waiting
-        started_s = time.perf_counter()
+        started = mark(on_gpu=on_gpu)
         send(message, receiver)
         receive(receipt, receiver)
-        return time.perf_counter() - started_s
+        return started, mark(on_gpu=on_gpu)
 
     def answer(sender: int) -> None:
         send(receipt, sender)
@@ -291,9 +293,9 @@ def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float,
 
     for low, high in neighbours(layout):
         if rank == low:
-            ahead_s = send_timed(high)
+            ahead = send_timed(high)
             answer(high)
         elif rank == high:
             answer(low)
-            back_s = send_timed(low)
-    return ahead_s, back_s
+            back = send_timed(low)
+    return ahead, back

@@ -28,7 +28,7 @@ from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.accelerators import device_memory, on_chip, own_stream, release_unused
 from trainspec_cli.engine.checkpoint.files import kept_buffers
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
-from trainspec_cli.engine.digest import Mark, mark, wait_for
+from trainspec_cli.engine.digest import Mark, wait_for
 from trainspec_cli.engine.observe.journal import DirectiveLog
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import clear_gradients
@@ -73,7 +73,7 @@ class Emergency:
     def begin_step(self, progress: TrainProgress) -> None:
         """Begin a step: until its update, the state is that of `progress`."""
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self.buffers}
-        self._mark = mark(on_gpu=self._state.clock.on_gpu)
+        self._mark = self._state.clock.mark()
         self._progress = progress
 
     def end_step(self) -> None:

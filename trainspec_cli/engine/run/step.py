@@ -206,8 +206,6 @@ class DoneStep:
     """Copies of its batch to the device, and buffer allocations, which are 0 after the first steps."""
     noise_scale: float | None
     """The gradient noise scale up to this step, if the next batch depends on it."""
-    agreement: tuple[float, float]
-    """The duration of the exchange that ended it, and the Unix time when this rank left that exchange."""
     garbage_s: float
     """Seconds of garbage collection; 0 on a GPU, which computes in the meantime."""
 

@@ -277,14 +277,13 @@ class Trainer:
             self.checkpoints.after_step(step, self.progress.samples, writes=writes)
         self.watch.beat(step)
         self.deeper_look.after_step(step)
-        agreement = self.clock.agreement
         segments = self.clock.cut()
         traffic = self.source.staging.cut()
         before = self.allocated
         self.allocated = device_allocations(self.run.state.device)
         traffic = replace(traffic, allocations=traffic.allocations + self.allocated - before)
         garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
-        return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, agreement, garbage_s)
+        return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, garbage_s)
 
     @property
     def measures_noise(self) -> bool:
@@ -323,7 +322,7 @@ class Trainer:
         self.journal.write(event)
         self.tally.steps.append(event)
         if counted := self.counters.note_step(
-            done.step, parts_s, done.segments.queued, taken.micro_batches, done.agreement
+            done.step, parts_s, done.segments.queued, taken.micro_batches, done.segments.agreement()
         ):
             self.journal.write(counted)
         self.checkpoints.note_step(done.step, step_time_s, writing=done.outcome.writing.item() > 0)

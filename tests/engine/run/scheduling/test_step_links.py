@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from trainspec_cli.balance.decisions.links import (
     TOLD_STEPS,
     Transfer,
 )
+from trainspec_cli.engine.digest import Span
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import GROUPS
 from trainspec_cli.engine.run.scheduling import links
@@ -56,8 +58,9 @@ class Timers:
     def begin(self, is_sampled: bool) -> None:
         self.is_sampled = is_sampled
 
-    def end(self) -> None:
+    def end(self) -> Timers:
         self.is_sampled = False
+        return self
 
     def transfer(self, axis: str) -> Transfer:
         return Transfer(BYTES, BYTES / RATE * self.factors.get(axis, 1.0), 0.01)
@@ -68,7 +71,8 @@ class Ranks:
 
     def __init__(self, patch: pytest.MonkeyPatch, layout: Layout = TENSOR, group: int | None = None, **about: Any):
         self._rank, self._mode = 0, about.get("mode", "advise")
-        self._device = torch.device(about.get("device", "cpu"))
+        self._on_accelerator = about.get("on_accelerator", False)
+        self._unread: Callable[[], None] | None = None
         patch.setattr(links, "dist", SimpleNamespace(get_rank=lambda: self._rank, get_world_size=lambda: RANKS))
         patch.setattr(links, "time_messages", self._time_messages)
         self.timers = [Timers(cost_s) for cost_s in about.get("costs_s", (1e-5,) * RANKS)]
@@ -82,20 +86,22 @@ class Ranks:
     def write(self, event: Event) -> None:
         self.events.append(event)
 
-    def _time_messages(self, *_: object) -> tuple[float, float]:
+    def _time_messages(self, *_: object) -> tuple[Span | None, Span | None]:
         """The first of two stages sends ahead alone, and the second back."""
-        return (0.0, SENT_OVER_LINES_S) if self._rank >= RANKS // 2 else (SENT_OVER_LINES_S, 0.0)
+        span = 0.0, SENT_OVER_LINES_S
+        return (None, span) if self._rank >= RANKS // 2 else (span, None)
 
     def _built(self, layout: Layout, rank: int) -> TrainingRun:
         scheduler = SimpleNamespace(mode=self._mode, change=0.1)
         plan = SimpleNamespace(spec=SimpleNamespace(scheduler=scheduler), prediction=None)
         axes = SimpleNamespace(mesh=torch.arange(RANKS).view(layout.pp, 1, -1, 1, layout.tp))
         hidden = SimpleNamespace(like=lambda tokens: torch.empty(len(tokens), 8))
+        clock = StepClock(torch.device("cpu"))
         state = SimpleNamespace(
             mesh=SimpleNamespace(links=lambda: dict(LAYOUTS[layout]), layout=layout, axes=axes),
-            device=self._device,
+            device=torch.device("cpu"),
             links=self.timers[rank],
-            clock=StepClock(torch.device("cpu")),
+            clock=SimpleNamespace(on_gpu=self._on_accelerator, collective=clock.collective, mark=clock.mark),
             stages=SimpleNamespace(hidden=hidden, layout=layout, lines=None),
             sums=SimpleNamespace(holds_back=False),
         )
@@ -127,18 +133,26 @@ class Ranks:
         self.at += 1
         if reported:
             self.told.append(self.at)
-        for rank, one in enumerate(self.links):
+        before = self._unread
+        self._unread = partial(self._read, self.at, reported, said, self.links)
+        if self._on_accelerator:  # a step is read after the next one has begun
+            before and before()
+        else:
+            self._unread()
+
+    def _read(self, step: int, reported: list[Any], said: int, of_layout: list[StepLinks]) -> None:
+        for rank, one in enumerate(of_layout if of_layout is self.links else ()):
             self._rank = rank
-            one.note_step(self.at, self.step_s, reported, said)
+            one.note_step(step, self.step_s, reported, said)
 
 
-@pytest.mark.parametrize("group", [None, 1])
+@pytest.mark.parametrize(("group", "on_accelerator"), [(None, False), (1, False), (None, True)])
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_sample_the_same_steps_whatever_happens(
-    monkeypatch: pytest.MonkeyPatch, seed: int, group: int | None
+    monkeypatch: pytest.MonkeyPatch, seed: int, group: int | None, on_accelerator: bool
 ) -> None:
     drawn = random.Random(seed)
-    ranks = Ranks(monkeypatch, drawn.choice(list(LAYOUTS)), group)
+    ranks = Ranks(monkeypatch, drawn.choice(list(LAYOUTS)), group, on_accelerator=on_accelerator)
     for _ in range(300):
         match drawn.choices(["step", "fails", "heals", "changes"], [20, 3, 1, 1])[0]:
             case "fails":
@@ -190,6 +204,16 @@ def test_steps_that_take_another_time_are_sampled_at_once(monkeypatch: pytest.Mo
     assert ranks.sampled == [changed + DEPARTED_STEPS + 1], "told in a step, and taken in the next"
 
 
+def test_an_accelerator_s_samples_are_read_and_announced_one_step_later_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, on_accelerator=True)
+    for _ in range(80):
+        ranks.step()
+    assert len(ranks.sampled) > FIRST_SAMPLES
+    assert ranks.told[: len(ranks.sampled) - 1] == [step + 3 for step in ranks.sampled[:-1]]
+    apart = {after - before for before, after in pairwise(ranks.sampled[:FIRST_SAMPLES])}
+    assert apart == {TOLD_STEPS + 1 + 3}, "one for the sample, one for the report, one for the announcement"
+
+
 def test_what_was_asked_for_in_a_step_that_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch)
     while len(ranks.told) < 1:
@@ -228,9 +252,8 @@ def test_figures_of_another_layout_are_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert ranks.sampled == [FIRST_SAMPLE_STEPS, 2 * FIRST_SAMPLE_STEPS + 1]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_where_nothing_is_measured_no_step_is_sampled(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    ranks = Ranks(monkeypatch, mode="off" if device == "cpu" else "auto", device=device)
+def test_where_nothing_is_measured_no_step_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, mode="off")
     for _ in range(20):
         ranks.step()
     ranks.links[0].write_speeds(20)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -24,9 +25,8 @@ from trainspec_cli.balance.decisions.links import (
     sampling_interval,
 )
 from trainspec_cli.balance.decisions.shares import reporting_interval
-from trainspec_cli.engine.accelerators import on_chip
-from trainspec_cli.engine.digest import MicroBatch
-from trainspec_cli.engine.observe.links import GROUPS
+from trainspec_cli.engine.digest import MicroBatch, Span, elapsed_s
+from trainspec_cli.engine.observe.links import GROUPS, LinkSample
 from trainspec_cli.engine.parallel.pipeline import neighbours, time_messages
 from trainspec_cli.engine.run.step_report import LinkFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
@@ -43,9 +43,19 @@ FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
 at a change and at the end."""
 
 
+@dataclass(frozen=True)
+class SampledStep:
+    step: int
+    exchanges: LinkSample
+    messages: Mapping[str, Span | None]
+    """Messages to this rank's neighbours in the pipeline."""
+    message_bytes: int
+    messaging: Span
+    """All messages of the sample."""
+
+
 class StepLinks:
-    """Called collectively by all ranks of the replica group. On a GPU, and with `scheduler=off`, nothing is
-    measured."""
+    """Called collectively by all ranks of the replica group. With `scheduler=off`, nothing is measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
         """Learn the links of the layout in force; another layout has other links. Links of replica groups are not
@@ -57,7 +67,7 @@ class StepLinks:
         self._links: dict[str, list[tuple[int, ...]]] = {}
         """The ranks of each link by axis: exchanging groups, two neighbours of a pipeline, and, with several replica
         groups, each rank with the ranks of the same number in the others."""
-        if plan.spec.scheduler.mode != "off" and not on_chip(state.device):
+        if plan.spec.scheduler.mode != "off":
             self._links |= state.mesh.links()
             layout = state.mesh.layout
             if layout.pp > 1:
@@ -77,6 +87,15 @@ class StepLinks:
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
         """True if the current step is sampled."""
+        self._on_gpu = state.clock.on_gpu
+        self._delay_steps = int(self._on_gpu and run.group is None)
+        """Number of steps that begin between the end of a step and the call of `note_step` for it."""
+        self._sampled: SampledStep | None = None
+        """The last sampled step."""
+        self._reported_step = 0
+        self._is_report_sent, self._is_announced = False, False
+        """True from the end of the step whose exchange carried the report, or rank 0's announcement, until `note_step`
+        is called for it."""
         self.report: LinkFigures | None = None
         """This rank's part of the next step's report; None without a sample."""
         self.steps_to_sample = 0
@@ -93,7 +112,9 @@ class StepLinks:
         """Begin the step after update `step`, or repeat it."""
         if not self._links:
             return
-        if self._due is None or (step > self._due and self.report is None):
+        is_unread = self._sampled is not None and step <= self._sampled.step
+        is_pending = self.report is not None or self._is_report_sent or is_unread
+        if self._due is None or (step > self._due and not is_pending):
             self._due = step + FIRST_SAMPLE_STEPS
         self._is_sampled = step == self._due
         self._run.state.links.begin(self._is_sampled)
@@ -104,48 +125,66 @@ class StepLinks:
         """End the step."""
         if not self._links:
             return
-        timers = self._run.state.links
-        timers.end()
+        self._is_report_sent |= self.report is not None
+        self._is_announced |= self.steps_to_sample > 0
+        self.report = None
+        self.steps_to_sample = 0
+        exchanges = self._run.state.links.end()
         if not self._is_sampled:
             return
-        of_axis = {axis: timers.transfer(axis) for axis in self._links}
-        cost_s = timers.cost_s + self._learning_s
+        assert self._due is not None, "the step is sampled"
+        messages: dict[str, Span | None] = {}
+        message_bytes = 0
+        began = self._run.state.clock.mark()
         if AHEAD in self._links:
-            started_s = time.perf_counter()
             stages = self._run.state.stages
             message = torch.zeros_like(stages.hidden.like(micro_batches[0][0]), device=self._run.state.device)
+            message_bytes = message.nbytes
             with self._run.state.clock.collective():
-                times_s = time_messages(stages.layout, stages.lines, message)
-            for way, seconds in zip((AHEAD, BACK), times_s, strict=True):
-                of_axis[way] = Transfer(message.nbytes, seconds) if seconds else Transfer()
-            cost_s += time.perf_counter() - started_s
+                messages[AHEAD], messages[BACK] = time_messages(stages.layout, stages.lines, message)
+        messaging = began, self._run.state.clock.mark()
+        self._sampled = SampledStep(self._due + 1, exchanges, messages, message_bytes, messaging)
+        if not self._on_gpu:
+            self._read(self._sampled)
+
+    def _read(self, sampled: SampledStep) -> None:
+        """Report a sampled step with the next step's exchange."""
+        of_axis = {axis: sampled.exchanges.transfer(axis) for axis in self._links}
+        for way, span in sampled.messages.items():
+            of_axis[way] = Transfer() if span is None else Transfer(sampled.message_bytes, elapsed_s(*span))
+        cost_s = sampled.exchanges.cost_s + self._learning_s + elapsed_s(*sampled.messaging)
         transfers = tuple(of_axis[column] for column in self._columns)
         self.report = LinkFigures(transfers, cost_s, median(self._steps_s or [0.0]))
+        self._reported_step = sampled.step
 
     def note_step(self, step: int, step_s: float, reported: Sequence[LinkFigures], steps_to_sample: int) -> None:
         """Record the step that made update `step` in `step_s`, what all ranks reported on links in it, and the next
         sample that rank 0 announced."""
         if not self._links:
             return
+        newest_step = step + self._delay_steps
+        is_sampled = self._sampled is not None and self._sampled.step == step
+        if is_sampled and self._on_gpu:
+            assert self._sampled is not None, "see above"
+            self._read(self._sampled)
         if steps_to_sample:
-            self._due = step + steps_to_sample - 1
-            self.steps_to_sample = 0
-        if not self._is_sampled:
+            self._due = newest_step + steps_to_sample - 1
+            self._is_announced = False
+        if not is_sampled:
             self._steps_s.append(step_s)
         if not reported:
             # Request a sample if step times have changed and no sample is planned.
-            is_coming = self._is_sampled or self._due == step or self.steps_to_sample
-            if self._axes and not is_coming and self._times.note_step(step_s):
+            is_measured = is_sampled or self.report is not None or self._is_report_sent
+            is_coming = self._due in (step, newest_step) or self.steps_to_sample or self._is_announced
+            if self._axes and not is_measured and not is_coming and self._times.note_step(step_s):
                 self.steps_to_sample = 1
             return
-        assert self._due is not None, "a step was sampled"
         started_s = time.perf_counter()
-        sampled_step = self._due + 1
         self._costs_s.append(max(one.cost_s for one in reported))
         steps_s = max(one.step_s for one in reported)
-        self.report = None
+        self._is_report_sent = False
         if self._axes:
-            self._learn(sampled_step, reported)
+            self._learn(self._reported_step, reported)
             usual = sampling_interval(self._costs_s, steps_s)
             least = reporting_interval(len(reported), steps_s)
             is_undecided = any(axis.is_undecided for axis in self._axes)
