@@ -11,7 +11,7 @@ from planner.test_this_machine import BLOCK, GPU_SPEC, H100S, MACHINE, OUTSIDE, 
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import gpu_parts_s, setup_of
-from trainspec_cli.planner.what_if import CALLS, MEMORY, SOONER, WIDER, look_ahead
+from trainspec_cli.planner.what_if import BUBBLE, CALLS, MEMORY, SOONER, WIDER, look_ahead
 from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
@@ -95,12 +95,13 @@ def test_on_gpus_each_change_is_planned() -> None:
     before = gpu_parts_s(setup_of(planned, H100S), efficiency_of(planned.spec.cluster))
 
     def saved(change: str) -> float:
-        return sum(before[part] * (1 - factor) for part, factor in factors(outlook, change).items())
+        return sum(before[part] * (1 - factor) for part, factor in factors(outlook, change).items() if part in before)
 
     assert 0 < saved(FASTER) < 0.5 * sum(before.values()), "the host and the links are no faster"
     assert saved(WIDER) > saved(FASTER) > saved(SOONER) > 0
     assert sum(outlook.shares.values()) == pytest.approx(1.0)
-    assert max(outlook.shares, key=lambda name: outlook.shares[name]) == EXCHANGES
+    assert outlook.exposed == pytest.approx({EXCHANGES: 1.0, BUBBLE: 0.0})
+    assert before["exposed_comm"] > before["forward"] + before["backward"], "the exchanges bound this step"
 
 
 def test_the_first_choice_of_the_search_is_another_layout_until_it_is_in_force() -> None:

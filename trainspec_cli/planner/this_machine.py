@@ -129,8 +129,8 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
 
 
 def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
-    """Return the seconds of a step by part, as the engine measures them on a GPU, where gradients are exchanged during
-    the backward."""
+    """Return the seconds of a step by part, as the engine measures them on a GPU: exchanges count as far as the compute
+    stream waits for them, and a pipeline's bubble is a wait for messages."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
@@ -140,7 +140,9 @@ def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     backward = sum(part.backward for part in (once.layer, once.head))
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s
     forward_s = work_s * forward / (forward + backward)
+    exposed_s = time.tp_comm_s + time.cp_comm_s + time.ep_comm_s + time.pp_comm_s + time.dp_comm_s + time.bubble_s
     parts = {"data_wait": time.data_s, "forward": forward_s, "optimizer": time.optimizer_s, "other": time.host_s}
+    parts["exposed_comm"] = exposed_s
     return parts | {"backward": time.total_s - sum(parts.values())}
 
 

@@ -84,7 +84,7 @@ def _shares(seconds: Parts) -> dict[str, float]:
 def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
     setup = setup_of(plan, machine)
     eff = efficiency_of(plan.spec.cluster)
-    before = gpu_parts_s(setup, eff)
+    before = _planned_parts(setup, eff)
     fabric = setup.fabric
     sooner = replace(eff, collective_latency_s=eff.collective_latency_s / 2, hop_latency_s=eff.hop_latency_s / 2)
     rates = (field.name for field in fields(fabric.chip) if field.name.endswith(RATES))
@@ -106,16 +106,25 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
         best = best_candidate(open_spec, machine, plan.devices_per_node)
         if best and (other := _other(plan, best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute)):
             others.append((_describe_change(plan, other), setup_of(other, machine), eff))
-    changes = (PlannedChange(what, _factors(before, gpu_parts_s(one, its))) for what, one, its in others)
+    changes = (PlannedChange(what, _factors(before, _planned_parts(one, its))) for what, one, its in others)
     basis = f"shares of the passes, and what would help, are planned for {fabric.num_devices} x {fabric.chip.name}"
     time = estimate_step(setup, eff)
     bounds_s = {
         COMPUTING: time.matmul_s + time.attention_s + time.recompute_s,
         MEMORY: time.memory_bound_s + time.optimizer_s,
+    }
+    exposed_s = {
         EXCHANGES: time.tp_comm_s + time.cp_comm_s + time.ep_comm_s + time.pp_comm_s + time.dp_comm_s,
         BUBBLE: time.bubble_s,
     }
-    return Outlook(basis, _shares(bounds_s), tuple(changes))
+    exposed = _shares(exposed_s) if sum(exposed_s.values()) else {EXCHANGES: 1.0}
+    return Outlook(basis, _shares(bounds_s), tuple(changes), exposed)
+
+
+def _planned_parts(setup: Setup, eff: Efficiency) -> dict[str, float]:
+    """Return the planned seconds by part; waiting for late ranks is proportional to the work."""
+    parts = gpu_parts_s(setup, eff)
+    return parts | {WAITING: parts["forward"] + parts["backward"]}
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")

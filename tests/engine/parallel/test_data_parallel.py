@@ -37,7 +37,8 @@ def how(*, offload: bool = False) -> DataParallel:
     peers: Any = SimpleNamespace(size=1, group=SimpleNamespace(size=lambda: 1))
     probe = NoiseProbe(CPU, ALONE, ALONE, ALONE)
     return DataParallel(
-        torch.float32, torch.float32, True, offload, peers, lambda *_: nullcontext, probe, defaultdict(lambda: "own")
+        *(torch.float32, torch.float32, True, offload, peers, lambda *_: nullcontext, nullcontext, probe),
+        defaultdict(lambda: "own"),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from lab.telemetry import Telemetry
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.reporter.diagnosis.conclude import Outlook, PlannedChange, as_planned, conclude
+from trainspec_cli.reporter.diagnosis.conclude import COMPUTING, EXCHANGES, Outlook, PlannedChange, as_planned, conclude
 
 
 def judge(telemetry: Telemetry, outlook: Outlook) -> RunVerdict:
@@ -39,10 +39,10 @@ def test_the_planners_shares_say_what_the_passes_are_bound_by():
     assert "by the planner" in verdict.evidence
 
 
-def test_exchanges_inside_a_gpus_passes_count_as_exchanges():
-    telemetry = Telemetry(transfer_s=0.0)
-    verdict = judge(telemetry, known(**{"computing": 0.4, "exchanges between ranks": 0.6}))
-    assert "bound by exchanges between ranks" in verdict.evidence[0]
+def test_a_pipeline_s_bubble_is_a_part_of_what_the_stages_wait():
+    outlook = Outlook("by the planner", {COMPUTING: 1.0}, exposed={EXCHANGES: 0.25, "the bubble": 0.75})
+    verdict = judge(Telemetry(transfer_s=1.0), outlook)
+    assert "bound by the bubble" in verdict.evidence[0]
 
 
 def test_a_rank_that_waits_for_data_holds_up_the_others():

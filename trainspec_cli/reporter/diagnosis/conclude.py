@@ -312,6 +312,8 @@ class Outlook:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Fractions of the time in passes and optimizer, by what bounds them; empty if the planner does not know."""
     changes: tuple[PlannedChange, ...] = ()
+    exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
+    """Fractions of the exposed communication that is not waiting for late ranks, by what bounds it."""
 
     @property
     def is_known(self) -> bool:
@@ -327,13 +329,12 @@ COMPUTING = "computing"
 EXCHANGES = "exchanges between ranks"
 FASTER = "twice the device's speed"
 BOUNDS = {
-    "exposed_comm": EXCHANGES,
     WAITING: "waiting for late ranks",
     "data_wait": "data",
     "checkpoint": "checkpoints",
     "other": "the host between the passes",
 }
-"""What bounds the parts of a step other than passes and optimizer."""
+"""What bounds the parts of a step other than passes, optimizer and transfers."""
 ALWAYS = (
     PlannedChange("no waiting for data", {"data_wait": 0.0}),
     PlannedChange("ranks that are never late", {WAITING: 0.0}),
@@ -388,12 +389,13 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
 def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[str, float]]:
     """Yield (bound, seconds of a step that it accounts for)."""
     computed_s = sum(parts_s[name] for name in COMPUTE_PARTS)
-    shares = dict(outlook.shares) if outlook.is_known else {COMPUTING: 1.0}
-    exchanged_s = shares.pop(EXCHANGES, 0.0) * computed_s  # parts measured on a GPU do not separate it
+    shares = outlook.shares if outlook.is_known else {COMPUTING: 1.0}
     for name, share in shares.items():
         yield name, share * computed_s
+    for name, share in outlook.exposed.items():
+        yield name, share * parts_s["exposed_comm"]
     for part, name in BOUNDS.items():
-        yield name, parts_s[part] + exchanged_s * (name == EXCHANGES)
+        yield name, parts_s[part]
 
 
 def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -> tuple[WhatIf, ...]:

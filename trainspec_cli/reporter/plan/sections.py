@@ -266,8 +266,8 @@ KINDS = {
     "layout": "another layout",
 }
 WHERE = (
-    "The live scheduler decides so on CPUs. On GPUs it changes nothing yet: it cannot tell a rank's computing from its "
-    "waiting there."
+    "The live scheduler decides by the same functions. It has run on CPUs and on an emulated accelerator, but never on "
+    "GPUs."
 )
 PACE_HEADINGS = ("", "#samples/s", "#of undisturbed", "#time")
 DECISION_HEADINGS = ("#step", "decision", "reason", "computing in a step")
