@@ -49,7 +49,7 @@ def launch(*arguments: str, force: bool = False, progress: bool | None = None) -
     ended, whose `status` and `reason` say how; `raise_for_status()` raises where it has failed. `progress` shows what
     the command shows while it trains, by default on a terminal and in a notebook. An interrupt (Ctrl-C) lets the run
     write a checkpoint and stop."""
-    from trainspec_cli.session.console import make_progress_console
+    from trainspec_cli.reporter.console import make_progress_console
     from trainspec_cli.session.launching.session import launch_apart
 
     run = launch_apart(arguments, force=force, console=make_progress_console(progress))

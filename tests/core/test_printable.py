@@ -32,7 +32,7 @@ from trainspec_cli.core.printable import (
     printing_safely,
     without_colours,
 )
-from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.reporter.console import PrintableConsole
 
 JOINERS = "\u200c\u200d"
 SIGNS = [

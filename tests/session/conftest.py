@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import write_launch
 from trainspec_cli.run.job.job import build_job, versions
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.recipe.load import load, plan_on
 
 HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)

@@ -20,6 +20,7 @@ from trainspec_cli.core.errors import (
     WorkerError,
 )
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
@@ -27,7 +28,6 @@ from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.signals import PatientRequests
 from trainspec_cli.run.slurm.commands import HOSTFILE
 from trainspec_cli.session import slurm_job
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching import in_slurm as requeue
 from trainspec_cli.session.launching import resume
 from trainspec_cli.session.launching.session import Session

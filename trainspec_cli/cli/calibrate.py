@@ -13,7 +13,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.tables import ClusterProfile
-from trainspec_cli.session.console import make_console
+from trainspec_cli.reporter.console import make_console
 
 Sources = Annotated[
     list[str] | None,

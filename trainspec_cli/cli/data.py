@@ -21,8 +21,8 @@ from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.data.corpus.tokenise import OnProgress
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import SAMPLE_SOURCES, DataSpec, Documents, SampleSource, TokenizerSpec
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.live import showing_progress
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load
 
 app = typer.Typer(add_completion=False, help="Turn text into token shards, and inspect them.", no_args_is_help=True)

@@ -10,6 +10,7 @@ import typer
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.verdicts import (
     NO_VERDICTS_WITHOUT_PLAN,
     describe_event,
@@ -17,7 +18,6 @@ from trainspec_cli.reporter.verdicts import (
     render_verdicts_page,
 )
 from trainspec_cli.run.folder.record import has_plan
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
 from trainspec_cli.session.runs.find import find_run
 

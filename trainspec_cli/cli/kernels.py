@@ -10,10 +10,10 @@ import typer
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.reporter.console import make_console
 from trainspec_cli.reporter.kernels_text import render_table
 from trainspec_cli.run.signals import interrupt, on_stop_signal
 from trainspec_cli.run.tools import measure_kernels
-from trainspec_cli.session.console import make_console
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 Again = Annotated[bool, typer.Option("--again", help="Measure again, even if results exist.")]

@@ -13,10 +13,10 @@ from rich.console import RenderableType
 from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, Sweeps, page_origin, write_page
 from trainspec_cli.core.errors import PlanError, Problem, RecipeError
 from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.plan.json import plan_as_json, sweep_as_json
 from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.reporter.plan.text import render_plan, render_sweep
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
 from trainspec_cli.session.planning.plan import names_disturbance, plan_recipe, require_fit
 

@@ -12,9 +12,9 @@ import typer
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.render import render_report
 from trainspec_cli.reporter.run_page import render_run_page
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import composed_of, report_of
 
 Csv = Annotated[

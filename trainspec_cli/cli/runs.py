@@ -18,11 +18,11 @@ from trainspec_cli.core.printable import aligned, format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.runs import RunLine, show_differences
 from trainspec_cli.run.folder.memory import list_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.memory_limits import forget_limits, list_limits
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs import removal
 from trainspec_cli.session.runs.find import collect_run, runs_here, status_of_run
 

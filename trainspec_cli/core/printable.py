@@ -63,7 +63,7 @@ class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours.
 
     These begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
-    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping (session/console.py).
+    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping (reporter/console.py).
     """
 
     def __init__(self, stream: TextIO | LastingStream):

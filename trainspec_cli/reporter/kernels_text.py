@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.console import Text
 
 STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 

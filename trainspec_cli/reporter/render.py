@@ -14,7 +14,7 @@ from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.chart import render_chart
 from trainspec_cli.reporter.collect import Curve, Report
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.console import Text
 from trainspec_cli.reporter.run_speed import STEPS, RunSpeed, describe_speed, part_rows, speed_lines
 from trainspec_cli.reporter.text import (
     describe_evaluation,

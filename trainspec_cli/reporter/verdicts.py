@@ -8,6 +8,7 @@ from html import escape
 from trainspec_cli.core.printable import format_duration, format_seconds
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.reporter.collect import Report
+from trainspec_cli.reporter.console import Text
 from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     heading,
@@ -19,7 +20,6 @@ from trainspec_cli.reporter.page.parts import (
     shorten,
     text_table,
 )
-from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.reporter.text import status_line, title_of
 from trainspec_cli.run.folder.event_types.events import VerdictEvent
 

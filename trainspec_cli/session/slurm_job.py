@@ -13,6 +13,7 @@ from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
 from trainspec_cli.core.node import check_tree
 from trainspec_cli.core.printable import Style, printing_safely
 from trainspec_cli.core.wings import MISSING_WING
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.problems import render_problems
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.generations import FENCED
@@ -21,7 +22,6 @@ from trainspec_cli.run.job.folder import storage
 from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import note_job, own_job
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_use
 from trainspec_cli.session.launching.kinds import kind_of
 

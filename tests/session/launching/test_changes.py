@@ -12,10 +12,10 @@ import pytest
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan, read_run_record
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
 from trainspec_cli.session.launching.changes import count_more_steps, describe_changes
 from trainspec_cli.session.launching.nodes import NodeOptions

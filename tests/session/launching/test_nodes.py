@@ -12,11 +12,11 @@ from lab.events import started, stepped, write_event
 
 from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
 from trainspec_cli.reporter import live
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import nodes
 from trainspec_cli.session.launching.nodes import Joined
 

@@ -14,6 +14,7 @@ from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
@@ -22,7 +23,6 @@ from trainspec_cli.run.job.folder import write_fewer_nodes
 from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.run.recovery.memory import with_reliefs
 from trainspec_cli.run.slurm.queue import note_job
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.resume import prepare_resume, prepare_unchanged, resume_recipe
 from trainspec_cli.session.launching.session import Session

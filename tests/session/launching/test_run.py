@@ -18,6 +18,7 @@ from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError,
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
@@ -39,7 +40,6 @@ from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.outcome import conclude
 from trainspec_cli.run.signals import StopRequests, interrupt, on_stop_signal
 from trainspec_cli.run.supervise import Ending
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import run as run_module
 from trainspec_cli.session.launching.kinds import command_to_resume
 from trainspec_cli.session.recipe.load import load

@@ -13,9 +13,9 @@ import pytest
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelFigure, KernelTable
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as module
 from trainspec_cli.session.launching.session import select_kernels
 

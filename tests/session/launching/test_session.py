@@ -17,6 +17,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.run.channel.worker import WorkerMail
@@ -28,7 +29,6 @@ from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.run.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.run.notify import NOBODY
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
 from trainspec_cli.session.launching.changes import plan_on_fewer
 from trainspec_cli.session.launching.session import CHECK_NODES, Session, rehearse, start

@@ -19,11 +19,11 @@ import pytest
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError, Stopped, WorkerError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import sweep_runs
 from trainspec_cli.session.launching.session import Session
 from trainspec_cli.session.launching.sweep import read_sweep

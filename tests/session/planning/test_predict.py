@@ -26,6 +26,7 @@ from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLayout
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
@@ -33,7 +34,6 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.run.tools import probe_path
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.planning.predict import (
     PROBING,
     UNMEASURED,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
-from trainspec_cli.session.console import RunConsole
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.session.recipe import data as of_session
 from trainspec_cli.session.recipe.load import load
 

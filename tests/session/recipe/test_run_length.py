@@ -11,9 +11,9 @@ import pytest
 from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.resume import prepare_resume
 from trainspec_cli.session.recipe import data as run_data

@@ -19,13 +19,13 @@ from lab.waiting import PATIENCE_S
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.run.folder.event_types.events import WarningEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import claim, find_owner
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.runs import follow
 
 MakeRun = Callable[..., RunDir]

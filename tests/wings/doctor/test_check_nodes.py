@@ -17,8 +17,8 @@ from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.wings.doctor import checks
 from trainspec_cli.wings.doctor.check_nodes import check_nodes, preflight
 

@@ -13,12 +13,12 @@ import pytest
 
 from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.signals import PatientRequests, StopRequests
 from trainspec_cli.run.slurm.queue import job_of, note_job
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.wings.own_script import launching
 from trainspec_cli.wings.own_script.launching import (

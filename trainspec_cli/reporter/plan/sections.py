@@ -16,9 +16,9 @@ from trainspec_cli.recipe.results.blueprint import Blueprint, Part, PlanesPlan, 
 from trainspec_cli.recipe.results.forecast import Simulation
 from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.chart import render_chart
+from trainspec_cli.reporter.console import Text, text_table
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import percent
-from trainspec_cli.reporter.rich_text import Text, text_table
 
 # The communication blueprint: which exchange crosses which tier, and with which algorithm.
 

@@ -16,6 +16,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.forecast import Assumption, Interval, RunForecast
 from trainspec_cli.recipe.results.plan import ALWAYS_ASSUMED, Candidate
 from trainspec_cli.recipe.user_code import describe_code
+from trainspec_cli.reporter.console import Text, text_table
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport, percent
 from trainspec_cli.reporter.plan.sections import (
@@ -26,7 +27,6 @@ from trainspec_cli.reporter.plan.sections import (
     render_simulation,
     sentence,
 )
-from trainspec_cli.reporter.rich_text import Text, text_table
 
 WIDE = 120
 """Terminal width in columns that the full table of layouts needs."""

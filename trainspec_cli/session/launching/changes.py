@@ -22,9 +22,9 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check, check_engine
 from trainspec_cli.recipe.rules.run import describe_other_blocks
+from trainspec_cli.reporter.console import PrintableConsole, RunConsole
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
-from trainspec_cli.session.console import PrintableConsole, RunConsole
 from trainspec_cli.session.planning.predict import predict
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded

@@ -12,10 +12,10 @@ from types import FrameType
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
-from trainspec_cli.session.console import PrintableConsole
 
 AVOID_S = 5.0
 """Seconds that to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""

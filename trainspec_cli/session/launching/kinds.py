@@ -19,13 +19,13 @@ from trainspec_cli.run.outcome import RunOutcome, conclude_recipe
 from trainspec_cli.session.launching.in_slurm import Limits
 
 if TYPE_CHECKING:
+    from trainspec_cli.reporter.console import RunConsole
     from trainspec_cli.run.backend.nodes.backend import Reach
     from trainspec_cli.run.failure import WorkerFailure
     from trainspec_cli.run.job.job import Job
     from trainspec_cli.run.notify import Notify
     from trainspec_cli.run.signals import StopRequests
     from trainspec_cli.run.supervise import Ending
-    from trainspec_cli.session.console import RunConsole
     from trainspec_cli.session.launching.nodes import NodeOptions
 
 

@@ -16,6 +16,7 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.recipe.records import Absent
+from trainspec_cli.reporter.console import RunConsole
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, agent_command
@@ -23,7 +24,6 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
-from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5

@@ -18,6 +18,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.rules.check import check, check_engine, check_kernels, close_axes
 from trainspec_cli.recipe.rules.run import describe_other_blocks
+from trainspec_cli.reporter.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.reporter.runs import ALIVE
 from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
 from trainspec_cli.run.folder.files import write_text
@@ -33,7 +34,6 @@ from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.commands import HOSTFILE, arrange, has_switches
 from trainspec_cli.run.slurm.queue import job_of
 from trainspec_cli.run.slurm.script import places_nodes
-from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import (
     count_more_steps,
     describe_changes,

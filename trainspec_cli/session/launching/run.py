@@ -18,6 +18,7 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.console import RunConsole, open_run_log
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.run.backend import OpenBackend
@@ -35,7 +36,6 @@ from trainspec_cli.run.notify import NOBODY, Notify, notify
 from trainspec_cli.run.outcome import conclude
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.run.supervise import Replan, supervise
-from trainspec_cli.session.console import RunConsole, open_run_log
 from trainspec_cli.session.launching.kinds import RECIPE_RUNS, RunKind, shown
 from trainspec_cli.session.runs.diagnose import VerdictLines
 

@@ -36,6 +36,7 @@ from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
 from trainspec_cli.recipe.user_code import describe_code
+from trainspec_cli.reporter.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
@@ -68,7 +69,6 @@ from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.tools import known_probe, measure_kernels, read_table, table_path
-from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.run import describe_tracking, run

@@ -21,6 +21,7 @@ from trainspec_cli.core.printable import aligned, format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.reporter.console import RunConsole, make_console
 from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.accounting import read_heldout_losses
@@ -30,7 +31,6 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult, read_result
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
-from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.session import Session, spawn_resume, write_down
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.planning.predict import probe_after_run

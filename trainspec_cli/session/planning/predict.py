@@ -35,11 +35,11 @@ from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLayo
 from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.recipe.rules.check import check, check_engine
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.text import describe_prediction
 from trainspec_cli.run.memory_limits import read_limits
 from trainspec_cli.run.recovery.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machine
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import describe_profile, find_profile
 
 PROBING = (

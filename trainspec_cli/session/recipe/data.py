@@ -13,10 +13,10 @@ from trainspec_cli.data.corpus.rows import open_rows
 from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.recipe.keys.model import ConvModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import EPOCHS, TOKENS, Loaded
 
 VALIDATED_BYTES = 16 * 2**20

@@ -14,6 +14,7 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.reporter.runs import QUEUED
@@ -22,7 +23,6 @@ from trainspec_cli.run.folder.events import TAIL_BYTES
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan, read_plan
 from trainspec_cli.run.job.folder import Owner, find_owner, is_running
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.find import status_of_run
 
 SECOND_REQUEST_S = 0.5

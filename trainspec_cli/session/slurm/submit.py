@@ -28,6 +28,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import digest
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.run import time_limit_s
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.generations import newest as newest_generation
@@ -39,7 +40,6 @@ from trainspec_cli.run.slurm.commands import submit as submit_to_slurm
 from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.run.slurm.script import array_log, check_folder, log_of, render_script
 from trainspec_cli.run.tools import known_probe
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, machine_of_job, plan_for

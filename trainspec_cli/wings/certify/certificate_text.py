@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate, Figure
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.console import Text
 from trainspec_cli.wings.certify.cases import EMULATED
 
 SHOWN_DIGITS = 16

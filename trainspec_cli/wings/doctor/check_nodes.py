@@ -13,10 +13,10 @@ from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.planner.this_machine import is_predictable, least_memory
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.backend.nodes.backend import Examination
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.wings.doctor.checks import check_gpus, check_limits, check_memory, check_shm, check_torch
 from trainspec_cli.wings.doctor.examine import node_command, refuse_unfit
 

@@ -35,6 +35,7 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.recipe.records import Absent
+from trainspec_cli.reporter.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach, agent_command
 from trainspec_cli.run.failure import end_of, find_failed_nodes
@@ -52,7 +53,6 @@ from trainspec_cli.run.signals import PatientRequests, StopRequests
 from trainspec_cli.run.slurm.commands import own_address
 from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
 from trainspec_cli.run.supervise import Ending
-from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.in_slurm import Limits, TimeWarning, requeue_if_of_use, restarts
 from trainspec_cli.session.launching.kinds import RunKind, about_node, command_to_resume, quoted, shown
 from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join

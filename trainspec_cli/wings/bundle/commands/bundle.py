@@ -16,8 +16,8 @@ from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.live import showing_progress
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load
 from trainspec_cli.wings.bundle import (
     INSTALLER,

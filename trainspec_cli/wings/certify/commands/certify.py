@@ -24,10 +24,10 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate
+from trainspec_cli.reporter.console import PrintableConsole, make_console
 from trainspec_cli.run.job.gpus import CPU_HINT
 from trainspec_cli.run.job.job import machine_identity
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.certify.cases import EMULATED, Case, features_here, refusals
 from trainspec_cli.wings.certify.certificate import read_fingerprint, read_key, sign_certificate, write_certificate

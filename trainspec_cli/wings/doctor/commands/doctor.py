@@ -19,11 +19,10 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import LinksResult
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.console import PrintableConsole, Text
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.script import start_command
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.session.slurm.container import folders_read
 from trainspec_cli.wings.doctor.examine import Examined, diagnose, examine_here, examine_nodes

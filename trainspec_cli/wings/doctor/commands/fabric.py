@@ -18,9 +18,8 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.tools import LinksResult, PairRate
-from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.console import PrintableConsole, Text
 from trainspec_cli.run.folder.files import write_text
-from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor.discover import (
     NodeLinks,

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from trainspec_cli.core.printable import PrintableStream, is_printable
+from trainspec_cli.reporter.console import PrintableConsole, open_run_log
 from trainspec_cli.reporter.live import PlainScreen, TerminalScreen
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.session.console import PrintableConsole, open_run_log
 
 OWN_STYLES = re.compile(r"\x1b\[[0-9;]*m")
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|[12]?K|\d*A)|\r")

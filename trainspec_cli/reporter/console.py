@@ -1,17 +1,19 @@
-"""Rich's console for untrusted text: it is never parsed as markup, and control characters are escaped."""
+"""Rich's console, texts and tables for untrusted text: it is never parsed as markup, and control characters are escaped
+before anything is measured, so that columns are wide enough."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
 
+from rich import text
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.text import Text
+from rich.table import Table
 
 from trainspec_cli.core.printable import LastingStream, PrintableStream, printable
 from trainspec_cli.run.folder.paths import RunDir
@@ -31,9 +33,9 @@ class PrintableConsole(Console):
     def file(self, file: IO[str]) -> None:
         self._file = file
 
-    def render_str(self, text: str, **options: Any) -> Text:
+    def render_str(self, plain: str, **options: Any) -> text.Text:  # type: ignore[override]
         """Escape the text before its width is measured."""
-        return super().render_str(printable(text), **options)
+        return super().render_str(printable(plain), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Escape all rendered text; control segments come from rich itself."""
@@ -114,3 +116,23 @@ def open_run_log(run: RunDir, console: Console) -> Iterator[Console | None]:
         else:
             lasting = LastingStream(file, ends_at=(errno.ENOSPC, errno.EDQUOT, errno.EIO))
             yield PrintableConsole(file=cast(IO[str], lasting), color_system=None)
+
+
+class Text(text.Text):
+    def __init__(self, plain: str = "", *style: Any, **options: Any):
+        super().__init__(printable(plain), *style, **options)
+
+    def append(self, more: Any, style: Any = None) -> Text:
+        super().append(printable(more) if isinstance(more, str) else more, style)
+        return self
+
+
+def text_table(headings: Sequence[str], rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
+    """Return a table; a heading that begins with # marks a column of numbers, as on a page
+    (`page.parts.text_table`)."""
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading.lstrip("#"), justify="right" if heading.startswith("#") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
