@@ -97,7 +97,7 @@ BLOCKED_S = 1e-3
 """A host that has waited for an event for this long continues when the device reaches it, within some 50 us."""
 
 
-class WallTime:
+class UnixClock:
     """The Unix time of a moment on the device: that of the last moment whose Unix time is known, plus the time between
     them. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
 
@@ -135,7 +135,7 @@ class StepClock:
         self._processor = ProcessorClock()
         self._queued_s = self._processor.read()[1]
         self._exposed_queued_s = 0.0
-        self._wall = WallTime(self._last)
+        self._unix = UnixClock(self._last)
         self._agreed: Span = self._last, self._last
 
     def mark(self) -> Mark:
@@ -198,7 +198,7 @@ class StepClock:
     def cut(self) -> Segments:
         """End the step, start the next one, and return its marks."""
         self._close_segment()
-        segments = Segments(self._marks, self._last, self._beside, self._cut_queued(), self._agreed, self._wall)
+        segments = Segments(self._marks, self._last, self._beside, self._cut_queued(), self._agreed, self._unix)
         self._marks = []
         self._beside = []
         return segments
@@ -222,7 +222,7 @@ class Segments:
     beside: Sequence[Span]
     queued: QueuedTime
     agreed: Span
-    wall: WallTime
+    unix: UnixClock
 
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
@@ -244,12 +244,12 @@ class Segments:
     def agreement(self) -> tuple[float, float]:
         """Return the duration of the small exchange that ended the step, and the Unix time when this rank left it."""
         began, ended = self.agreed
-        self.wall.wait_for(self.end)
-        return elapsed_s(began, ended), self.wall.of(ended)
+        self.unix.wait_for(self.end)
+        return elapsed_s(began, ended), self.unix.of(ended)
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds by part; wait for the device to reach the step's end."""
-        self.wall.wait_for(self.end)
+        self.unix.wait_for(self.end)
         parts = dict.fromkeys(PARTS, 0.0)
         for name, start, end in self._parts():
             parts[name] += elapsed_s(start, end)
