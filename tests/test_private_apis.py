@@ -36,7 +36,9 @@ PARTS: dict[str, str] = {
     "torch._dynamo.utils.disable_cache_limit": "engine/kernels/adamw.py",
     "torch.Tensor._make_wrapper_subclass": "wings/emulated/engine/device.py",
     "torch._fused_sdp_choice": "wings/emulated/engine/device.py",
-    "torch._ops.OpOverload._schema": "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
+    "torch._ops.OpOverload._schema": (
+        "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py"
+    ),
     "torch.ops._c10d_functional": "wings/emulated/engine/exchanges.py",
     "torch.utils._device._device_constructors": "wings/emulated/engine/device.py",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "wings/emulated/engine/device.py",
@@ -73,7 +75,7 @@ PARTS: dict[str, str] = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
-    "torch.utils._pytree.tree_leaves": "wings/emulated/engine/device.py",
+    "torch.utils._pytree.tree_leaves": "wings/emulated/engine/costs.py wings/emulated/engine/device.py",
     "torch.utils._pytree.tree_map": "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
 }

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.emulated.engine import device, streams
+from trainspec_cli.wings.emulated.engine.costs import TIME
 from trainspec_cli.wings.emulated.engine.device import MEMORY, PLUGIN
 
 MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 512)
@@ -246,6 +248,95 @@ def random_numbers() -> list[list[float]]:
         tensors.append(torch.zeros(3, device="emulated").normal_())
         drawn.append([value for tensor in reversed(tensors) for value in tensor.cpu().tolist()])
     return drawn
+
+
+# Virtual time
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Return the virtual seconds that the current stream takes for `run`, on a device with nothing else to do."""
+    torch.accelerator.synchronize()
+    events = [torch.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    run()
+    events[1].record()
+    torch.accelerator.synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3
+
+
+def durations() -> dict[str, Any]:
+    """Return the virtual seconds of operations."""
+    bf16 = {"dtype": torch.bfloat16, "device": "emulated"}
+    products = {}
+    for count in (1, 3):
+        one = torch.ones(count, 256, 512, **bf16)
+        other = torch.ones(count, 512, 128, **bf16)
+        products[count] = timed(lambda one=one, other=other: one @ other)
+    sums = {}
+    for mib in (64, 128):
+        values = torch.zeros(mib * 2**20 // 4, device="emulated")
+        sums[mib] = timed(lambda values=values: values + 1.0)
+    here = torch.empty(2**22, pin_memory=True)
+    query = torch.zeros(2, 4, 256, 64, **bf16)
+    attention = []
+    for causal in (False, True):
+        attend = partial(nn.functional.scaled_dot_product_attention, query, query, query, is_causal=causal)
+        attention.append(timed(attend))
+    return {
+        "products": products,
+        "sums": sums,
+        "view": timed(lambda: values.view(-1, 2)[::2].t()),
+        "empty": timed(lambda: torch.empty(1000, device="emulated")),
+        "copy": timed(lambda: here.to("emulated", non_blocking=True)),
+        "attention": attention,
+    }
+
+
+def overlap() -> dict[str, float]:
+    """Run a long operation beside a short one in another stream, then wait for the long one."""
+    values = torch.zeros(2**22, device="emulated")
+    few = values[: 2**18]
+    side = torch.Stream("emulated")
+    beside = [torch.Event(enable_timing=True) for _ in range(2)]
+
+    def both() -> None:
+        with side:
+            values.mul_(2.0)
+            done = side.record_event()
+        beside[0].record()
+        few.add_(1.0)
+        beside[1].record()
+        torch.accelerator.current_stream().wait_event(done)
+
+    return {
+        "long": timed(lambda: values.mul_(2.0)),
+        "short": timed(lambda: few.add_(1.0)),
+        "both": timed(both),
+        "before the wait": beside[0].elapsed_time(beside[1]) / 1e3,
+    }
+
+
+def host_times() -> list[float]:
+    """Return the virtual host time after: nothing, a queued operation, a view, and reading a value."""
+    values = torch.zeros(2**20, device="emulated")
+    torch.accelerator.synchronize()
+    start_s = streams.HOST.now_s
+    found = []
+    for run in (lambda: None, lambda: values.add_(1.0), lambda: values.view(-1), lambda: values[0].item()):
+        run()
+        found.append(streams.HOST.now_s - start_s)
+    return found
+
+
+def virtual_time() -> dict[str, Any]:
+    host = {"launching": host_times()}
+    streams.HOST.launch_s = 0.0
+    host["not launching"] = host_times()
+    assert TIME.costs is not None
+    plain = durations()
+    found = {"host": host, "durations": plain, "overlap": overlap()}
+    TIME.costs.slowness = 2.0
+    return {**found, "slow": durations()}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from lab.drawing import slow_after
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
 
 from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
 from trainspec_cli.wings.emulated import Settings, read_settings
+from trainspec_cli.wings.emulated.engine.costs import costs_of
 
 TESTS = Path(__file__).parents[2]
 MIB = 2**20
@@ -88,15 +90,104 @@ def test_a_missing_wait_is_found(program: str, without: str) -> None:
     assert 0 < run("wrong_orders", program, without)["wrong"] <= SCHEDULES
 
 
+# Virtual time
+
+
+VIRTUAL = "time=h100_sxm"
+H100 = next(chip for chip in accelerators() if chip.name == "H100-SXM-80GB")
+EFF = Efficiency()
+MEMORY_S = 1 / (EFF.memory * H100.memory_tb_per_s * 1e12)
+"""Seconds for a byte of memory traffic."""
+MULTIPLY_S = 1 / (EFF.matmul * H100.matmul_bf16_tflops * 1e12)
+"""Seconds for a bf16 FLOP."""
+
+
+@pytest.fixture(scope="module")
+def virtual() -> Any:
+    return run("virtual_time", TRAINSPEC_EMULATED=VIRTUAL)
+
+
+def close(value: float) -> Any:
+    return pytest.approx(value, rel=1e-9)
+
+
+def test_an_operation_lasts_what_its_flops_and_bytes_take_on_the_chip(virtual: Any) -> None:
+    found = virtual["durations"]
+    # Two more products in the same launch: the difference has neither a kernel's ramp nor a last wave.
+    m, k, n = 256, 512, 128
+    traffic_bytes = 2 * (m * k + k * n + m * n)
+    product_s = 2 * m * k * n * MULTIPLY_S + EFF.gemm_memory * traffic_bytes * MEMORY_S
+    assert found["products"]["3"] - found["products"]["1"] == close(2 * product_s)
+    # Reads and writes of twice as many bytes; the part that the cache holds hardly changes.
+    added_bytes = 2 * 64 * MIB
+    issue_s = added_bytes * EFF.issue / (H100.load_store_tb_per_s * 1e12)
+    added_s = found["sums"]["128"] - found["sums"]["64"]
+    assert added_s - issue_s == pytest.approx(added_bytes * MEMORY_S, rel=0.02)
+    assert (found["view"], found["empty"]) == (0.0, 0.0)
+    assert found["copy"] == close(4 * 2**22 / 50e9)
+    full_s, causal_s = found["attention"]
+    flops = 4 * 2 * 4 * 256 * 256 * 64
+    softmax_s = EFF.exponentials * flops / (4 * 64 * H100.tera_exponentials_per_s * 1e12)
+    assert full_s == close(flops * MULTIPLY_S / EFF.attention_forward + softmax_s + EFF.kernel_s)
+    assert full_s - EFF.kernel_s == close(2 * (causal_s - EFF.kernel_s))
+
+
+def test_operations_of_a_slow_rank_last_longer_and_its_copies_do_not(virtual: Any) -> None:
+    plain, slow = virtual["durations"], virtual["slow"]
+    assert slow["copy"] == plain["copy"]
+    for name in ("products", "sums"):
+        assert slow[name] == {key: close(2 * value) for key, value in plain[name].items()}
+
+
+def test_streams_overlap_and_an_event_orders_them(virtual: Any) -> None:
+    found = virtual["overlap"]
+    assert found["short"] < found["long"] / 2
+    assert found["before the wait"] == close(found["short"])
+    assert found["both"] == close(found["long"])
+
+
+def test_the_host_spends_time_on_launches_and_waits_for_values_that_it_reads(virtual: Any) -> None:
+    nothing, queued, viewed, read = virtual["host"]["launching"]
+    assert nothing == 0.0
+    assert queued == viewed == close(EFF.launch_s)
+    # The addition starts when it is queued, lasts longer than the next launch, and is followed by the value's copy.
+    assert read == close(EFF.launch_s + virtual["host"]["not launching"][3])
+
+
+def test_the_slow_rank_alone_is_slow() -> None:
+    settings = Settings(time="h100_sxm", slowness=2.0, slow_rank=3)
+    found = [costs_of(settings, {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) for rank in (2, 3)]
+    assert [costs and costs.slowness for costs in found] == [1.0, 2.0]
+
+
+def test_a_chip_that_the_catalogue_does_not_have_is_refused() -> None:
+    assert costs_of(Settings(), {}) is None
+    with pytest.raises(RecipeError) as error:
+        costs_of(Settings(time="h100"), {})
+    assert error.value.problems[0].code == "unknown_value"
+    assert "h100_sxm" in error.value.problems[0].hint
+
+
 @pytest.mark.parametrize(
     ("text", "settings"),
-    [("", Settings()), ("order=7", Settings(order=7)), ("memory_gib=0.5,order=1", Settings(1, 0.5))],
+    [
+        ("", Settings()),
+        ("order=7", Settings(order=7)),
+        ("memory_gib=0.5,order=1", Settings(1, 0.5)),
+        ("time=h100_sxm,slowness=2,slow_rank=3", Settings(time="h100_sxm", slowness=2.0, slow_rank=3)),
+    ],
 )
 def test_settings(text: str, settings: Settings) -> None:
     assert read_settings(text) == settings
 
 
-@pytest.mark.parametrize("text", ["ordr=7", "order=x", "order", "memory_gib="])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("ordr=7", "order=x", "order", "memory_gib=", "time=", "order=7,time=h100_sxm"),
+        *("slowness=2", "time=h100_sxm,slowness=nan", "time=h100_sxm,slowness=-1", "slow_rank=1.5,time=h100_sxm"),
+    ],
+)
 def test_other_settings_are_refused(text: str) -> None:
     with pytest.raises(RecipeError) as error:
         read_settings(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainspec_cli.core.environment_names import EMULATED
@@ -17,18 +18,46 @@ class Settings:
     """Run the streams' work late and in random order with this seed; None: as soon as possible."""
     memory_gib: float = 80.0
     """The device's memory."""
+    time: str | None = None
+    """The chip (a file in conf/accelerator) whose rates set the virtual time of operations; None: no virtual time."""
+    slowness: float = 1.0
+    """Operations last this many times as long as on the chip; exchanges and copies do not."""
+    slow_rank: int | None = None
+    """The only rank to which `slowness` applies; None: it applies to all ranks."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of an operation's duration. The noise is seeded by rank and stream."""
+    launch_us: float | None = None
+    """Host time to queue one operation; None: the planner's figure for a chip without graphs or compilation."""
+    timeout_s: float = 600.0
+    """Real time after which an exchange that lacks a rank fails."""
+
+
+WHOLE = ("order", "slow_rank")
+"""Settings that are whole numbers."""
 
 
 def read_settings(text: str) -> Settings:
     """Read `name=value,name=value`. Raises RecipeError for other text."""
-    found: dict[str, float] = {}
+    found: dict[str, float | str] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         try:
             if name not in Settings.__annotations__:
                 raise ValueError
-            found[name] = int(value) if name == "order" else float(value)
+            number = 1.0
+            if name != "time":
+                number = int(value) if name in WHOLE else float(value)
+            if not value or not 0 <= number < math.inf:
+                raise ValueError
+            found[name] = value if name == "time" else number
         except ValueError:
             message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
             raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None
-    return Settings(**found)  # type: ignore[arg-type]
+    settings = Settings(**found)  # type: ignore[arg-type]
+    if settings.order is not None and settings.time is not None:
+        message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"
+        raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
+    if settings.time is None and (unused := sorted(found.keys() & {"slowness", "slow_rank", "jitter", "launch_us"})):
+        message = f"{EMULATED}: `{unused[0]}` needs `time`"
+        raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
+    return settings

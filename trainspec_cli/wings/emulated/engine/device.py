@@ -28,9 +28,18 @@ from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.accelerators import DeviceKind
 from trainspec_cli.wings.emulated import KIND, read_settings
+from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
 from trainspec_cli.wings.emulated.engine.memory import DeviceStorage, EmulatedMemory
-from trainspec_cli.wings.emulated.engine.streams import LOCK, SCHEDULER, Stream, StreamEvent, counts, current_stream
+from trainspec_cli.wings.emulated.engine.streams import (
+    HOST,
+    LOCK,
+    SCHEDULER,
+    Stream,
+    StreamEvent,
+    counts,
+    current_stream,
+)
 
 MEMORY = EmulatedMemory()
 
@@ -133,8 +142,14 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if _is_view(op):
         return _view(op, args, kwargs)
     if op._schema.is_mutable and (not op._schema.returns or op._schema.returns[0].alias_info is not None):
-        return _run_in_place(op, args, kwargs)
-    return _run(op, args, kwargs)
+        result = _run_in_place(op, args, kwargs)
+    elif _reads(op, args):
+        TIME.spend(op, args, kwargs, None)  # first: the host waits for it
+        return _run(op, args, kwargs)
+    else:
+        result = _run(op, args, kwargs)
+    TIME.spend(op, args, kwargs, result)
+    return result
 
 
 @cache
@@ -230,12 +245,12 @@ def _run_later(run: Callable[[], Any], shapes: Any) -> Any:
     return made
 
 
-def _queue(work: Callable[[], Any]) -> None:
+def _queue(work: Callable[[], Any], duration_s: float = 0.0) -> None:
     def run() -> None:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             work()
 
-    current_stream().run(run)
+    current_stream().run(run, duration_s)
 
 
 def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -317,11 +332,13 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         counts["host to device"] += 1
         if not (non_blocking and is_pinned(source)):
             value = source.detach().clone()  # it must be read before the call returns
-    _queue(lambda: into.copy_(value))
+    _queue(lambda: into.copy_(value), TIME.copy_s(nbytes_of(source), inside=not (from_host or to_host)))
     if to_host:
         counts["device to host"] += 1
         if not (non_blocking and is_pinned(target)):
             current_stream().synchronize()
+    elif from_host and not non_blocking and HOST.is_virtual:
+        current_stream().finish()
     return target
 
 
@@ -544,6 +561,7 @@ class EmulatedDevice:
             return
         settings = read_settings(os.environ.get(EMULATED, ""))
         MEMORY.capacity_bytes = settings.memory_gib * GIB
+        TIME.start(settings)
         module: Any = DeviceModule()
         _setup_privateuseone_for_python_backend(KIND, backend_module=module)
         every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]

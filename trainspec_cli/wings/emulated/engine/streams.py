@@ -3,6 +3,10 @@ waits.
 
 In order mode work runs late: when something waits for it, or when a seeded random scheduler picks it. A wait missing
 from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible.
+
+With virtual time, each stream and the host have a clock. A piece of work starts when the stream has finished the work
+before it, but not before the host queued it, and the host's clock moves when it queues something or waits. None of
+that depends on real time, nor on when the work really runs.
 """
 
 from __future__ import annotations
@@ -31,14 +35,79 @@ PICKED = 0.3
 POLL_S = 2e-5
 
 
+class HostClock:
+    """The host's virtual time, by thread.
+
+    The main thread and autograd's threads, which work in turn, share a clock. Other Python threads have their own, from
+    0, because the order of their calls relative to the main thread's depends on real time.
+    """
+
+    def __init__(self) -> None:
+        self.is_virtual = False
+        self.launch_s = 0.0
+        """Time to queue one operation."""
+        self._shared = [0.0]
+        self._own = threading.local()
+
+    def _clock(self) -> list[float]:
+        clock: list[float] | None = getattr(self._own, "clock", None)
+        if clock is None:
+            thread = threading.current_thread()
+            # Python gives threads that torch started in C++ a dummy object with this name.
+            is_shared = thread is threading.main_thread() or thread.name.startswith("Dummy-")
+            clock = self._own.clock = self._shared if is_shared else [0.0]
+        return clock
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()[0] if self.is_virtual else 0.0
+
+    def launch(self) -> None:
+        self._clock()[0] += self.launch_s
+
+    def wait_until(self, moment_s: float) -> None:
+        if self.is_virtual:
+            clock = self._clock()
+            clock[0] = max(clock[0], moment_s)
+
+
+HOST = HostClock()
+
+
+@dataclass
+class Moment:
+    """The point in a stream where an event was recorded."""
+
+    stream: Stream
+    number: int = 0
+    """The number of pieces of work queued in the stream until then."""
+    host_s: float = math.nan
+    """Real time at which the stream got there; NaN before."""
+    device_s: float = 0.0
+    """Virtual time at which the stream got there."""
+
+    @property
+    def is_reached(self) -> bool:
+        return self.stream.done >= self.number
+
+
 @dataclass
 class QueuedWork:
     """A piece of work in a stream."""
 
-    start: Callable[[], object | None] | None = None
-    """Runs the work. An exchange returns a handle with `is_completed` and is in progress until that is true."""
-    after: tuple[Stream, int] | None = None
-    """The work may start once that stream has completed this many pieces of work."""
+    start: Callable[[], object] | None = None
+    """Runs the work."""
+    exchange: Callable[[float], Any] | None = None
+    """Starts an exchange at a virtual time. Returns a handle with `is_completed`, `wait`, and the virtual end `end_s`,
+    which is known when it is completed."""
+    after: Moment | None = None
+    """The work may start once this moment is reached."""
+    moment: Moment | None = None
+    """The moment that this work marks."""
+    duration_s: float = 0.0
+    """Virtual duration."""
+    queued_s: float = 0.0
+    """Virtual time at which the host queued it."""
     handle: Any = None
 
 
@@ -48,8 +117,11 @@ class Stream:
         self._queue: deque[QueuedWork] = deque()
         self.queued = 0
         self.done = 0
+        self.now_s = 0.0
+        """Virtual time at which the completed work ended."""
         self._outer: list[Stream] = []
         with LOCK:
+            self.number = len(STREAMS)
             STREAMS.append(self)
 
     @property
@@ -58,12 +130,19 @@ class Stream:
 
     def add(self, work: QueuedWork) -> None:
         with LOCK:
+            work.queued_s = HOST.now_s
             self._queue.append(work)
             self.queued += 1
+            if work.moment is not None:
+                work.moment.number = self.queued
             SCHEDULER.progress()
 
-    def run(self, start: Callable[[], object | None]) -> None:
-        self.add(QueuedWork(start))
+    def run(self, start: Callable[[], object], duration_s: float = 0.0) -> None:
+        self.add(QueuedWork(start, duration_s=duration_s))
+
+    def spend(self, duration_s: float) -> None:
+        """Queue work that has already run on the host, and lasts this long on the device."""
+        self.add(QueuedWork(duration_s=duration_s))
 
     def has_done(self, number: int) -> bool:
         with LOCK:
@@ -75,16 +154,27 @@ class Stream:
         if not self._queue:
             return False
         work = self._queue[0]
+        if work.handle is None:
+            if work.after is not None:
+                if not work.after.is_reached:
+                    return False
+                self.now_s = max(self.now_s, work.after.device_s)
+            self.now_s = max(self.now_s, work.queued_s)
+            if work.exchange is not None:
+                work.handle = work.exchange(self.now_s)
+                if not work.handle.is_completed():
+                    return True
+            elif work.start is not None:
+                work.start()
         if work.handle is not None:
             if not work.handle.is_completed():
                 return False
             work.handle.wait()  # raises the error of an exchange that failed
-        elif work.after is not None and work.after[0].done < work.after[1]:
-            return False
-        elif work.start is not None:
-            work.handle = work.start()
-            if work.handle is not None and not work.handle.is_completed():
-                return True
+            self.now_s = max(self.now_s, work.handle.end_s)
+        self.now_s += work.duration_s
+        if work.moment is not None:
+            work.moment.host_s = time.perf_counter()
+            work.moment.device_s = self.now_s
         self._queue.popleft()
         self.done += 1
         return True
@@ -105,7 +195,14 @@ class Stream:
 
     def synchronize(self) -> None:
         counts["synchronisations"] += 1
-        SCHEDULER.finish(self, self.queued)
+        self.finish()
+
+    def finish(self) -> None:
+        """Make the host wait for all work queued so far."""
+        end = Moment(self)
+        self.add(QueuedWork(moment=end))
+        SCHEDULER.finish(self, end.number)
+        HOST.wait_until(end.device_s)
 
     def query(self) -> bool:
         return self.has_done(self.queued)
@@ -121,18 +218,14 @@ class Stream:
 
 class StreamEvent:
     def __init__(self, *_: Any, **__: Any):
-        self.at: tuple[Stream, int] | None = None
-        """The stream where the event was recorded, and the number of pieces of work queued in it until then."""
-        self._reached_s = math.nan
+        self.at: Moment | None = None
+        """Where the event was last recorded."""
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
-        with LOCK:
-            stream.run(self._note_time)
-            self.at = stream, stream.queued
-
-    def _note_time(self) -> None:
-        self._reached_s = time.perf_counter()
+        moment = Moment(stream)
+        stream.add(QueuedWork(moment=moment))
+        self.at = moment
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -140,16 +233,22 @@ class StreamEvent:
     def synchronize(self) -> None:
         counts["synchronisations"] += 1
         if self.at is not None:
-            SCHEDULER.finish(*self.at)
+            SCHEDULER.finish(self.at.stream, self.at.number)
+            HOST.wait_until(self.at.device_s)
 
     def query(self) -> bool:
-        return self.at is None or self.at[0].has_done(self.at[1])
+        return self.at is None or self.at.stream.has_done(self.at.number)
 
     def elapsed_time(self, end: StreamEvent) -> float:
-        """Return the host time in milliseconds between two events that the streams have reached."""
-        if not (self.query() and end.query()) or math.isnan(self._reached_s) or math.isnan(end._reached_s):
+        """Return the milliseconds between two events that the streams have reached: virtual time if there is one,
+        otherwise the host's."""
+        begun = self.at
+        ended = end.at
+        if begun is None or ended is None or not (self.query() and end.query()):
             raise RuntimeError("elapsed_time needs two recorded events that the device has reached")
-        return (end._reached_s - self._reached_s) * 1e3
+        if HOST.is_virtual:
+            return (ended.device_s - begun.device_s) * 1e3
+        return (ended.host_s - begun.host_s) * 1e3
 
 
 class Scheduler:
@@ -203,7 +302,7 @@ class Scheduler:
 
     def finish_all(self) -> None:
         for stream in list(STREAMS):
-            self.finish(stream, stream.queued)
+            stream.finish()
 
 
 STREAMS: list[Stream] = []

@@ -1,0 +1,218 @@
+"""Virtual time: how long an operation or exchange lasts on a chip, from the planner's rates of the chip and its links.
+
+A matrix product lasts what the planner says for its dimensions, attention and convolutions what their FLOPs take, and
+any other operation what the bytes that it reads and writes take at the chip's memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainspec_cli.core.environment_names import EMULATED
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.planner.hardware.cluster import (
+    Fabric,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    group_with,
+    latency_s,
+    reduce_scatter_s,
+    send_s,
+    usual_gbit,
+)
+from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, load_group
+from trainspec_cli.planner.time.step import Rates, product_s, rates_of
+from trainspec_cli.planner.workload import Gemm
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
+from trainspec_cli.wings.emulated import Settings
+from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
+
+FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+"""Matrix products, with the position of their first factor among their arguments."""
+ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BACKWARD: (1, 7)}
+"""The kernels that stand for any attention kernel (device.py), with the positions of `query` and `is_causal`."""
+BACKWARD_FLOPS = 2.5
+"""FLOPs of attention's backward over those of its forward (FlashAttention-2, arXiv:2307.08691)."""
+LOOKUPS = ("embedding", "index", "index_select", "gather")
+"""Operations that read only the rows of their first tensor that they return."""
+SCATTERS = ("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
+"""Operations that change only some rows of their first tensor."""
+WRITES = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+"""Operations that overwrite their first tensor without reading it."""
+FREE = ("empty", "new_empty", "resize_", "set_")
+"""Beginnings of names of operations that touch no memory."""
+
+
+@dataclass
+class ChipCosts:
+    """Durations in seconds on one rank's chip."""
+
+    chip: AcceleratorSpec
+    fabric: Fabric
+    rank: int = 0
+    slowness: float = 1.0
+    jitter: float = 0.0
+    eff: Efficiency = field(default_factory=Efficiency)
+    sources: dict[int, random.Random] = field(default_factory=dict)
+    """Number of a stream -> its source of noise: the streams' threads then do not disturb one another's noise."""
+
+    def rates(self, dtype: torch.dtype) -> Rates:
+        formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        wide = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        name = formats.get(dtype, wide)
+        return rates_of(self.chip, name, name, self.eff)
+
+    def memory_s(self, nbytes: float) -> float:
+        """Return the time of one kernel that reads and writes this much memory (planner/time/step.py)."""
+        rates = self.rates(torch.bfloat16)
+        cached = self.eff.cache_reuse * rates.cache_bytes / (rates.cache_bytes + nbytes)
+        return nbytes * ((1 - cached) / rates.memory + self.eff.issue / rates.load_store) + self.eff.kernel_s
+
+    def operation_s(self, op: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Return the time of an operation, from the shapes of its arguments and results."""
+        name = op.overloadpacket.__name__
+        if name.startswith(FREE):
+            return 0.0
+        if name in FIRST_FACTOR:
+            first, second = args[FIRST_FACTOR[name] : FIRST_FACTOR[name] + 2]
+            count = first.shape[0] if first.dim() == 3 else 1
+            gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=False)
+            return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(first.dtype), self.eff) if gemm.flops else 0.0
+        if name in ATTENTION:
+            at, causal = ATTENTION[name]
+            query, key = args[at : at + 2]
+            batch, heads, length, width = query.shape
+            flops = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if args[causal] else 1.0)
+            rates = self.rates(query.dtype)
+            softmax_s = self.eff.exponentials * flops / (4.0 * width * rates.exponentials)
+            if name == ATTENTION_BACKWARD:
+                arithmetic_s = BACKWARD_FLOPS * flops / (rates.plain_matmul * self.eff.attention_backward)
+            else:
+                arithmetic_s = flops / (rates.plain_matmul * self.eff.attention_forward)
+            return arithmetic_s + softmax_s + self.eff.kernel_s
+        traffic_s = self.memory_s(traffic_bytes(op, args, kwargs, result))
+        if op.overloadpacket in flop_registry:
+            flops = flop_registry[op.overloadpacket](*args, **kwargs, out_val=result)
+            dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            arithmetic_s = flops / (self.rates(dtype).plain_matmul * self.eff.conv) + self.eff.kernel_s
+            return max(arithmetic_s, traffic_s)
+        return traffic_s
+
+    def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
+        """Return the time of an exchange among these global ranks; `nbytes` is its largest side on any rank."""
+
+        def inside(devices: int) -> int:
+            return max(Counter(rank // devices for rank in ranks).values())
+
+        group = group_with(self.fabric, len(ranks), inside, self.eff)
+        if kind == "allreduce":
+            return all_reduce_s(group, nbytes, self.eff)
+        if kind == "allgather":
+            return all_gather_s(group, nbytes, self.eff)
+        if kind == "reducescatter":
+            return reduce_scatter_s(group, nbytes, self.eff)
+        if kind == "alltoall":
+            return all_to_all_s(group, nbytes, 1, self.eff)
+        if kind in ("send", "recv"):
+            return send_s(group, nbytes, self.eff)
+        return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
+
+    def noise(self, stream: Stream) -> float:
+        """Return the factor of a stream's next operation."""
+        if not self.jitter:
+            return 1.0
+        source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
+        return source.lognormvariate(0.0, self.jitter)
+
+
+def nbytes_of(values: Any) -> int:
+    """Return the size of all tensors in `values`; expanded dimensions count once."""
+    return sum(
+        leaf.dtype.itemsize
+        * math.prod(size for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if stride or not size)
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes that an operation reads and writes."""
+    name = op.overloadpacket.__name__
+    if name in LOOKUPS:
+        return 2 * nbytes_of(result) + nbytes_of(args[1:])
+    if name in SCATTERS:
+        return 3 * nbytes_of(args[1:])
+    read = nbytes_of(args) + nbytes_of(kwargs)
+    if not op._schema.is_mutable:
+        return read + nbytes_of(result)
+    if name in WRITES:
+        return read
+    changed = {
+        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    return read + nbytes_of(list(changed.values()))
+
+
+def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | None:
+    """Return the costs on the chip of a worker with this environment; None without virtual time. Raises RecipeError for
+    a chip that the catalogue does not have."""
+    if settings.time is None:
+        return None
+    chips = load_group("accelerator", build_accelerator)
+    if settings.time not in chips:
+        message = f"{EMULATED}: conf/accelerator has no chip `{settings.time}`"
+        raise RecipeError(Problem("unknown_value", message, EMULATED, f"it has {', '.join(sorted(chips))}"))
+    chip = chips[settings.time]
+    rank = int(environment.get("RANK", "0"))
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    fabric = Fabric(chip, world_size, per_node, per_node, chip.link_gb_per_s, usual_gbit(chip))
+    slowness = settings.slowness if settings.slow_rank in (None, rank) else 1.0
+    return ChipCosts(chip, fabric, rank, slowness, settings.jitter)
+
+
+class VirtualTime:
+    """The virtual time of operations in this process."""
+
+    costs: ChipCosts | None = None
+
+    def start(self, settings: Settings) -> None:
+        self.costs = costs_of(settings, os.environ)
+        if self.costs is not None:
+            HOST.is_virtual = True
+            HOST.launch_s = self.costs.eff.launch_s if settings.launch_us is None else settings.launch_us / 1e6
+
+    def spend(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Queue the time of an operation in the current stream."""
+        if self.costs is not None:
+            stream = current_stream()
+            HOST.launch()
+            seconds = self.costs.operation_s(op, args, kwargs, result)
+            stream.spend(seconds * self.costs.slowness * self.costs.noise(stream))
+
+    def copy_s(self, nbytes: int, *, inside: bool) -> float:
+        """Return the time of a copy inside the device, or between host and device."""
+        if self.costs is None:
+            return 0.0
+        HOST.launch()
+        if inside:
+            return self.costs.memory_s(2 * nbytes) * self.costs.slowness * self.costs.noise(current_stream())
+        return nbytes / (self.costs.fabric.host_link_gb_per_s * 1e9)
+
+
+TIME = VirtualTime()
