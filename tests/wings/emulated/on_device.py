@@ -11,11 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
 from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
 from trainspec_cli.engine.accelerators import enter
@@ -337,6 +340,92 @@ def virtual_time() -> dict[str, Any]:
     found = {"host": host, "durations": plain, "overlap": overlap()}
     TIME.costs.slowness = 2.0
     return {**found, "slow": durations()}
+
+
+# Exchanges: one process per rank
+
+
+def join() -> tuple[int, int]:
+    join_processes("cpu")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def late_rank() -> dict[str, Any]:
+    """Run exchanges for which the last rank comes late; return the seconds that the compute stream waits for each."""
+    rank, size = join()
+    late = torch.zeros(2**22, device="emulated")
+    own = torch.full((2**18,), float(rank), device="emulated")
+    whole = torch.zeros(size * 2**18, device="emulated")
+    found: dict[str, Any] = {}
+    dist.all_reduce(torch.zeros(1, device="emulated"))
+    torch.accelerator.synchronize()  # from here on, the clocks of all ranks agree
+
+    def exchange(name: str, act: Callable[[], Any]) -> None:
+        events = [torch.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        if rank == size - 1:
+            late.mul_(2.0)
+        events[1].record()
+        act()
+        events[2].record()
+        torch.accelerator.synchronize()
+        found[name] = [one.elapsed_time(other) / 1e3 for one, other in pairwise(events)]
+
+    exchange("all_reduce", lambda: dist.all_reduce(own))
+    exchange("all_gather", lambda: dist.all_gather_into_tensor(whole, own))
+    exchange("functional", lambda: functional.wait_tensor(functional.all_gather_tensor(own, 0, dist.group.WORLD)))
+    exchange("reduce_scatter", lambda: dist.reduce_scatter_tensor(own, whole))
+    exchange("all_to_all", lambda: dist.all_to_all_single(torch.empty_like(whole), whole))
+    exchange("message", lambda: dist.send(own, 0) if rank == size - 1 else dist.recv(own, size - 1) if not rank else 0)
+    found["value"] = own[0].item()
+    found["host"] = streams.HOST.now_s
+    return found
+
+
+def fail(act: Callable[[], Any]) -> str:
+    try:
+        act()
+        torch.accelerator.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def mismatched() -> str:
+    """Rank 1 gathers while the others sum; the error names both."""
+    rank, size = join()
+    own = torch.ones(8, device="emulated")
+    dist.all_reduce(own)
+
+    def act() -> None:
+        if rank == 1:
+            dist.all_gather_into_tensor(torch.empty(8 * size, device="emulated"), own)
+        else:
+            dist.all_reduce(own)
+
+    return fail(act)
+
+
+def other_size() -> str:
+    """Rank 0 sends fewer values than rank 1 receives."""
+    rank, _ = join()
+    own = torch.ones(8 if rank else 4, device="emulated")
+    return fail(lambda: dist.recv(own, 0) if rank else dist.send(own, 1))
+
+
+def missing() -> str:
+    """The last rank does not come."""
+    rank, size = join()
+    own = torch.ones(8, device="emulated")
+    dist.all_reduce(own)
+    torch.accelerator.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == size - 1:
+        store.wait([f"failed {other}" for other in range(rank)])
+        return ""
+    message = fail(lambda: dist.all_reduce(own))
+    store.set(f"failed {rank}", message)
+    return message
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from lab.drawing import slow_after
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
 
+from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
 from trainspec_cli.wings.emulated import Settings, read_settings
@@ -24,17 +27,30 @@ MIB = 2**20
 
 def run(name: str, *arguments: str, **environment: str) -> Any:
     """Run a program of `on_device` in a process of its own."""
+    (printed,) = run_ranks(1, name, *arguments, **environment)
+    return printed
+
+
+def run_ranks(number: int, name: str, *arguments: str, **environment: str) -> list[Any]:
+    """Run a program of `on_device` in a process for each rank; return what each has printed."""
     path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
-    done = subprocess.run(
-        [sys.executable, "-m", "wings.emulated.on_device", name, *arguments],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        cwd=TESTS.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"PYTHONPATH": path, STORE_FILE: f"{folder}/store", "OMP_NUM_THREADS": "1"}
+        job |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "wings.emulated.on_device", name, *arguments],
+                env=os.environ | job | {"RANK": str(rank)} | environment,
+                cwd=TESTS.parent,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(number)
+        ]
+        ended = [(*rank.communicate(), rank.returncode) for rank in ranks]
+    assert [code for *_, code in ended] == [0] * number, "\n".join(err for _, err, _ in ended)
+    return [json.loads(out) for out, *_ in ended]
 
 
 def test_training_gives_the_bits_of_a_cpu_in_any_order_of_the_streams() -> None:
@@ -166,6 +182,75 @@ def test_a_chip_that_the_catalogue_does_not_have_is_refused() -> None:
         costs_of(Settings(time="h100"), {})
     assert error.value.problems[0].code == "unknown_value"
     assert "h100_sxm" in error.value.problems[0].hint
+
+
+# Exchanges
+
+
+@pytest.fixture(scope="module")
+def late() -> list[Any]:
+    return run_ranks(4, "late_rank", TRAINSPEC_EMULATED=f"{VIRTUAL},launch_us=0,jitter=0.1")
+
+
+def test_an_exchange_starts_when_the_last_rank_arrives(late: list[Any]) -> None:
+    *early, last = late
+    assert [found["value"] for found in late] == [24.0] * 4
+    # The ring model: three hops inside the node, and each rank sends 3/4 of the bytes over its link.
+    latency_s = EFF.collective_latency_s + 3 * EFF.hop_latency_s
+    link = EFF.link_nvswitch * H100.link_gb_per_s * 1e9
+    own_bytes = 4 * 2**18
+    sum_s = 2 * (latency_s + own_bytes * 3 / 4 / link)
+    gather_s = latency_s + 4 * own_bytes * 3 / 4 / link
+    expected = {"all_reduce": sum_s, "all_gather": gather_s, "functional": gather_s, "reduce_scatter": gather_s}
+    expected["all_to_all"] = latency_s + 4 * own_bytes * 3 / 4 / (link * EFF.all_to_all)
+    for name, transfer_s in expected.items():
+        computing_s, waiting_s = last[name]
+        assert computing_s > EFF.kernel_s
+        assert waiting_s == close(transfer_s)
+        assert [found[name] for found in early] == [[0.0, close(computing_s + transfer_s)]] * 3
+    computing_s, waiting_s = last["message"]
+    assert waiting_s == close(EFF.collective_latency_s + own_bytes / link)
+    assert [found["message"] for found in early] == [[0.0, close(computing_s + waiting_s)], [0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.slow
+def test_virtual_time_is_the_same_in_every_run(late: list[Any]) -> None:
+    again = run_ranks(4, "late_rank", TRAINSPEC_EMULATED=f"{VIRTUAL},launch_us=0,jitter=0.1")
+    assert again == late
+    assert len({found["all_reduce"][0] for found in late}) == 2
+
+
+@pytest.mark.slow
+def test_ranks_on_other_nodes_use_the_network(late: list[Any]) -> None:
+    settings = f"{VIRTUAL},launch_us=0,jitter=0.1"
+    apart = run_ranks(4, "late_rank", TRAINSPEC_EMULATED=settings, LOCAL_WORLD_SIZE="1")
+    network = EFF.nic * 400e9 / 8
+    assert apart[3]["message"][0] == late[3]["message"][0]
+    assert apart[3]["message"][1] == close(EFF.collective_latency_s + 4 * 2**18 / network)
+
+
+def test_ranks_that_run_different_exchanges_all_fail_and_name_both() -> None:
+    found = run_ranks(3, "mismatched")
+    assert found[0] == found[1] == found[2]
+    line = r"on_device\.py:\d+"
+    assert re.search(
+        rf"rank 0, 2: allreduce of float32 \(8,\) at \S+{line}; rank 1: allgather\S* of .* at \S+{line}$", found[0]
+    )
+
+
+@pytest.mark.slow
+def test_a_message_of_another_size_than_its_receiver_expects_is_refused() -> None:
+    found = run_ranks(2, "other_size")
+    assert found[0] == found[1]
+    assert re.search(r"rank 0: send of float32 \(4,\) at .*; rank 1: recv of float32 \(8,\) at ", found[0])
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named_with_those_that_wait() -> None:
+    found = run_ranks(3, "missing", TRAINSPEC_EMULATED="timeout_s=3")
+    assert found[2] == ""
+    for text in found[:2]:
+        assert re.search(r"rank 2 has not arrived; rank 0, 1: allreduce of float32 \(8,\)", text)
 
 
 @pytest.mark.parametrize(

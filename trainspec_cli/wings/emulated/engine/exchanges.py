@@ -2,23 +2,40 @@
 
 An exchange is queued in a stream of its group, after everything queued in the calling stream so far. The host continues
 immediately, and `wait` makes the calling stream wait. The bytes are sent over gloo.
+
+Before the bytes are sent, the ranks tell one another what they run and when they arrived in virtual time. Ranks that do
+not run the same exchange all fail with an error that names both calls, where gloo would hang or corrupt memory. The
+exchange starts for all of them when the last one arrives.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import sys
+import sysconfig
 import threading
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from trainspec_cli.wings.emulated.engine.streams import SCHEDULER, QueuedWork, Stream, StreamEvent, current_stream
+from trainspec_cli.core.environment_names import EMULATED
+from trainspec_cli.wings.emulated import read_settings
+from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
+from trainspec_cli.wings.emulated.engine.streams import HOST, QueuedWork, Stream, StreamEvent, current_stream
 
-_streams: dict[tuple[str, str], Stream] = {}
-"""The stream of each group, and of each group's messages to and from each peer."""
 _kept: list[DeviceExchange] = []
 """Exchanges in progress: torch's part of a handle does not keep the Python part alive."""
 
@@ -71,61 +88,340 @@ class Waited:
     def is_completed(self) -> bool:
         return self._future.done()
 
-    def wait(self) -> object:
+    def wait(self) -> Any:
         return self._future.result()
 
 
-def _stream_of(group: Any, peer: str = "") -> Stream:
-    """Return the stream of a group (or of its messages with one peer), after the current stream's work."""
+# What a rank brings to an exchange
+
+
+@dataclass(frozen=True)
+class Arrival:
+    agreed: str
+    """What has to be the same on all ranks."""
+    text: str
+    """The exchange and the line that calls it, for errors."""
+    nbytes: int
+    """The larger of what the rank sends and receives."""
+    at_s: float = 0.0
+    """Virtual time."""
+
+
+ARRIVAL_BYTES = 640
+"""Size of an arrival on its way to the other ranks; texts are cut accordingly."""
+SITE_CHARS = 160
+SHAPE_CHARS = 80
+
+
+def encode(arrival: Arrival) -> Tensor:
+    text = json.dumps(asdict(arrival)).encode().ljust(ARRIVAL_BYTES)
+    assert len(text) == ARRIVAL_BYTES
+    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+
+
+def decode(message: Tensor) -> Arrival:
+    return Arrival(**json.loads(message.numpy().tobytes()))
+
+
+UNEVEN = {"allgather_", "reduce_scatter_", "alltoall_", "alltoall_base_", "all_to_all_single", "gather_", "scatter_"}
+"""Exchanges whose tensors may have another size on each rank."""
+MESSAGES = {"send": "message", "recv_": "message"}
+
+
+def describe(op: Any, args: Any, made: Any = None) -> tuple[str, Arrival]:
+    """Return the kind of an exchange, and what this rank brings to it. `made`: its result, if it is a new tensor."""
+    name = op.overloadpacket.__name__
+    # Variants of one exchange: `_allgather_base_`, `all_gather_into_tensor`.
+    kind = re.sub("_|base|into|tensor|single|coalesced", "", name)
+    sides = [args[0], args[1], made]
+    tensors = [leaf for leaf in tree_leaves(sides) if isinstance(leaf, Tensor)]
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    agreed = [MESSAGES.get(name, kind), *dtypes]
+    if name not in UNEVEN:
+        agreed.append(str(sum(tensor.numel() for tensor in tensors)))
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if argument.name in ("root_rank", "src") and kind != "recv":
+            agreed.append(f"from {value}")
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    text = f"{name.strip('_')} of {' and '.join(dtypes)} {shapes[:SHAPE_CHARS]} at {call_site()[-SITE_CHARS:]}"
+    return kind, Arrival(" ".join(agreed), text, max(nbytes_of(side) for side in sides))
+
+
+OWN_FOLDER = str(Path(__file__).parents[1])
+LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
+
+
+def call_site() -> str:
+    """Return `FILE:LINE` of the innermost call outside torch and this device; in autograd's threads there may be none,
+    and torch's own is returned."""
+    frame = sys._getframe(1)
+    innermost = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(OWN_FOLDER):
+            innermost = innermost or f"{file}:{frame.f_lineno}"
+            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # it wraps functions
+                return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return innermost
+
+
+def require_same(arrivals: Mapping[int, Arrival], where: str) -> None:
+    """Raises RuntimeError if the ranks do not run the same exchange."""
+    if len({arrival.agreed for arrival in arrivals.values()}) > 1:
+        raise RuntimeError(f"{where}: the ranks do not run the same exchange: {listed(arrivals)}")
+
+
+def listed(arrivals: Mapping[int, Arrival]) -> str:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, arrival in sorted(arrivals.items()):
+        ranks[arrival.text].append(rank)
+    return "; ".join(f"rank {', '.join(map(str, found))}: {text}" for text, found in ranks.items())
+
+
+# Groups and their exchanges
+
+
+class Communicator:
+    """The exchanges of a group. Collectives have connections of their own, like NCCL's, because the host's collectives
+    over the same group are in no fixed order with them."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.streams: defaultdict[str, Stream] = defaultdict(Stream)
+        """The stream of collectives (""), and those of messages to and from each peer: batched messages do not wait for
+        one another."""
+        self.numbers: defaultdict[str, int] = defaultdict(int)
+        """The number of exchanges so far, of collectives ("") and of messages between two ranks."""
+        self.store = dist.PrefixStore("emulated", group.get_group_store())
+        self.opening = Waited(self._open)
+
+    def _open(self) -> tuple[Any, Any]:
+        """Return the connections, as torch's backend and as a process group. All ranks of the group call this."""
+        rank, size = self.group.rank(), self.group.size()
+        gloo = dist.ProcessGroupGloo(self.store, rank, size, dist.distributed_c10d.default_pg_timeout)
+        own = dist.ProcessGroup(self.store, rank, size)
+        own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        torch._C._distributed_c10d._register_process_group(self.own_name, own)
+        return gloo, own
+
+    @property
+    def own_name(self) -> Any:
+        return f"{self.group.group_name}/emulated"
+
+
+_communicators: dict[str, Communicator] = {}
+
+
+def communicator_of(group: Any) -> Communicator:
+    """Return the communicator of a group, given as torch's object, boxed or by name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
-    key = str(getattr(group, "group_name", group)), peer
-    if key not in _streams:
-        _streams[key] = Stream()
-    _streams[key].wait_stream(current_stream())
-    return _streams[key]
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.distributed_c10d._resolve_process_group(group)
+    found = _communicators.get(group.group_name)
+    if found is None or found.group is not group:
+        found = _communicators[group.group_name] = Communicator(group)
+    return found
+
+
+LATE_S = 1.0
+"""Real time after which a waiting rank reports in the store that it has arrived."""
+
+
+class Meeting:
+    """An exchange in progress: its ranks meet, compare what they run, and run it."""
+
+    def __init__(self, communicator: Communicator, key: str, kind: str, mine: Arrival, begin: Callable[[Any], Any]):
+        self._communicator = communicator
+        self._kind = kind
+        self._mine = mine
+        self._begin = begin
+        """Starts the transfer over a process group; returns a handle."""
+        communicator.numbers[key] += 1
+        self._key = f"{communicator.numbers[key]}{key}"
+        self._began_s = time.monotonic()
+        self._is_reported = False
+        self._work: Any = None
+        self.end_s = mine.at_s
+
+    def is_completed(self) -> bool:
+        if self._work is None and not self._meet():
+            if time.monotonic() - self._began_s > min(LATE_S, timeout_s() / 2):
+                self._report()
+            return False
+        done: bool = self._work.is_completed()
+        return done
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def _meet(self) -> bool:
+        """Return whether all ranks have arrived; start the transfer then."""
+        raise NotImplementedError
+
+    @property
+    def _where(self) -> str:
+        return f"exchange {self._key} of group {self._communicator.group.group_name}"
+
+    def _agree(self, arrivals: Mapping[int, Arrival]) -> None:
+        require_same(arrivals, self._where)
+        self.end_s = max(arrival.at_s for arrival in arrivals.values())
+        if TIME.costs is not None:
+            nbytes = max(arrival.nbytes for arrival in arrivals.values())
+            self.end_s += TIME.costs.exchange_s(self._kind, sorted(arrivals), nbytes)
+
+    def _report(self) -> None:
+        """Tell the other ranks that this one waits. Raises RuntimeError when they are too late."""
+        store = self._communicator.store
+        if not self._is_reported:
+            self._is_reported = True
+            store.set(f"{self._key}/{dist.get_rank()}", json.dumps(asdict(self._mine)))
+        if time.monotonic() - self._began_s > timeout_s():
+            keys = {rank: f"{self._key}/{rank}" for rank in self._ranks}
+            found = {rank: Arrival(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+            late = ", ".join(str(rank) for rank in self._ranks if rank not in found)
+            after = f"after {timeout_s():g} s"
+            raise RuntimeError(f"{self._where}: {after}, rank {late} has not arrived; {listed(found)}")
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return self._communicator.ranks
+
+
+class CollectiveMeeting(Meeting):
+    _swap: Any = None
+    _arrived: Sequence[Tensor] = ()
+
+    def _meet(self) -> bool:
+        if len(self._ranks) == 1:
+            self._work = self._begin(self._communicator.group)
+            return True
+        if not self._communicator.opening.is_completed():
+            return False
+        gloo, own = self._communicator.opening.wait()
+        if self._swap is None:
+            self._arrived = [torch.empty(ARRIVAL_BYTES, dtype=torch.uint8, device="cpu") for _ in self._ranks]
+            self._swap = gloo.allgather([self._arrived], [encode(self._mine)])
+        if not self._swap.is_completed():
+            return False
+        self._swap.wait()
+        self._agree(dict(zip(self._ranks, map(decode, self._arrived), strict=True)))
+        self._work = self._begin(own)
+        return True
+
+
+MEETING_TAG = 1 << 20
+"""Tags of messages by which the two ends of a message meet; the engine uses smaller ones for its own."""
+
+
+class MessageMeeting(Meeting):
+    def __init__(
+        self,
+        communicator: Communicator,
+        kind: str,
+        mine: Arrival,
+        begin: Callable[[Any], Any],
+        *,
+        peer: int,
+        tag: int,
+        is_sender: bool,
+    ):
+        self._peer = communicator.ranks[peer]
+        ends = (dist.get_rank(), self._peer) if is_sender else (self._peer, dist.get_rank())
+        super().__init__(communicator, f" from rank {ends[0]} to {ends[1]}", kind, mine, begin)
+        gloo = communicator.group._get_backend(torch.device("cpu"))
+        self._arrived = torch.empty(ARRIVAL_BYTES, dtype=torch.uint8, device="cpu")
+        # Messages in both directions between two ranks may be under way: each has tags of its own.
+        to_receiver = MEETING_TAG + 2 * tag
+        to_sender = to_receiver + 1
+        self._sent = encode(self._mine)
+        sent = gloo.send([self._sent], peer, to_receiver if is_sender else to_sender)
+        received = gloo.recv([self._arrived], peer, to_sender if is_sender else to_receiver)
+        self._swap = Waited(lambda: (sent.wait(), received.wait()))
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return sorted((dist.get_rank(), self._peer))
+
+    def _meet(self) -> bool:
+        if not self._swap.is_completed():
+            return False
+        self._swap.wait()
+        self._agree({dist.get_rank(): self._mine, self._peer: decode(self._arrived)})
+        self._work = self._begin(self._communicator.group)
+        return True
+
+
+@cache
+def timeout_s() -> float:
+    return read_settings(os.environ.get(EMULATED, "")).timeout_s
+
+
+def queue(communicator: Communicator, channel: str, start: Callable[[float], Meeting]) -> StreamEvent:
+    """Queue an exchange after the current stream's work; return the event that marks its end."""
+    HOST.launch()
+    stream = communicator.streams[channel]
+    stream.wait_stream(current_stream())
+    stream.add(QueuedWork(exchange=start))
+    return stream.record_event()
 
 
 def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any]) -> Any:
     name = op.overloadpacket.__name__
     on_host = tree_map(memory_of, args)
     names = [argument.name for argument in op._schema.arguments]
-    group = args[names.index("process_group")]
-    # Batched messages do not wait for one another: each direction has its own stream.
-    stream = _stream_of(group, f"{name} {args[2]}" if name in ("send", "recv_") else "")
+    place = names.index("process_group")
+    communicator = communicator_of(args[place])
+    kind, mine = describe(op, args)
 
-    def start() -> object:
-        result = op(*on_host, **kwargs)
+    def begin(group: Any) -> Any:
+        given = [*on_host]
+        given[place] = group.boxed()
+        result = op(*given, **kwargs)
         found = result[-1] if isinstance(result, tuple) else result
         work = torch._C._distributed_c10d.Work.unbox(found)
         return Waited(work.wait) if name in COMPLETED_BY_WAIT else work
 
-    stream.add(QueuedWork(start))
-    exchange = DeviceExchange(stream.record_event(), args)
+    channel = f"{name} {args[2]}" if name in MESSAGES else ""
+
+    def start(at_s: float) -> Meeting:
+        arrival = replace(mine, at_s=at_s)
+        if name in MESSAGES:
+            is_sender = name == "send"
+            return MessageMeeting(communicator, kind, arrival, begin, peer=args[2], tag=args[3], is_sender=is_sender)
+        return CollectiveMeeting(communicator, "", kind, arrival, begin)
+
+    exchange = DeviceExchange(queue(communicator, channel, start), args)
     _kept[:] = [exchange, *(one for one in _kept if not one.is_over)]
     boxed = exchange.boxed()
     outputs = [args[place] for place, value in enumerate(op._schema.returns[:-1])]
     if name == "barrier":
-        SCHEDULER.finish(stream, stream.queued)
+        communicator.streams[channel].finish()
     return (*outputs, boxed) if outputs else boxed
 
 
 def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any], made: Any) -> Any:
     """Queue an exchange that returns a new tensor, as used by DTensor; `made` is that tensor, already allocated."""
     on_host = tree_map(memory_of, args)
-    stream = _stream_of(args[-1])
+    communicator = communicator_of(args[-1])
+    kind, mine = describe(op, args, made)
     target = memory_of(made)
 
-    def start() -> object:
-        result = op(*on_host, **kwargs)
+    def begin(group: Any) -> Waited:
+        name = args[-1] if group is communicator.group else communicator.own_name
+        result = op(*on_host[:-1], name, **kwargs)
 
         def finish() -> None:
             target.copy_(torch.ops._c10d_functional.wait_tensor(result))
 
         return Waited(finish)
 
-    stream.add(QueuedWork(start))
-    made.untyped_storage().exchange = stream.record_event(), args
+    def start(at_s: float) -> Meeting:
+        return CollectiveMeeting(communicator, "", kind, replace(mine, at_s=at_s), begin)
+
+    made.untyped_storage().exchange = queue(communicator, "", start), args
     return made
 
 

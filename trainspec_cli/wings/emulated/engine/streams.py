@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ LOCK = threading.RLock()
 PICKED = 0.3
 """In order mode: the probability of running a piece of queued work after another one is queued."""
 POLL_S = 2e-5
+BACKGROUND_S = 5e-4
+"""Pause between two attempts to progress exchanges for which no thread waits."""
 
 
 class HostClock:
@@ -63,7 +66,8 @@ class HostClock:
         return self._clock()[0] if self.is_virtual else 0.0
 
     def launch(self) -> None:
-        self._clock()[0] += self.launch_s
+        if self.is_virtual:
+            self._clock()[0] += self.launch_s
 
     def wait_until(self, moment_s: float) -> None:
         if self.is_virtual:
@@ -136,6 +140,8 @@ class Stream:
             if work.moment is not None:
                 work.moment.number = self.queued
             SCHEDULER.progress()
+            if work.exchange is not None:
+                SCHEDULER.progress_exchanges()
 
     def run(self, start: Callable[[], object], duration_s: float = 0.0) -> None:
         self.add(QueuedWork(start, duration_s=duration_s))
@@ -257,6 +263,8 @@ class Scheduler:
     def __init__(self) -> None:
         self.random: random.Random | None = None
         """The random generator of order mode."""
+        self._has_exchanges = threading.Event()
+        self._background: threading.Thread | None = None
 
     def progress(self) -> None:
         """Run what may run now: everything that can start or, in order mode, a random selection."""
@@ -284,6 +292,26 @@ class Scheduler:
         waiting = [stream for stream in STREAMS if stream._queue]
         self.random.shuffle(waiting)
         return any(stream.step() for stream in waiting)
+
+    def progress_exchanges(self) -> None:
+        """Let exchanges progress while the host does something else, such as waiting for other ranks."""
+        if self._background is None:
+            self._background = threading.Thread(target=self._progress_exchanges, daemon=True)
+            self._background.start()
+        self._has_exchanges.set()
+
+    def _progress_exchanges(self) -> None:
+        while True:
+            self._has_exchanges.wait()
+            with LOCK:
+                for stream in STREAMS:
+                    # In order mode, the random generator alone decides which exchange starts.
+                    if self.random is None or (stream._queue and stream._queue[0].handle is not None):
+                        with suppress(Exception):  # the thread that waits for the exchange gets the same error
+                            stream.step()
+                if not any(work.exchange for stream in STREAMS for work in stream._queue):
+                    self._has_exchanges.clear()
+            time.sleep(BACKGROUND_S)
 
     def finish(self, stream: Stream, number: int) -> None:
         """Wait until a stream has completed this many pieces of work."""
