@@ -8,8 +8,10 @@ own module (`torch.get_device_module`). Features that only CUDA has are in `cuda
 from __future__ import annotations
 
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,6 +121,29 @@ def synchronise_stream(device: torch.device) -> None:
     """Wait until the device has finished the work of this thread's current stream."""
     if on_chip(device):
         torch.accelerator.current_stream(device).synchronize()
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:
+    """Keep the current stream busy; on a CPU, and on accelerators whose module has no `_sleep`, this thread."""
+    sleep = getattr(torch.get_device_module(device), "_sleep", None) if on_chip(device) else None
+    if sleep is None:
+        time.sleep(seconds)
+    else:
+        sleep(round(seconds * _cycles_per_s(device)))
+
+
+MEASURED_CYCLES = 10**7
+
+
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    """Measure the rate of the clock that `_sleep` counts; waits for the device."""
+    begin, end = (torch.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.get_device_module(device)._sleep(MEASURED_CYCLES)
+    end.record()
+    end.synchronize()
+    return MEASURED_CYCLES / (begin.elapsed_time(end) / 1e3)
 
 
 # Memory

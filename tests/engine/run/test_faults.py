@@ -96,7 +96,7 @@ def test_a_throttle_lasts_for_its_steps_and_several_add_up(make: Any) -> None:
 
 def test_a_throttled_pass_waits_by_its_samples_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(train_state, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(train_state, "keep_busy", lambda device, seconds: waits.append(seconds))
     throttle = Throttle({0: 0.25, 2: 0.5}, sample_s=0.3)
     throttle.wait("forward", 0, 4)
     throttle.wait("backward", 0, 4)

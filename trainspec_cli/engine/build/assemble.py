@@ -305,7 +305,7 @@ def build_train_state(
             queue=queue,
             hidden=Hidden(plan.spec.model.hidden_size, layout.tp if layout.sequence_parallel else 1, compute),
             clock=clock,
-            throttle=Throttle(parts_of_layers),
+            throttle=Throttle(parts_of_layers, device=device),
             allowance=Allowance(),
             noise=noise,
         ),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import keep_busy
 from trainspec_cli.engine.checkpoint.files import Held
 from trainspec_cli.engine.comm.codec import WireMeter
 from trainspec_cli.engine.comm.compressed import Compression
@@ -36,11 +37,13 @@ class Throttle:
     """The fraction of the model's layers in each stage of this rank."""
     sample_s: float = 0.0
     """Additional time of all passes of one sample through all layers."""
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
         """Wait for the additional time of a pass of this kind; a full backward pass costs two forward passes."""
         if self.sample_s:
-            time.sleep(self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3)
+            seconds = self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3
+            keep_busy(self.device, seconds)
 
 
 @dataclass

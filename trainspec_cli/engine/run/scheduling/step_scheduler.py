@@ -39,6 +39,7 @@ from trainspec_cli.balance.decisions.shares import (
 )
 from trainspec_cli.balance.decisions.ski_rental import patience_s
 from trainspec_cli.balance.decisions.speeds import (
+    CONFIRMING_STEPS,
     SETTLING_S,
     SKIPPED_STEPS,
     WARM_STEPS,
@@ -188,7 +189,7 @@ class Effects:
         """Measure the effect of a directive that takes effect at the next step. The effect of another layout is
         measured once its speeds are known and the shares have followed them."""
         if directive.kind == "shares":
-            before_s = median(self._slowest_s)
+            before_s = median(list(self._slowest_s)[-CONFIRMING_STEPS:])
             skipped = SKIPPED_STEPS
         else:
             before_s = directive.before_s

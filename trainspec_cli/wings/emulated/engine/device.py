@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import os
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -497,6 +498,11 @@ class DeviceModule:
             return
         with stream:
             yield
+
+    def _sleep(self, cycles: int) -> None:
+        """Keep the current stream busy, like torch.cuda._sleep, with a clock of 1 GHz."""
+        seconds = cycles / 1e9
+        current_stream().run(partial(time.sleep, 0.0 if HOST.is_virtual else seconds), seconds)
 
     def synchronize(self, device: Any = None) -> None:
         counts["synchronisations"] += 1
