@@ -28,7 +28,7 @@ from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE, STORE_
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.wire import rendezvous as messages
 from trainspec_cli.core.wire.rendezvous import JsonClient
-from trainspec_cli.engine.accelerators import enter, process_group_backends
+from trainspec_cli.engine.accelerators import enter, process_group_backends, started_kind
 from trainspec_cli.engine.comm.forking import fork_workers
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
@@ -65,8 +65,11 @@ def leave_processes() -> NoReturn:
 
     Gloo's threads need the interpreter's lock to release the tensors of finished work. A thread that requests it during
     finalisation aborts the process (pytorch/pytorch#179291), and the run would seem to fail at its very end. Destroying
-    the groups stops only the threads of groups without references.
+    the groups stops only the threads of groups without references. An accelerator may still be exchanging something
+    that only another rank reads.
     """
+    if started_kind() is not None:
+        torch.accelerator.synchronize()
     dist.destroy_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -22,6 +22,8 @@ class Settings:
     """The chip (a file in conf/accelerator) whose rates set the virtual time of operations; None: no virtual time."""
     slowness: float = 1.0
     """Operations last this many times as long as on the chip; exchanges and copies do not."""
+    slow_from_s: float = 0.0
+    """The virtual time from which `slowness` applies."""
     slow_rank: int | None = None
     """The only rank to which `slowness` applies; None: it applies to all ranks."""
     jitter: float = 0.0
@@ -57,7 +59,7 @@ def read_settings(text: str) -> Settings:
     if settings.order is not None and settings.time is not None:
         message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"
         raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
-    if settings.time is None and (unused := sorted(found.keys() & {"slowness", "slow_rank", "jitter", "launch_us"})):
+    if settings.time is None and (unused := sorted(found.keys() & {"slowness", "slow_from_s", "slow_rank", "jitter", "launch_us"})):
         message = f"{EMULATED}: `{unused[0]}` needs `time`"
         raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
     return settings

@@ -37,7 +37,7 @@ from trainspec_cli.planner.time.step import Rates, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.wings.emulated import Settings
-from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
+from trainspec_cli.wings.emulated.engine.streams import HOST, SLOWNESS, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 """Matrix products, with the position of their first factor among their arguments."""
@@ -63,7 +63,6 @@ class ChipCosts:
     chip: AcceleratorSpec
     fabric: Fabric
     rank: int = 0
-    slowness: float = 1.0
     jitter: float = 0.0
     eff: Efficiency = field(default_factory=Efficiency)
     sources: dict[int, random.Random] = field(default_factory=dict)
@@ -182,8 +181,7 @@ def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | 
     world_size = int(environment.get("WORLD_SIZE", "1"))
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     fabric = Fabric(chip, world_size, per_node, per_node, chip.link_gb_per_s, usual_gbit(chip))
-    slowness = settings.slowness if settings.slow_rank in (None, rank) else 1.0
-    return ChipCosts(chip, fabric, rank, slowness, settings.jitter)
+    return ChipCosts(chip, fabric, rank, settings.jitter)
 
 
 class VirtualTime:
@@ -195,6 +193,9 @@ class VirtualTime:
         self.costs = costs_of(settings, os.environ)
         if self.costs is not None:
             HOST.is_virtual = True
+            if settings.slow_rank in (None, self.costs.rank):
+                SLOWNESS.factor = settings.slowness
+                SLOWNESS.from_s = settings.slow_from_s
             HOST.launch_s = self.costs.eff.launch_s if settings.launch_us is None else settings.launch_us / 1e6
 
     def spend(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -203,7 +204,7 @@ class VirtualTime:
             stream = current_stream()
             HOST.launch()
             seconds = self.costs.operation_s(op, args, kwargs, result)
-            stream.spend(seconds * self.costs.slowness * self.costs.noise(stream))
+            stream.spend(seconds * self.costs.noise(stream))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
         """Return the time of a copy inside the device, or between host and device."""
@@ -211,7 +212,7 @@ class VirtualTime:
             return 0.0
         HOST.launch()
         if inside:
-            return self.costs.memory_s(2 * nbytes) * self.costs.slowness * self.costs.noise(current_stream())
+            return self.costs.memory_s(2 * nbytes) * self.costs.noise(current_stream())
         return nbytes / (self.costs.fabric.host_link_gb_per_s * 1e9)
 
 
