@@ -91,7 +91,9 @@ def measure(steps: int, folder: Path) -> tuple[list[float], list[float]]:
         advises = step % 2
         started_s = time.process_time()
         report = StepReport(speed=scheduler.report(0) if advises else None)
-        outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, report=report)
+        outcome = train_step(
+            state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, make_report=lambda report=report: report
+        )
         assert outcome is not None
         parts_s = state.clock.cut().parts_s()
         if advises:
@@ -136,7 +138,9 @@ def measure_links(turns: int) -> tuple[list[tuple[float, float]], int, float]:
         report = StepReport()
         if step is not None:
             report = StepReport(steps_to_sample=links.steps_to_sample, links=links.report)
-        outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, report=report)
+        outcome = train_step(
+            state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, make_report=lambda report=report: report
+        )
         assert outcome is not None
         if step is not None:
             links.finish(batch)

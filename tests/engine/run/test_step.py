@@ -163,7 +163,7 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
     monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0, *[0.0] * 6]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
-    found = step._update(state, torch.tensor(1.0), clip_norm, StepReport(stop=True))
+    found = step._update(state, torch.tensor(1.0), clip_norm, lambda: StepReport(stop=True))
     assert state.compression.feedbacks["exchange"].committed.tolist() == [1.0, 1.0]
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeyp
     monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, *[0.0] * 6]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
-    found = step._update(state, torch.tensor(1.0), None, StepReport(writing=True))
+    found = step._update(state, torch.tensor(1.0), None, lambda: StepReport(writing=True))
     assert state.compression.feedbacks["exchange"].newest.tolist() == [0.0, 0.0]
     assert float(found.skipped) == 1.0
     assert share.local.item() == 0.0
@@ -195,7 +195,7 @@ def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeyp
     noise.add(share.gradient, Columns(1, (1,), ("own",), experts=False))
     noise.add(2 * share.gradient, Columns(1, (1,), ("own",), experts=True))
     noise.end(every_micro_batch=False, ranks_of_part=1, ranks_of_experts=2)
-    found = step._update(state, torch.tensor(1.0), None, StepReport(links=LinkFigures((), 0.5, 1 / 3)))
+    found = step._update(state, torch.tensor(1.0), None, lambda: StepReport(links=LinkFigures((), 0.5, 1 / 3)))
     assert [one.links for one in found.reports()] == [LinkFigures((), 1e-9, 7.0), LinkFigures((), 0.5, 1 / 3)]
     assert found.noise.tolist() == [2.0 + 9.0 / 0.25, 36.0 / 0.5, 1.0 + 1.0, 0.5, 4.0 + 9.0]
     assert (found.loss.item(), found.grad_norm.item(), found.stop.item(), found.writing.item()) == (1.5, 5.0, 0.0, 0.0)
@@ -208,5 +208,7 @@ def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeyp
 
 def test_ranks_that_report_nothing_bring_no_figures(monkeypatch):
     monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, *[0.0] * 6]))
-    found = step._update(state_of(share_with_gradient("w", torch.tensor([3.0]))), torch.tensor(1.0), None, StepReport())
+    found = step._update(
+        state_of(share_with_gradient("w", torch.tensor([3.0]))), torch.tensor(1.0), None, lambda: StepReport()
+    )
     assert found.reports() == found.on_host().reports() == []

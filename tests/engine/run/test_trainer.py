@@ -27,6 +27,7 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.observe.counters import Peak
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.parallel.noise import SampleParts
+from trainspec_cli.engine.run import step
 from trainspec_cli.engine.run.coordinator import Coordinator, StepSamples, StepStart
 from trainspec_cli.engine.run.sources import DataSource, WrittenSample
 from trainspec_cli.engine.run.step import train_step
@@ -667,10 +668,10 @@ def test_the_scheduler_divides_each_step_and_its_rate_is_the_groups(context: Tra
     assert trainer.coordinator.rate == 10.0 * STEPS
 
 
-def test_on_a_gpu_a_step_is_recorded_when_the_next_has_begun(
+def test_on_a_gpu_a_step_is_recorded_when_the_passes_of_the_next_are_queued(
     context: TrainingRun, source: DrawnTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing waits for its figures; before an evaluation and at the end none is left."""
+    """The device has work while the host waits for its figures; before an evaluation and at the end none is left."""
     order: list[str] = []
     monkeypatch.setattr(marks, "mark", lambda on_gpu: 0.0)
     trainer = trainer_of(context, source)
@@ -679,10 +680,11 @@ def test_on_a_gpu_a_step_is_recorded_when_the_next_has_begun(
     monkeypatch.setattr(trainer.watch, "beat", lambda step: order.append(f"made {step}") or beat(step))
     monkeypatch.setattr(trainer, "_record", lambda done: order.append(f"recorded {done.step}") or record(done))
     monkeypatch.setattr(source, "evaluate", lambda step: order.append("evaluated") or evaluate(step))
+    compute = step.compute_gradients
+    monkeypatch.setattr(step, "compute_gradients", lambda *given: order.append("passes") or compute(*given))
     trainer.clock.on_gpu = True
     trainer.train()
-    first = ["made 1", "made 2", "recorded 1", "recorded 2", "evaluated"]
-    assert order[:5] == first
+    first = ["passes", "made 1", "passes", "recorded 1", "made 2", "recorded 2", "evaluated"]
     assert order == [
         word.replace("1", str(n + 1)).replace("2", str(n + 2)) if n else word for n in (0, 2, 4) for word in first
     ]

@@ -223,7 +223,7 @@ def whereabouts(thread: int) -> StackPosition:
     if any(frame.filename == _LOADER and frame.name == "take" for frame in frames):
         readers = [one for one in threading.enumerate() if one.name.startswith(READING_THREAD) and one.ident in stacks]
         if readers:
-            reading = traceback.extract_stack(stacks[readers[0].ident or 0])[-STACK_FRAMES:]
+            reading = traceback.extract_stack(stacks[readers[-1].ident or 0])[-STACK_FRAMES:]
             stack += "the thread that reads its data was at\n" + "".join(traceback.format_list(reading))
             waits_in = None if waiting else DATA
     if waiting and newest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.run.folder.event_types.events import StepEvent
 
 NOTHING_TO_REPORT = StepReport()
+MakeReport = Callable[[], StepReport]
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,13 @@ def train_step(
     global_tokens: int,
     clip_norm: float | None,
     groups: Coordinator | None = None,
-    report: StepReport = NOTHING_TO_REPORT,
+    make_report: MakeReport = lambda: NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
     """Make one update; return None if the replica groups did not agree on the step, so that nothing was updated.
 
-    `groups` None: there is only one group. `report`: this rank's, which the step sends to all ranks. `parts`: given if
-    the gradient noise is to be measured.
+    `groups` None: there is only one group. `make_report` returns this rank's report, which the step sends to all ranks;
+    it is called after an accelerator's passes have been queued. `parts`: given if the gradient noise is to be measured.
     """
     if groups is not None:
         groups.begin_passes(state, len(micro_batches))
@@ -97,10 +98,10 @@ def train_step(
             state.compression.discard()
             forget_visits(state.routers)
             return None
-    return _update(state, loss, clip_norm, report)
+    return _update(state, loss, clip_norm, make_report)
 
 
-def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: StepReport) -> StepOutcome:
+def _update(state: TrainState, loss: Tensor, clip_norm: float | None, make_report: MakeReport) -> StepOutcome:
     """Agree on loss, norm and reports in one exchange, clip by the norm of all ranks together, and update.
 
     `loss` is this rank's share of the mean.
@@ -109,6 +110,7 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
         squared = squared_norm(state.shares).to(loss.device)
         experts = [one for one in state.shares if one.name in state.spread_experts]
         of_experts = squared_norm(experts).to(loss.device) if experts else squared.new_zeros(())
+    report = make_report()
     # Numbers are filled in on the device, because a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])

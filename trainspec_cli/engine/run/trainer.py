@@ -117,6 +117,7 @@ class Trainer:
                 step=self.progress.step,
                 world_size=plan.world_size,
                 device_name=device_name(self.run.state.device),
+                is_accelerator=self.clock.on_gpu,
                 peak_flops=self.tally.peak.flops,
                 peak_source=self.tally.peak.source,
                 params=plan.params,
@@ -162,9 +163,9 @@ class Trainer:
             if done is None:
                 self._bring_together()
                 continue
-            # On a GPU a step is recorded after the next one has been started, so that reading its figures does not
-            # wait. Every rank reads the same figures at the same step, so all of them stop together.
-            self._record_unread()
+            # On a GPU a step is recorded when the passes of the next one have been queued (`_make_report`), so that the
+            # device has work while the host waits for its figures. Every rank reads the same figures at the same step,
+            # so all of them stop together.
             self.unread = done
             if not self.clock.on_gpu or self.coordinator.waits_for_groups:
                 self._record_unread()
@@ -212,19 +213,24 @@ class Trainer:
             global_tokens=samples.global_tokens,
             clip_norm=self.spec.optim.grad_clip_norm,
             groups=self.coordinator,
-            report=StepReport(
-                stop=self.coordinator.stop_flag,
-                writing=self.checkpoints.writing,
-                steps_to_sample=self.links.steps_to_sample,
-                speed=self.scheduler.report(step),
-                links=self.links.report,
-                buckets=self.buckets.report,
-            ),
+            make_report=partial(self._make_report, step),
             parts=self._parts(samples),
         )
         if outcome is not None:
             self.links.finish(samples.micro_batches)
         return lr, samples, outcome
+
+    def _make_report(self, step: int) -> StepReport:
+        """Return this rank's report of the step after update `step`, after the step before it has been recorded."""
+        self._record_unread()
+        return StepReport(
+            stop=self.coordinator.stop_flag,
+            writing=self.checkpoints.writing,
+            steps_to_sample=self.links.steps_to_sample,
+            speed=self.scheduler.report(step),
+            links=self.links.report,
+            buckets=self.buckets.report,
+        )
 
     def _follow_layout(self, step: int) -> None:
         """Change the layout if a change is due; its time is not counted in any step."""

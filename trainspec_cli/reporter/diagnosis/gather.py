@@ -231,6 +231,7 @@ class RunReader:
         self.changed: DirectiveEvent | None = None
         """The last change of the layout, which changed the ranks' work."""
         self.device_name = ""
+        self.on_accelerator = False
 
     def read(self) -> int:
         """Read the new events of all ranks; return their number."""
@@ -258,6 +259,7 @@ class RunReader:
                     self.changed = event
             elif isinstance(event, StartEvent):
                 self.device_name = event.device_name
+                self.on_accelerator = event.is_accelerator
             if len(history.steps) > 2 * self._remembered:
                 # Drop half of the steps at once; dropping one at a time would copy the columns in every step.
                 oldest = history.newest - self._remembered
@@ -283,10 +285,17 @@ class RunReader:
             in_view |= (steps >= look.first_step) & (steps <= look.last_step)
         steps = steps[~in_view]
         rows = np.stack([history.rows_of(steps) for history in self.histories], axis=-1)
+        counters = {**self._counters(steps), "queued_s": rows[-1]}
+        if self.on_accelerator:
+            # While the host's thread waits for a processor or computes, the device may be at work.
+            counters["host_queued_s"] = counters.pop("queued_s")
+            nothing = np.zeros_like(counters["host_queued_s"])
+            counters |= {"queued_s": nothing, "exposed_queued_s": nothing}
+            counters.pop("cpu_s", None)
         return RunEvidence(
             steps=steps,
             parts_s=dict(zip(PARTS, rows, strict=False)),
-            counters={**self._counters(steps), "queued_s": rows[-1]},
+            counters=counters,
             nodes=self.shape.nodes,
             kinds=self.shape.kinds,
             connections=tuple(_connections(self.histories, steps)),

@@ -296,6 +296,10 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         )
     if _difference(evidence.parts_s["other"], rank, peers, episode) > 0.5 * excess_s:
         return Slow(rank, episode, "host_bound", "the time passes between the passes, in Python")
+    waited_s = more("host_queued_s")
+    if np.isfinite(waited_s) and waited_s > EXPLAINS * excess_s:
+        why = f"other processes have its host thread's processor for {milliseconds(waited_s)} more of each step"
+        return Slow(rank, episode, "stolen_cores", why, is_counted=True)
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
         why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"

@@ -59,7 +59,9 @@ def read_settings(text: str) -> Settings:
     if settings.order is not None and settings.time is not None:
         message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"
         raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
-    if settings.time is None and (unused := sorted(found.keys() & {"slowness", "slow_from_s", "slow_rank", "jitter", "launch_us"})):
+    if settings.time is None and (
+        unused := sorted(found.keys() & {"slowness", "slow_from_s", "slow_rank", "jitter", "launch_us"})
+    ):
         message = f"{EMULATED}: `{unused[0]}` needs `time`"
         raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
     return settings

@@ -103,7 +103,7 @@ class Run:
                 self.batch,
                 global_tokens=self.plan.tokens_per_step,
                 clip_norm=1.0,
-                report=StepReport(steps_to_sample=self.links.steps_to_sample, links=self.links.report),
+                make_report=lambda: StepReport(steps_to_sample=self.links.steps_to_sample, links=self.links.report),
             )
             assert outcome is not None
             self.links.finish(self.batch)

@@ -471,6 +471,8 @@ class StartEvent(Event):
     step: Count
     world_size: WorldSize
     device_name: str
+    is_accelerator: bool = False
+    """True if the device works asynchronously, so that the host's counters do not explain its times."""
     params: Count
     """The model's own parameters."""
     adapter_params: Count = 0
