@@ -75,8 +75,8 @@ nothing is fitted (`python tests/bench/published_goodput.py`).
 
 """
 ABOUT_OTHERS = """\
-For runs whose failures and their cost are published, the bound holds. The others show effects that the simulation omits: lower
-failure rates than Llama 3's, lost hours without a recorded failure, and waiting for people.
+For runs whose failures and their cost are published, the bound holds. The others show effects that the simulation
+omits: lower failure rates than Llama 3's, lost hours without a recorded failure, and waiting for people.
 
 """
 VERDICTS = ("holds", "holds under", "does not hold", "undecided")
