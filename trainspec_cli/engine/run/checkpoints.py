@@ -168,7 +168,9 @@ class Checkpoints:
             return
         if self._due_since < step and not self._put_off:
             self._put_off = True
-            message = f"the checkpoint due at step {self._due_since} was put off to step {step}: the one before it was "
+            message = (
+                f"the checkpoint due at step {self._due_since} was postponed to step {step}: the one before it was "
+            )
             message += "still being written; a longer checkpoint.interval_steps avoids that"
             self._warn(step, message)
         self._write(step, samples)
