@@ -112,10 +112,10 @@ class Checkpoints:
             self._saver.prepare()
 
     def agree(self) -> None:
-        """Agree on who writes what, for `save_where_it_stands`."""
+        """Agree on the parts that each rank writes in `save_independently`."""
         self._saver.agree()
 
-    def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
+    def save_independently(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
         """Write this rank's part of the state after `step`, unless a checkpoint of it has started, and wait until it is
         written. Each rank does so independently. `kept`: as for `Saver.save_alone`."""
         if self._saved_step == step:

@@ -119,7 +119,7 @@ class Emergency:
             assert self._mark is not None, "a step has begun"
             wait_for(self._mark)
             with self._watch.between_steps(), own_stream(self._state.device):
-                self._checkpoints.save_where_it_stands(progress.step, progress.samples, self.kept)
+                self._checkpoints.save_independently(progress.step, progress.samples, self.kept)
             self._saved_step = progress.step
 
 
