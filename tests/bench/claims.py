@@ -64,7 +64,7 @@ again. The column "how" states where a figure comes from:
 - *counted*: in this version of trainspec.
 
 The verdict follows from the figures: all of them meet the claim (**holds**), some do (**holds under** these
-conditions), none does (**does not hold**), or no figure can decide it (**cannot be told**).
+conditions), none does (**does not hold**), or no figure can decide it (**undecided**).
 
 """
 ABOUT_GOODPUT = """\
@@ -75,11 +75,11 @@ nothing is fitted (`python tests/bench/published_goodput.py`).
 
 """
 ABOUT_OTHERS = """\
-Where failures and their cost are published, the bound holds. The others show what such a simulation leaves out: lower
-failure rates than Llama 3's, lost hours without a recorded failure, and waiting for people.
+For runs whose failures and their cost are published, the bound holds. The others show effects that the simulation
+omits: lower failure rates than Llama 3's, lost hours without a recorded failure, and waiting for people.
 
 """
-VERDICTS = ("holds", "holds under", "does not hold", "cannot be told")
+VERDICTS = ("holds", "holds under", "does not hold", "undecided")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Claim:
         """All figures that decide keep what is claimed, some of them, or none; or there is none that decides."""
         deciding = [figure.holds for figure in self.figures if figure.holds is not None]
         if not deciding:
-            return "cannot be told"
+            return "undecided"
         return "holds" if all(deciding) else "holds under" if any(deciding) else "does not hold"
 
     @property

@@ -50,7 +50,7 @@ def test_a_profile_changes_later_plans_which_say_so(tmp_path: Path, capsys: pyte
     assert planned(capsys, "cluster.num_nodes=2")[1] == line
     assert planned(capsys, "cluster.name=another")[1] is None
     assert run(["calibrate", "--show"]) == 0
-    assert "not informed, so as shipped: matmul_fp8" in capsys.readouterr().out
+    assert "not determined, kept as shipped: matmul_fp8" in capsys.readouterr().out
     assert run(["calibrate", "--forget"]) == 0
     assert planned(capsys) == (before_s, None)
 
@@ -71,11 +71,11 @@ def test_a_profile_of_another_version_or_chip_is_not_used(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "a calibration takes one recipe, one table, or folders of runs"),
-        (["rows.csv"], "a table does not say which cluster it is of"),
+        ([], "a calibration needs one recipe, one table, or folders of runs"),
+        (["rows.csv"], "a table does not name its cluster"),
         (["rows.csv", "--cluster", "h100"], "there is no file rows.csv"),
         (["empty.csv", "--cluster", "h100"], "a table of runs has a line of column names"),
-        (["mixed.csv", "--cluster", "h100"], "this row is of A100-SXM-80GB, those above of H100-SXM-80GB"),
+        (["mixed.csv", "--cluster", "h100"], "this row has A100-SXM-80GB, the rows above have H100-SXM-80GB"),
         (["unmeasured.csv", "--cluster", "h100"], "this row has no measured step"),
     ],
 )

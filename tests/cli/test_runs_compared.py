@@ -176,7 +176,7 @@ def test_a_run_in_whose_folder_another_one_is_stays(make_run: MakeRun, capsys: p
     inner.mkdir(parents=True)
     (inner / "run.json").write_text("{}")
     told = refused(capsys, "runs", "rm", str(outer.root), "--yes")
-    assert "another run has its folder" in told and "deep/inner" in told
+    assert "contains the folder of another run" in told and "deep/inner" in told
     assert outer.run_json.is_file()
 
 

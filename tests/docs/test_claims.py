@@ -83,7 +83,7 @@ def test_a_verdict_follows_from_the_figures_that_decide() -> None:
         return Claim("", tuple(Figure(str(place), "", 1.0, "1", each) for place, each in enumerate(holds)), "", "")
 
     assert [claim(True, None).verdict, claim(True, False).verdict] == ["holds", "holds under"]
-    assert [claim(False, None).verdict, claim(None).verdict] == ["does not hold", "cannot be told"]
+    assert [claim(False, None).verdict, claim(None).verdict] == ["does not hold", "undecided"]
     assert claim(False, True, None).conditions == ("1",)
 
 

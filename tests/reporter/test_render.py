@@ -43,11 +43,11 @@ def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
     fake_run.start()
     for step in range(1, 24):
         fake_run.step(step, seconds=1.4 if step % 4 else 1.0)
-    assert "something else was at work" not in text_of(render_report(collect(fake_run.dir.root)))
+    assert "other work slowed" not in text_of(render_report(collect(fake_run.dir.root)))
     for step in range(24, 30):
         fake_run.step(step, seconds=3.0)
     shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "steps took 1.0 s to 3.0 s (eight in ten): something else was at work on this machine" in shown
+    assert "steps took 1.0 s to 3.0 s (eight in ten): other work slowed this machine" in shown
 
 
 def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_computation(fake_run: Any) -> None:

@@ -166,7 +166,9 @@ def test_a_page_of_a_long_run_is_small_and_keeps_what_shows(report: Report) -> N
 
 def test_losses_that_were_not_finite_are_told(report: Report) -> None:
     page = render_run_page(replace(report, loss=((1, 2.0), (2, None)), final_loss=None))
-    assert "Steps whose loss was not finite: 1. Updates left out as they were not finite: 1." in part_of(page, "Loss")
+    assert "Steps whose loss was not finite: 1. Updates skipped because they were not finite: 1." in part_of(
+        page, "Loss"
+    )
     assert "<b>not finite</b><span>lowest 2.0000, step 1</span>" in page
     none = render_run_page(replace(report, loss=((1, None),), evaluations=()))
     assert "<svg" not in part_of(none, "Loss") and "not finite: 1." in part_of(none, "Loss")

@@ -220,7 +220,7 @@ def test_a_backtest() -> None:
         "refused",
         "      2  no such model",
         "",
-        "assumed, where the row is silent",
+        "assumed if the row does not state it",
         "      2  bf16",
         "      1  zero 1",
     ]

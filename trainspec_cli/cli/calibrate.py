@@ -73,10 +73,10 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
         one = "trainspec calibrate recipe=tiny"
         two = "trainspec calibrate rows.csv --cluster h100"
         hint = f"such as {one}, {two}, or trainspec calibrate runs/a runs/b"
-        raise RecipeError(Problem("usage", "a calibration takes one recipe, one table, or folders of runs", hint=hint))
+        raise RecipeError(Problem("usage", "a calibration needs one recipe, one table, or folders of runs", hint=hint))
     if tables and not cluster:
         hint = "name the cluster as its recipes do: --cluster h100"
-        raise RecipeError(Problem("usage", "a table does not say which cluster it is of", "--cluster", hint))
+        raise RecipeError(Problem("usage", "a table does not name its cluster", "--cluster", hint))
     if tables:
         return session.calibrate(session.measure_table(Path(tables[0]), cluster))
     if runs:
@@ -114,5 +114,5 @@ def _render(profile: ClusterProfile) -> str:
         if found.informed:
             lines.append(f"  {name:22s} {found.factor:6.3f}   {found.low:.3f} to {found.high:.3f}")
     if profile.kept:
-        lines.append(f"not informed, so as shipped: {', '.join(profile.kept)}")
+        lines.append(f"not determined, kept as shipped: {', '.join(profile.kept)}")
     return "\n".join(lines)

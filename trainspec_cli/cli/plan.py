@@ -51,11 +51,11 @@ def plan(
     if not sweep:
         _plan_one(arguments, as_json, html, trace, verbose)
     elif trace:
-        raise RecipeError(Problem("usage", "--trace takes one plan, and --sweep makes many", hint="leave one out"))
+        raise RecipeError(Problem("usage", "--trace and --sweep cannot be combined", hint="leave one out"))
     elif verbose:
-        raise RecipeError(Problem("usage", "--verbose takes one plan, and --sweep makes many", hint="leave one out"))
+        raise RecipeError(Problem("usage", "--verbose and --sweep cannot be combined", hint="leave one out"))
     elif names_disturbance(arguments):
-        raise RecipeError(Problem("usage", "disturb= takes one plan, and --sweep makes many", hint="leave one out"))
+        raise RecipeError(Problem("usage", "disturb= and --sweep cannot be combined", hint="leave one out"))
     else:
         _plan_many(arguments, sweep, as_json, html)
 
@@ -101,7 +101,7 @@ def _show(render: Callable[[int], RenderableType]) -> None:
 
 
 def _refuse(planned: PlanReport, as_json: bool) -> None:
-    """Raise for a plan without a best layout; with `--json` the plan itself says so."""
+    """Raise for a plan without a best layout; with `--json` the printed plan shows this."""
     if as_json:
         raise typer.Exit(PlanError.exit_code)
     require_fit(planned)

@@ -95,16 +95,16 @@ class LastingStream:
         self._ends_at = ends_at
 
     def write(self, text: str) -> int:
-        with self._dropping_where_gone():
+        with self._discard_when_closed():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._dropping_where_gone():
+        with self._discard_when_closed():
             self._stream.flush()
 
     @contextmanager
-    def _dropping_where_gone(self) -> Iterator[None]:
+    def _discard_when_closed(self) -> Iterator[None]:
         """Redirect the stream to /dev/null after the first failed write; its buffered output goes there too."""
         try:
             yield

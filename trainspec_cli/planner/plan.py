@@ -268,9 +268,9 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     hindrance = ""
     cluster = plan.spec.cluster
     if plan.device == "cuda" and not is_known(plan, machine):
-        hindrance = "the catalogue does not have this GPU, so that nothing says what encoding takes"
+        hindrance = "this GPU is not in the catalogue, so the time to encode is unknown"
     elif plan.device == "cpu" and cluster.num_nodes > 1 and not cluster.nic_gbit_per_s:
-        hindrance = "nothing says how fast the links between the nodes are (cluster.nic_gbit_per_s)"
+        hindrance = "the bandwidth between nodes is unknown (set cluster.nic_gbit_per_s)"
     if hindrance:
         return replace(comm.fixed, reason=hindrance)
     setup = setup_of(plan, machine)

@@ -49,7 +49,7 @@ def render_backtest(report: BacktestReport) -> str:
             counts[what] = counts.get(what, 0) + 1
     assumed = [f"  {count:5d}  {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
     if assumed:
-        blocks.append("\n".join(["assumed, where the row is silent", *assumed]))
+        blocks.append("\n".join(["assumed if the row does not state it", *assumed]))
     return "\n\n".join(blocks)
 
 

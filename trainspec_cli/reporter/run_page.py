@@ -87,7 +87,7 @@ def _beside(report: Report) -> str:
     if missing := sum(value is None for _, value in report.loss):
         said.append(f"Steps whose loss was not finite: {missing:,}.")
     if report.skipped_steps:
-        said.append(f"Updates left out as they were not finite: {len(report.skipped_steps):,}.")
+        said.append(f"Updates skipped because they were not finite: {len(report.skipped_steps):,}.")
     if len(report.loss) > 2 * LOSS_STRETCHES:
         said.append(f"Of {len(report.loss):,} steps the lowest and the highest of each stretch are drawn.")
     return " ".join(said)

@@ -300,7 +300,7 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     # A prediction includes load on the machine during the probe, but not later load.
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
-        lines.append(f"steps took {usual}: something else was at work on this machine, which no prediction foresees")
+        lines.append(f"steps took {usual}: other work slowed this machine, which a prediction does not include")
     # Reading ahead hides any reading that takes less than a step.
     waited = next(part.share for part in speed.parts if part.name == "data_wait")
     if waited > LONG_WAIT:

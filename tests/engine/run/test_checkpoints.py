@@ -100,7 +100,7 @@ def test_one_that_falls_due_while_another_is_written_is_put_off_and_that_is_told
     checkpoints.save_last(12, 96)
     assert RunDir(tmp_path).checkpoint_steps() == [2, 6, 8, 10, 12]
     (warning,) = journal.of(WarningEvent)
-    assert "the checkpoint due at step 4 was put off to step 6" in warning.message
+    assert "the checkpoint due at step 4 was postponed to step 6" in warning.message
 
 
 def test_the_samples_taken_come_back(tmp_path):

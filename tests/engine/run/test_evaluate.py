@@ -77,7 +77,7 @@ def test_a_model_whose_logits_are_not_finite_cannot_write(state: TrainState) -> 
     with torch.no_grad():
         for share in state.shares:
             share.local.fill_(torch.nan)
-    with pytest.raises(WorkerError, match="the model cannot write: its logits are not finite") as caught:
+    with pytest.raises(WorkerError, match="the model cannot generate text: its logits are not finite") as caught:
         write_text(state, [1], count=1, temperature=0.0, max_context=CONTEXT, seed=0)
     assert (caught.value.problems[0].code, caught.value.problems[0].hint) == ("not_finite", REMEDY)
 

@@ -258,7 +258,7 @@ def test_a_run_reports_its_own_interval_and_times() -> None:
 def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on() -> None:
     run = forecast(checkpoint=CheckpointSpec(interval_steps=None))
     steps = run.goodput.checkpoint_interval_steps
-    assert run.notes == (f"checkpoint.interval_steps is null; this counts on {steps}, the best interval",)
+    assert run.notes == (f"checkpoint.interval_steps is null; this assumes {steps}, the best interval",)
     assert run.goodput.checkpoint_interval_s == 6 * steps
     assert abs(run.goodput.optimal_interval_s - 6 * steps) <= 3, "the nearest whole number of steps"
     auto = forecast(checkpoint=CheckpointSpec(interval_steps="auto"))
@@ -550,4 +550,4 @@ def test_a_batch_that_follows_the_noise_is_forecast_as_the_first_and_says_so() -
     spec = make_spec(BatchScheduleSpec(kind="noise", max_global_batch_size=256))
     run = forecast_run(spec, plan_capacity(spec), best(spec))
     assert run.steps == 5000
-    assert any("counts on 32 samples a step throughout, and up to 256 make fewer" in note for note in run.notes)
+    assert any("assumes 32 samples a step throughout; larger batches, up to 256," in note for note in run.notes)

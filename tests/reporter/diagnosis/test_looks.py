@@ -64,8 +64,8 @@ def test_a_line_at_which_much_time_passes_is_the_place_and_operations_where_ther
 
 def test_a_look_is_of_its_own_verdict_alone_and_says_what_could_not_be_done():
     assert with_look(replace(SPIN, rank=2), [look(0.6)]).code is None
-    noted = with_look(SPIN, [look(0.6, file=None, notes=("py-spy could not look: not permitted",))])
-    assert noted.evidence[1:] == ("py-spy could not look: not permitted",)
+    noted = with_look(SPIN, [look(0.6, file=None, notes=("py-spy could not sample: not permitted",))])
+    assert noted.evidence[1:] == ("py-spy could not sample: not permitted",)
 
 
 def test_a_rank_that_hangs_has_a_line_and_no_steps():

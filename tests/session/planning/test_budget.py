@@ -48,7 +48,7 @@ def test_what_follows_a_file_changes_all_its_runs(tmp_path: Path) -> None:
 
 def test_a_missing_price_names_the_key_to_give() -> None:
     (path, message, hint), *more = problems_of(["recipe=llama3_8b", "cluster.num_nodes=8", "layout=fsdp"])
-    assert (path, message) == ("cluster.cost.device_price_usd", "nothing says what H100-SXM-80GB costs to buy")
+    assert (path, message) == ("cluster.cost.device_price_usd", "the price of H100-SXM-80GB is unknown")
     assert hint is not None and hint.startswith("set cluster.cost.device_price_usd=<dollars")
     assert not more
     free = problems_of([*RECIPE, "cluster.accelerator.price_usd_per_hour=0", "cluster.accelerator.tdp_w=0"])

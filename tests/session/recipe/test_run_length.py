@@ -111,7 +111,7 @@ def test_epochs_of_text_follow_the_prepared_tokens(text: str, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "code", "path", "message"),
     [
-        (["train.tokens=1e6", "train.epochs=2"], "contradiction", "train.tokens", "both say how long the run is"),
+        (["train.tokens=1e6", "train.epochs=2"], "contradiction", "train.tokens", "both set the length of the run"),
         (["train.tokens=51200", "train.max_steps=7"], "contradiction", "train.max_steps", r"train.tokens` \(100 steps"),
         (["train.epochs=2", "data=text", "data.path=gone"], "unknown_length", "train.epochs", "gone does not exist"),
         (["train.epochs=2", "data=mixture"], "unsupported", "train.epochs", "have epochs of different lengths"),
@@ -149,7 +149,7 @@ def test_a_run_goes_on_to_more_tokens_or_epochs_or_steps(
     assert steps() == (100, 51200)
     assert steps("train.tokens=102400") == (200, 102400)
     assert steps("train.max_steps=50") == (50, None)
-    with pytest.raises(RecipeError, match="both say how long") as raised:
+    with pytest.raises(RecipeError, match="both set the length") as raised:
         steps("train.max_steps=50", "train.tokens=102400")
     assert [problem.path for problem in raised.value.problems] == ["train.max_steps"]
 

@@ -209,13 +209,13 @@ def not_moved_back(patch: MonkeyPatch) -> None:
 
 def moments_not_saved(patch: MonkeyPatch) -> None:
     """Save a checkpoint at a step's beginning without moments."""
-    right = Checkpoints.save_where_it_stands
+    right = Checkpoints.save_independently
 
     def saved(self, step, samples, kept):
         without_moments(self._run.state.held)
         right(self, step, samples, kept)
 
-    patch.setattr(Checkpoints, "save_where_it_stands", saved)
+    patch.setattr(Checkpoints, "save_independently", saved)
 
 
 def lost_batch(patch: MonkeyPatch) -> None:

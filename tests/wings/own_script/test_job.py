@@ -24,7 +24,7 @@ from trainspec_cli.wings.own_script.job import (
     describe_own_command,
     process_count,
     script_name,
-    what_it_opens,
+    torchrun_port_warning,
     why_uncounted,
 )
 
@@ -76,7 +76,7 @@ def test_a_python_that_ignores_pythonpath_is_reported(line: str, option: str) ->
     ],
 )
 def test_torchruns_open_store_gives_a_warning(line: str, warns: bool) -> None:
-    assert bool(what_it_opens(line.split())) is warns
+    assert bool(torchrun_port_warning(line.split())) is warns
 
 
 def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

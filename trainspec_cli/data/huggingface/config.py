@@ -73,7 +73,7 @@ def _misfits(model: ModelSpec) -> list[Problem]:
 
 
 def _misfit(key: str, value: object) -> Problem:
-    message = f"`model.{key}` is {value}, which none of the types {', '.join(MODEL_TYPES)} supports"
+    message = f"`model.{key}` is {value}, which no model type supports ({', '.join(MODEL_TYPES)})"
     hint = "it cannot be exported; from Python, trainspec_cli.read_weights(RUN) and load_model(RUN) read every model"
     return Problem("unsupported", message, f"model.{key}", hint)
 

@@ -72,7 +72,7 @@ def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
 def _misfit(model: DecoderModel, kind: str, naming: Naming) -> Problem | None:
     if kind not in SUPPORTED[naming]:
         known = ", ".join(SUPPORTED[naming])
-        message = f"the model is of type {kind}; {naming}'s names are known of {known}"
+        message = f"the model is of type {kind}; {naming}'s names are known only for {known}"
         return Problem("unsupported", message, "model", "use Hugging Face's names or format")
     if model.attention_bias == "all":
         message = f"`model.attention_bias` is all, which {naming}'s {kind} does not have"

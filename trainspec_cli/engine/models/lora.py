@@ -99,8 +99,8 @@ class QuantisedLoraLinear(_Adapted, QuantisedLinear):
 
 
 def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
-    """Add an adapter to each of the blocks' matrices that `spec` names, and quantise all of the blocks' matrices if it
-    says so (on meta, in place); only adapters are trained."""
+    """Add an adapter to each of the blocks' matrices that `spec` names, and quantise all of the blocks' matrices if
+    `spec.is_quantised` (on meta, in place); only adapters are trained."""
     if not spec.rank:
         return
     adapted = QuantisedLoraLinear if spec.is_quantised else LoraLinear

@@ -456,7 +456,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-# Watch this rank's memory from step to step, and report a leak once, while the run is still going.
+# Watch this rank's memory from step to step, and report a leak once, while the run continues.
 
 
 SETTLING_STEPS = 10

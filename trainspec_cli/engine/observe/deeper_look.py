@@ -284,7 +284,7 @@ class DeeperLook(threading.Thread):
         try:
             spied = spy.samples(thread.native_id or 0) if spy is not None else []
         except OSError as error:
-            notes.append(f"py-spy could not look: {error}")
+            notes.append(f"py-spy could not sample: {error}")
         if not self._closed.is_set():
             self._report(order, view, samples, spied, notes)
 

@@ -112,10 +112,10 @@ class Checkpoints:
             self._saver.prepare()
 
     def agree(self) -> None:
-        """Agree on who writes what, for `save_where_it_stands`."""
+        """Agree on the parts that each rank writes in `save_independently`."""
         self._saver.agree()
 
-    def save_where_it_stands(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
+    def save_independently(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
         """Write this rank's part of the state after `step`, unless a checkpoint of it has started, and wait until it is
         written. Each rank does so independently. `kept`: as for `Saver.save_alone`."""
         if self._saved_step == step:
@@ -168,7 +168,9 @@ class Checkpoints:
             return
         if self._due_since < step and not self._put_off:
             self._put_off = True
-            message = f"the checkpoint due at step {self._due_since} was put off to step {step}: the one before it was "
+            message = (
+                f"the checkpoint due at step {self._due_since} was postponed to step {step}: the one before it was "
+            )
             message += "still being written; a longer checkpoint.interval_steps avoids that"
             self._warn(step, message)
         self._write(step, samples)

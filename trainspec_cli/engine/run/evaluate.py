@@ -88,7 +88,9 @@ def write_text(
         agreed = torch.tensor(token, device=state.device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         if int(agreed) == NO_TOKEN:
-            raise WorkerError("the model cannot write: its logits are not finite", code="not_finite", hint=REMEDY)
+            raise WorkerError(
+                "the model cannot generate text: its logits are not finite", code="not_finite", hint=REMEDY
+            )
         ids.append(int(agreed))
     return ids[len(prompt_ids) :]
 

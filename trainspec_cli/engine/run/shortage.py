@@ -119,7 +119,7 @@ class Emergency:
             assert self._mark is not None, "a step has begun"
             wait_for(self._mark)
             with self._watch.between_steps(), own_stream(self._state.device):
-                self._checkpoints.save_where_it_stands(progress.step, progress.samples, self.kept)
+                self._checkpoints.save_independently(progress.step, progress.samples, self.kept)
             self._saved_step = progress.step
 
 
@@ -184,7 +184,7 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
     if tried:
         message += f"; tried before: {'; '.join(one.describe() for one in tried)}"
-    hint = "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
+    hint = "use a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard)"
     if plan.spec.scheduler.mode == "off" and failed.micro_batch_size > 1:
         smaller = f"batching.micro_batch_size={failed.micro_batch_size // 2}"
         hint = f"set {smaller}, or scheduler=advise, with which a run reduces its memory by itself and continues"

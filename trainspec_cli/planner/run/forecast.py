@@ -242,14 +242,14 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     notes = []
     if spec.checkpoint.interval_steps is None:
         best = useful.checkpoint_interval_steps
-        notes.append(f"checkpoint.interval_steps is null; this counts on {best}, the best interval")
+        notes.append(f"checkpoint.interval_steps is null; this assumes {best}, the best interval")
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
         notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
     if spec.batching.schedule.kind == "noise":
         largest = spec.batching.schedule.max_global_batch_size
         notes.append(
-            f"the batch follows what the run will measure; this counts on {spec.batching.global_batch_size:,} samples "
-            f"a step throughout, and up to {largest:,} make fewer steps"
+            f"the batch follows what the run will measure; this assumes {spec.batching.global_batch_size:,} samples "
+            f"a step throughout; larger batches, up to {largest:,}, take fewer steps"
         )
     return notes
 

@@ -282,8 +282,7 @@ class Search:
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Function that returns a layer's memory with a given recomputation."""
     samples: int | None = None
-    """Number of samples in the step that layouts are ranked by; None: that of the run's first step, which the space
-    divides up."""
+    """Number of samples in the step that layouts are ranked by; None: the number in the run's first step."""
     slack: float = 1.0
     """Factor on the limit: a layout that exceeds it by less may fit when counted exactly."""
     start_s: float = 0.0

@@ -300,7 +300,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
-        # PyYAML reports a tab as a character "that cannot start any token", which nobody can see.
+        # PyYAML reports a tab as a character "that cannot start any token", which is invisible.
         message = "this line is indented by a tab; YAML allows only spaces"
         hint = "replace the tab with two spaces"
     else:

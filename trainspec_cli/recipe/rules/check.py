@@ -582,7 +582,7 @@ def own_framework(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "framework", hint)
 
 
-def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
+def data_matches_model(spec: RunSpec) -> Iterator[Problem]:
     """Require images or volumes for convolutional models, and tokens for text models."""
     model = spec.model
     data = spec.data
@@ -652,4 +652,4 @@ def trained_formats(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", message, path, hint)
 
 
-BUILT: tuple[Rule, ...] = (data_of_its_kind, compiled_model, *TRAINING_RULES, *LAYOUT_RULES, float8)
+BUILT: tuple[Rule, ...] = (data_matches_model, compiled_model, *TRAINING_RULES, *LAYOUT_RULES, float8)

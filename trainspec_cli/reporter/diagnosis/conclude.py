@@ -517,7 +517,9 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
     late, why = _late_of(evidence)
     longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
     waits_in = next((one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None)
-    text = f"step {longest.step} has taken {longest.waited_s:.3g} s, and {longest.usual_s:.3g} s are the most it took"
+    text = (
+        f"step {longest.step} has taken {longest.waited_s:.3g} s; the longest one before took {longest.usual_s:.3g} s"
+    )
     others = (f"the others wait in {waits_in}",) if waits_in else ()
     found = RunVerdict(
         cause="hang", since_step=longest.step, cost_s=longest.waited_s, confidence=0.5, evidence=(text, why, *others)

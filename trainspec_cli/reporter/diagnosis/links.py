@@ -77,7 +77,7 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     for one in find_episodes(excess_s, limit, step_s):
         # A short episode is attributed to a link only if its connections show queued data.
         lasts = float(step_s[one.where].sum()) >= LONG_STEPS_S
-        if one.steadiness >= STEADY and (lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, one))):
+        if one.steadiness >= STEADY and (lasts or _is_queued_in_transit(evidence, paths_of(evidence.connections, one))):
             verdict = _explain(evidence, one)
             found += [verdict] if verdict is not None else []
     # The first kind that applies is reported, since outages also show retransmissions, and losses also increase
@@ -90,7 +90,7 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     )
 
 
-def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
+def _is_queued_in_transit(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
     """Return whether data sent between nodes is delayed on the way. The kernel sends acknowledgements even for a rank
     without a processor."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
@@ -172,7 +172,7 @@ def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[P
     if waiting_s + throttled_s <= OF_NOISE * episode.excess:
         return False
     is_held = throttled_s > OF_NOISE * episode.excess
-    return not _waits_on_its_way(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
+    return not _is_queued_in_transit(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:

@@ -255,7 +255,9 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
             found.append((rank, episode))
     last = dict(found)  # for each rank
     for rank, episode in found:
-        why = f"other processes have its processor for {milliseconds(episode.excess)} more of each step than its peers'"
+        why = (
+            f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
+        )
         span = slice(episode.first, last[rank].last + 1)
         came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
         yield Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why)

@@ -1,7 +1,7 @@
 """The processes of a run on one node, and the backend of a run whose processes are all on this node.
 
 A node has one torchrun for each replica group, or for its part of one, with the workers below it. The local backend and
-a node's agent both hold a `NodeProcesses`, which reports in the messages that agents send.
+a node's agent both hold a `NodeProcesses`, whose reports are the messages that agents send.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
         if time.monotonic() > deadline:
             break
         time.sleep(0.001 if unsure else 0)
-    # A call that does not wait cannot conclude that they never get an environment.
+    # Without waiting, a process that has no environment yet may still get one.
     if wait_s:
         _without_environment.update(unsure)
     return found

@@ -296,7 +296,7 @@ def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
     left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
-        why = "the previous start failed at the same place without a further step, so that it is not restarted"
+        why = "the previous start failed at the same place without a further step, so it is not restarted"
         return state, (Inform(f"{event.headline}; {why}"),)
     if not left:
         return state, ()
@@ -429,7 +429,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
         return _drop_waiting(state)._replace(exit_code=event.exit_code), ()
     if any(group.starts for group in state.groups):
         return state, ()
-    message = f"what starts the nodes' agents ended with exit code {event.exit_code}"
+    message = f"the launcher of the nodes' agents ended with exit code {event.exit_code}"
     return state._replace(killed=True), (Refuse("agents_failed", message),)
 
 

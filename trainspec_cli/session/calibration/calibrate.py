@@ -120,7 +120,7 @@ def measure_table(file: Path, cluster: str) -> ClusterSteps:
             devices.setdefault(found.setup.fabric.chip.name, line)
     if len(devices) > 1:
         (first, _), (other, line) = list(devices.items())[:2]
-        message = f"a profile is of one accelerator: this row is of {other}, those above of {first}"
+        message = f"a profile covers one accelerator: this row has {other}, the rows above have {first}"
         hint = "split the table"
         problems.append(Problem("wrong_table", message, hint=hint, file=str(file), line=line))
     if problems:
@@ -158,10 +158,10 @@ def _measure_run(folder: Path) -> ClusterSteps:
     speed = report.speed
     if report.status == "failed":
         message = f"the run in {folder} failed, so its steps do not count"
-        raise RecipeError(Problem("failed_run", message, hint=f"trainspec report {folder} says why"))
+        raise RecipeError(Problem("failed_run", message, hint=f"trainspec report {folder} shows the reason"))
     steps = speed.last_step - speed.first_step + 1 if speed else 0
     if speed is None or steps < LEAST_STEPS:
-        message = f"{folder} has {steps} steps after its first ones, and a calibration takes {LEAST_STEPS} or more"
+        message = f"{folder} has {steps} steps after its first ones; a calibration needs {LEAST_STEPS} or more"
         hint = "train it on: trainspec resume " + str(folder) + f" train.max_steps={2 * LEAST_STEPS}"
         raise RecipeError(Problem("too_few_steps", message, hint=hint))
     parts = {part.name: part.mean_s for part in speed.parts}

@@ -447,7 +447,7 @@ def select_kernels(
     """Return the plan with every `auto` kernel selected, and the table used (None if no kernel was `auto`).
 
     On several nodes the first one measures for all. Without `may_measure`, kernels that were never measured stay
-    `auto`, and the console says so.
+    `auto`, and the console reports this.
     """
     if not plan.kernels.open_ops:
         return plan, None

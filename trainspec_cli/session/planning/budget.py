@@ -113,13 +113,13 @@ def _prices(cluster: ClusterSpec) -> Iterator[Problem]:
     if cluster.cost.device_price_usd is None:
         path = "cluster.cost.device_price_usd"
         hint = f"set {path}=<dollars of one with its share of node, network and storage>; an H100's is in cost=owned"
-        yield Problem("missing_value", f"nothing says what {chip} costs to buy", path, hint)
+        yield Problem("missing_value", f"the price of {chip} is unknown", path, hint)
     if not rental_price(cluster):
         path = "cluster.cost.price_usd_per_device_hour"
-        yield Problem("missing_value", f"nothing says what an hour of {chip} costs", path, f"set {path}=<dollars>")
+        yield Problem("missing_value", f"the hourly price of {chip} is unknown", path, f"set {path}=<dollars>")
     if not cluster.accelerator or not cluster.accelerator.tdp_w:
         path = "cluster.accelerator.tdp_w"
-        yield Problem("missing_value", f"nothing says what power {chip} takes", path, f"set {path}=<watts>")
+        yield Problem("missing_value", f"the power of {chip} is unknown", path, f"set {path}=<watts>")
 
 
 def _unlike(clusters: Sequence[ClusterSpec], plans: Sequence[str]) -> Iterator[Problem]:

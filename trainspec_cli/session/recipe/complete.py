@@ -157,7 +157,7 @@ def count_steps(spec: RunSpec, folder: str | None) -> int:
 
 
 def _contradiction(one: str, other: str, makes: str = "") -> Problem:
-    message = f"`{one}` and `{other}`{makes} both say how long the run is"
+    message = f"`{one}` and `{other}`{makes} both set the length of the run"
     return Problem("contradiction", message, one, f"leave one of them out: ~{one} or ~{other}")
 
 

@@ -119,7 +119,9 @@ def _newest(lines: Sequence[RunLine]) -> str:
             return line.path
         print(f"{LAST} skips {line.path}, which is damaged: {line.damage}", file=sys.stderr)
     if lines:
-        raise RecipeError(Problem("no_run", "every run of this folder is damaged", hint="`trainspec runs` says why"))
+        raise RecipeError(
+            Problem("no_run", "every run of this folder is damaged", hint="`trainspec runs` shows the reason")
+        )
     hint = "name a run's folder"
     if known := known_runs():
         hint = f"{hint}; the newest elsewhere is {shlex.quote(known[0].path)}"

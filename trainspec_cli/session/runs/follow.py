@@ -51,7 +51,7 @@ def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
     Raises RecipeError if there is no log."""
     if not run.run_log.is_file():
         message = f"{run.run_log} does not exist: the run has shown nothing yet"
-        raise RecipeError(Problem("no_log", message, hint="`trainspec runs` says whether it has begun"))
+        raise RecipeError(Problem("no_log", message, hint="`trainspec runs` shows whether it has begun"))
     with run.run_log.open(encoding="utf-8", errors="replace") as file:
         while True:
             goes_on = follow and is_running(run)  # checked before reading, so that the last lines are not lost

@@ -97,7 +97,7 @@ def _whole(run: RunDir, status: str, lines: Sequence[RunLine]) -> Removal:
         hint = "type it from another folder: cd .."
         raise RecipeError(Problem("in_use", message, hint=hint))
     if inner := next((path.parent for path in root.rglob(run.run_json.name) if path.parent != root), None):
-        message = f"in the run {run.root} another run has its folder"
+        message = f"the run {run.root} contains the folder of another run"
         hint = f"move it away first: {inner}"
         raise RecipeError(Problem("in_use", message, hint=hint))
     taken = _bytes_of(root) + (_bytes_of(copies) if copies else 0)

@@ -423,7 +423,7 @@ def why_uncounted(command: Sequence[str]) -> str:
     return ""
 
 
-def what_it_opens(command: Sequence[str]) -> str:
+def torchrun_port_warning(command: Sequence[str]) -> str:
     """Return a warning about the port that torchrun opens on all networks; empty for other launchers."""
     words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
     names = {*words, *(Path(word).name for word in words)}

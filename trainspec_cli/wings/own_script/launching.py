@@ -72,7 +72,7 @@ from trainspec_cli.wings.own_script.job import (
     read_own_job,
     script_name,
     start_environment,
-    what_it_opens,
+    torchrun_port_warning,
     why_uncounted,
     write_own_job,
 )
@@ -281,7 +281,7 @@ def show_command(
 def _notes(command: Sequence[str]) -> list[str]:
     uncounted = why_uncounted(command)
     notes = [f"steps cannot be counted: {uncounted}"] if uncounted else []
-    return [*notes, *(f"note: {opens}" for opens in [what_it_opens(command)] if opens)]
+    return [*notes, *(f"note: {warning}" for warning in [torchrun_port_warning(command)] if warning)]
 
 
 # Slurm jobs with the user's script

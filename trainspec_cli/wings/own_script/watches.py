@@ -540,4 +540,4 @@ def name_silent(processes: Sequence[ProcessSilent]) -> tuple[list[ProcessSilent]
         return stopped[:NAMED], "is stopped" if len(stopped) == 1 else "are stopped"
     if len(processes) == 1:
         return list(processes), "sleeps"
-    return list(processes[:NAMED]), "sleep; without counted steps the waiting ones cannot be told from the late ones"
+    return list(processes[:NAMED]), "sleep; without counted steps, late and waiting processes look the same"

@@ -190,7 +190,7 @@ def test_a_state_that_cannot_be_saved_is_reported_and_the_shortage_too(
     def fail(*_arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Checkpoints, "save_where_it_stands", fail)
+    monkeypatch.setattr(Checkpoints, "save_independently", fail)
     context = start("oom(step=2,above=0)", micro=1)
     with pytest.raises(OutOfMemory):
         train(context)

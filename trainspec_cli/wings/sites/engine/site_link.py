@@ -76,7 +76,7 @@ class SiteConnection:
         self._outbox: asyncio.Queue[bytes] | None = None
         self.unwritten = 0
         """Number of messages posted but not yet written."""
-        self._heard_s = 0.0
+        self._last_contact_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +118,7 @@ class SiteConnection:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]
     ) -> None:
         """Write and read until one of them fails, or the server is silent for too long."""
-        self._note_heard()
+        self._record_contact()
         serving = (self._write(writer, outbox), self._read(reader), self._watch_silence())
         tasks = [asyncio.ensure_future(one) for one in serving]
         try:
@@ -157,18 +157,18 @@ class SiteConnection:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            message, payload = await receive(reader, self._note_heard)
+            message, payload = await receive(reader, self._record_contact)
             self.received_bytes += len(payload)
             if isinstance(message, Refused):
                 self.refusal = message
             elif not isinstance(message, Alive):
                 self._hear(message, payload)
 
-    def _note_heard(self) -> None:
-        self._heard_s = asyncio.get_running_loop().time()
+    def _record_contact(self) -> None:
+        self._last_contact_s = asyncio.get_running_loop().time()
 
     async def _watch_silence(self) -> None:
-        while asyncio.get_running_loop().time() < self._heard_s + self._access.silence_s:
+        while asyncio.get_running_loop().time() < self._last_contact_s + self._access.silence_s:
             await asyncio.sleep(BEAT_S)
         raise TimeoutError(f"it was silent for {self._access.silence_s:g} s")
 
