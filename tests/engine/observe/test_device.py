@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.engine import digest
 from trainspec_cli.engine.observe import counters as device
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
     def make(*calls_s: float) -> Clock:
         made = Clock(*calls_s)
-        monkeypatch.setattr(device, "time", made)
+        monkeypatch.setattr(digest, "time", made)
         return made
 
     yield make  # type: ignore[misc]
@@ -107,9 +108,12 @@ def test_a_chips_calls_are_awaited_before_a_round_and_after_each_of_them(
 ) -> None:
     order: list[str] = []
     clock()
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda where: order.append(f"wait for {where}"))
-    device.quickest_s(lambda: order.append("call"), chip, rounds=1)
-    assert order == ["call", f"wait for {chip}", "call", f"wait for {chip}"]
+    marks = iter((1.0, 3.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "mark", lambda *, on_gpu: next(marks) if on_gpu else 0.0)
+        patch.setattr(device, "wait_for", lambda moment: order.append(f"wait for {moment}"))
+        assert device.quickest_s(lambda: order.append("call"), chip, rounds=1) == 2.5
+    assert order == ["call", "wait for 1.0", "call", "wait for 3.5"]
     order.clear()
     device.quickest_s(lambda: order.append("call"), CPU, rounds=1)
     assert order == ["call", "call"]

@@ -28,9 +28,9 @@ import torch
 
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.printable import format_bytes
-from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip, synchronise
+from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip
 from trainspec_cli.engine.comm.codec import Connection, borrow, open_connections, read_tcp_info
-from trainspec_cli.engine.digest import MicroBatch
+from trainspec_cli.engine.digest import Mark, MicroBatch, elapsed_s, mark, wait_for
 from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.run.folder.event_types.events import ConnectionCounts, CountersEvent
@@ -417,21 +417,25 @@ def quickest_s(
     """Return the seconds per call in the fastest round, after one call that does not count. A round makes calls for
     `round_s` seconds, at least one, so that load from other programs has little effect. Only the first round may begin
     after `limit_s`."""
+
+    def reached() -> Mark:
+        now = mark(on_gpu=on_chip(device))
+        wait_for(now)
+        return now
+
     call()
     quickest = math.inf
-    began_s = time.perf_counter()
+    began = started = reached()
     for _ in range(rounds):
-        synchronise(device)
         calls = 0
-        taken_s = 0.0
-        started_s = time.perf_counter()
-        while not calls or taken_s < round_s:
+        ended = started
+        while not calls or elapsed_s(started, ended) < round_s:
             call()
-            synchronise(device)
+            ended = reached()
             calls += 1
-            taken_s = time.perf_counter() - started_s
-        quickest = min(quickest, taken_s / calls)
-        if time.perf_counter() - began_s > limit_s:
+        quickest = min(quickest, elapsed_s(started, ended) / calls)
+        started = ended
+        if elapsed_s(began, ended) > limit_s:
             break
     return quickest
 

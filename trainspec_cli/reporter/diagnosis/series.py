@@ -160,7 +160,7 @@ def means_known(values: Figures) -> Figures:
 
 
 def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 # What the connections between two ranks show in an episode, and by how much the counters of all ranks rise.
