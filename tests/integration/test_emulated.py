@@ -134,9 +134,7 @@ def fewest(counts_of: Sequence[int], own_s: Callable[[int], float]) -> float:
         (("model=moe_tiny", "layout.ep=2", "layout.dp_shard=8"), 14),
     ],
 )
-def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps(
-    layout: Sequence[str], from_s: int, emulate, trainspec
-) -> None:
+def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps(layout: Sequence[str], from_s: int, emulate) -> None:
     run = emulate(
         f"slow_rank=3,slowness={SLOWNESS},slow_from_s={from_s}",
         *layout, "scheduler=auto", "scheduler.max_micro_batch_size=32", "train.max_steps=18",
@@ -160,17 +158,19 @@ def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps(
 
     won_s = run.step_s(first) - run.step_s(after)
     assert won_s >= 0.95 * (SLOWNESS * own_s(even) - fewest(directive["counts"], own_s))
-    assert ("slow_device", 3) in verdicts(trainspec)
 
 
 @pytest.mark.slow
-def test_computing_and_waiting_are_told_apart(emulate) -> None:
-    run = emulate("slow_rank=5,slowness=2", "scheduler=off", "train.max_steps=3", "batching.global_batch_size=8")
-    for step, of_rank in run.steps.items():
-        fast, slow = of_rank[0]["time_s"], of_rank[5]["time_s"]
-        assert run.passes_s(step, 5) == pytest.approx(2 * run.passes_s(step, 0), rel=1e-6)
-        waited_s = fast["exposed_comm"] - slow["exposed_comm"]
-        assert waited_s == pytest.approx(run.passes_s(step, 0), abs=0.01 * run.step_s(step))
+def test_computing_and_waiting_are_told_apart(emulate, trainspec) -> None:
+    run = emulate("slow_rank=5,slowness=2", "scheduler=off", "train.max_steps=12", "batching.global_batch_size=8")
+    for of_rank in run.steps.values():
+        fast = of_rank[0]["time_s"]
+        slow = of_rank[5]["time_s"]
+        for part in (*PASSES, "optimizer"):
+            assert slow[part] == pytest.approx(2 * fast[part], rel=1e-6)
+        # The slow rank never waits, so that its exposed communication is what the transfers take.
+        assert slow["exposed_comm"] < 0.05 * of_rank[5]["step_time_s"] < fast["exposed_comm"]
+    assert verdicts(trainspec) == [("slow_device", 5)]
 
 
 @pytest.mark.slow
