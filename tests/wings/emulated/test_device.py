@@ -21,6 +21,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
 from trainspec_cli.wings.emulated import Settings, read_settings
 from trainspec_cli.wings.emulated.engine.costs import costs_of
+from trainspec_cli.wings.emulated.engine.streams import Stream
 
 TESTS = Path(__file__).parents[2]
 MIB = 2**20
@@ -50,7 +51,7 @@ def run_ranks(number: int, name: str, *arguments: str, **environment: str) -> li
             for rank in range(number)
         ]
         try:
-            ended = [(*rank.communicate(timeout=10 * PATIENCE_S), rank.returncode) for rank in ranks]
+            ended = [(*rank.communicate(timeout=PATIENCE_S), rank.returncode) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -180,6 +181,13 @@ def test_the_host_spends_time_on_launches_and_waits_for_values_that_it_reads(vir
     assert read_alone == pytest.approx(added_s + 2 * EFF.kernel_s, rel=1e-4)
 
 
+def test_a_rank_is_slow_for_a_while() -> None:
+    costs = costs_of(read_settings(f"{VIRTUAL},slowness=3,slow_from_s=0.25,slow_until_s=0.5"), {})
+    assert costs is not None
+    factors = [costs.factor(Stream(), at_s) for at_s in (0.0, 0.25, 0.4375, 0.5)]
+    assert factors == [1.0, 3.0, 3.0, 1.0]
+
+
 def test_the_slow_rank_alone_is_slow() -> None:
     settings = Settings(time="h100_sxm", slowness=2.0, slow_rank=3)
     found = [costs_of(settings, {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) for rank in (2, 3)]
@@ -280,7 +288,13 @@ def test_settings(text: str, settings: Settings) -> None:
     "text",
     [
         *("ordr=7", "order=x", "order", "memory_gib=", "time=", "order=7,time=h100_sxm"),
-        *("slowness=2", "time=h100_sxm,slowness=nan", "time=h100_sxm,slowness=-1", "slow_rank=1.5,time=h100_sxm"),
+        *(
+            "slowness=2",
+            "slow_from_s=1",
+            "time=h100_sxm,slowness=nan",
+            "time=h100_sxm,slowness=-1",
+            "slow_rank=1.5,time=h100_sxm",
+        ),
     ],
 )
 def test_other_settings_are_refused(text: str) -> None:

@@ -64,6 +64,8 @@ class ChipCosts:
     fabric: Fabric
     rank: int = 0
     slowness: float = 1.0
+    slow_from_s: float = 0.0
+    slow_until_s: float = math.inf
     jitter: float = 0.0
     eff: Efficiency = field(default_factory=Efficiency)
     sources: dict[int, random.Random] = field(default_factory=dict)
@@ -130,12 +132,13 @@ class ChipCosts:
             return send_s(group, nbytes, self.eff)
         return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
 
-    def noise(self, stream: Stream) -> float:
-        """Return the factor of a stream's next operation."""
-        if not self.jitter:
-            return 1.0
-        source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
-        return source.lognormvariate(0.0, self.jitter)
+    def factor(self, stream: Stream, at_s: float) -> float:
+        """Return how many times its usual time a stream's next operation lasts, if it is queued at `at_s`."""
+        factor = self.slowness if self.slow_from_s <= at_s < self.slow_until_s else 1.0
+        if self.jitter:
+            source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
+            factor *= source.lognormvariate(0.0, self.jitter)
+        return factor
 
 
 def nbytes_of(values: Any) -> int:
@@ -183,7 +186,7 @@ def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | 
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     fabric = Fabric(chip, world_size, per_node, per_node, chip.link_gb_per_s, usual_gbit(chip))
     slowness = settings.slowness if settings.slow_rank in (None, rank) else 1.0
-    return ChipCosts(chip, fabric, rank, slowness, settings.jitter)
+    return ChipCosts(chip, fabric, rank, slowness, settings.slow_from_s, settings.slow_until_s, settings.jitter)
 
 
 class VirtualTime:
@@ -203,7 +206,7 @@ class VirtualTime:
             stream = current_stream()
             HOST.launch()
             seconds = self.costs.operation_s(op, args, kwargs, result)
-            stream.spend(seconds * self.costs.slowness * self.costs.noise(stream))
+            stream.spend(seconds * self.costs.factor(stream, HOST.now_s))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
         """Return the time of a copy inside the device, or between host and device."""
@@ -211,7 +214,7 @@ class VirtualTime:
             return 0.0
         HOST.launch()
         if inside:
-            return self.costs.memory_s(2 * nbytes) * self.costs.slowness * self.costs.noise(current_stream())
+            return self.costs.memory_s(2 * nbytes) * self.costs.factor(current_stream(), HOST.now_s)
         return nbytes / (self.costs.fabric.host_link_gb_per_s * 1e9)
 
 
