@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lab.drawing import slow_after
 from lab.waiting import PATIENCE_S
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
@@ -20,7 +21,7 @@ from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
 from trainspec_cli.wings.emulated import Settings, read_settings
-from trainspec_cli.wings.emulated.engine.costs import costs_of
+from trainspec_cli.wings.emulated.engine.costs import costs_of, traffic_bytes
 from trainspec_cli.wings.emulated.engine.streams import Stream
 
 TESTS = Path(__file__).parents[2]
@@ -152,6 +153,29 @@ def test_an_operation_lasts_what_its_flops_and_bytes_take_on_the_chip(virtual: A
     softmax_s = EFF.exponentials * flops / (4 * 64 * H100.tera_exponentials_per_s * 1e12)
     assert full_s == close(flops * MULTIPLY_S / EFF.attention_forward + softmax_s + EFF.kernel_s)
     assert full_s - EFF.kernel_s == close(2 * (causal_s - EFF.kernel_s))
+
+
+ATEN = torch.ops.aten
+TABLE = torch.empty(1000, 8, device="meta")
+ROWS = torch.empty(10, dtype=torch.int64, device="meta")
+VALUES = torch.empty(10, 8, device="meta")
+FOUND = {
+    "add": (ATEN.add.Tensor, (VALUES, VALUES.new_empty(8).expand(10, 8)), {}, 320 + 32 + 320),
+    "add_": (ATEN.add_.Tensor, (VALUES, VALUES), {}, 3 * 320),
+    "zero_": (ATEN.zero_.default, (VALUES,), {}, 320),
+    "foreach_copy_": (ATEN._foreach_copy_.default, ([VALUES, TABLE], [VALUES, TABLE]), {}, 2 * (320 + 32_000)),
+    "zeros_like": (ATEN.zeros_like.default, (VALUES,), {}, 320),
+    "embedding": (ATEN.embedding.default, (TABLE, ROWS), {}, 2 * 320 + 80),
+    "index_add_": (ATEN.index_add_.default, (TABLE, 0, ROWS, VALUES), {}, 3 * (80 + 320)),
+    "cat.out": (ATEN.cat.out, ([VALUES, VALUES],), {"out": torch.empty(20, 8, device="meta")}, 2 * 640),
+}
+"""Operation -> its arguments, and the bytes that it reads and writes."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_memory_traffic_is_what_an_operation_reads_and_writes(name: str) -> None:
+    op, args, kwargs, nbytes = FOUND[name]
+    assert traffic_bytes(op, args, kwargs, op(*args, **kwargs)) == nbytes
 
 
 def test_operations_of_a_slow_rank_last_longer_and_its_copies_do_not(virtual: Any) -> None:

@@ -158,17 +158,19 @@ def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * nbytes_of(result) + nbytes_of(args[1:])
     if name in SCATTERS:
         return 3 * nbytes_of(args[1:])
-    read = nbytes_of(args) + nbytes_of(kwargs)
+    if name.endswith("_like") or name.startswith("new_"):
+        return nbytes_of(result)
+    given = nbytes_of(args) + nbytes_of(kwargs)
     if not op._schema.is_mutable:
-        return read + nbytes_of(result)
-    if name in WRITES:
-        return read
-    changed = {
-        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
+        return given + nbytes_of(result)
+    if name.removeprefix("_foreach_") in WRITES:
+        return given
+    changed = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    return read + nbytes_of(list(changed.values()))
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+    ]
+    return given + nbytes_of(changed)
 
 
 def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | None:
