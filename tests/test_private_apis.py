@@ -36,7 +36,6 @@ PARTS: dict[str, str] = {
     "torch._C._distributed_c10d._unregister_process_group": "wings/emulated/engine/exchanges.py",
     "torch.distributed.ProcessGroup._get_backend": "wings/emulated/engine/exchanges.py",
     "torch.distributed.ProcessGroup._register_backend": "wings/emulated/engine/exchanges.py",
-    "torch.distributed.ProcessGroup._set_default_backend": "wings/emulated/engine/exchanges.py",
     "torch.distributed.ProcessGroup._set_group_name": "wings/emulated/engine/exchanges.py",
     "torch.distributed.distributed_c10d._resolve_process_group": "wings/emulated/engine/exchanges.py",
     "torch._dynamo": "engine/kernels/adamw.py",

@@ -202,7 +202,6 @@ class Communicator:
         rank, size = self.group.rank(), self.group.size()
         gloo = dist.ProcessGroupGloo(self.store, rank, size, dist.distributed_c10d.default_pg_timeout)
         own = dist.ProcessGroup(self.store, rank, size)
-        own._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         own._set_group_name(self.own_name)  # torch's flight recorder counts collectives by this name
         registry = torch._C._distributed_c10d
