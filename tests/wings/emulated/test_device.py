@@ -288,6 +288,11 @@ def test_a_message_of_another_size_than_its_receiver_expects_is_refused() -> Non
 
 
 @pytest.mark.slow
+def test_a_rank_that_leaves_finishes_its_exchanges_first() -> None:
+    assert run_ranks(2, "leaving") == [32.0, 0]
+
+
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_with_those_that_wait() -> None:
     found = run_ranks(3, "missing", TRAINSPEC_EMULATED="timeout_s=3")
     assert found[2] == ""
