@@ -32,6 +32,12 @@ PARTS: dict[str, str] = {
     "torch._C._distributed_c10d": "engine/observe/watch.py wings/emulated/engine/exchanges.py",
     "torch._C._distributed_c10d.FakeWork": "engine/tools/trace.py",
     "torch._C._distributed_c10d._dump_fr_trace_json": "engine/observe/watch.py",
+    "torch._C._distributed_c10d._register_process_group": "wings/emulated/engine/exchanges.py",
+    "torch._C._distributed_c10d._unregister_process_group": "wings/emulated/engine/exchanges.py",
+    "torch.distributed.ProcessGroup._get_backend": "wings/emulated/engine/exchanges.py",
+    "torch.distributed.ProcessGroup._register_backend": "wings/emulated/engine/exchanges.py",
+    "torch.distributed.ProcessGroup._set_group_name": "wings/emulated/engine/exchanges.py",
+    "torch.distributed.distributed_c10d._resolve_process_group": "wings/emulated/engine/exchanges.py",
     "torch._dynamo": "engine/kernels/adamw.py",
     "torch._dynamo.utils.disable_cache_limit": "engine/kernels/adamw.py",
     "torch.Tensor._make_wrapper_subclass": "wings/emulated/engine/device.py",
@@ -75,7 +81,9 @@ PARTS: dict[str, str] = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
-    "torch.utils._pytree.tree_leaves": "wings/emulated/engine/costs.py wings/emulated/engine/device.py",
+    "torch.utils._pytree.tree_leaves": (
+        "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py"
+    ),
     "torch.utils._pytree.tree_map": "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
 }

@@ -32,6 +32,7 @@ def test_step_times_are_the_same_in_every_run_and_weights_are_those_of_a_cpu_run
             monkeypatch.setitem(environment, "TRAINSPEC_EMULATED", "time=h100_sxm,launch_us=0,jitter=0.02")
         ended = trainspec(*recipe, f"run.dir={name}")
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert not list((tmp_path / name / "logs").glob("*_start002")), "no rank failed"
         weights.append(json.loads((tmp_path / name / "result.json").read_text())["weights_sha256"])
         files = sorted((tmp_path / name / "events").glob("rank*"))
         steps = [event for file in files for event in read_events(file) if event["type"] == "step"]

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -23,7 +24,7 @@ from torch.distributed import _functional_collectives as functional
 from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
 from trainspec_cli.engine.accelerators import enter
 from trainspec_cli.engine.build.assemble import build_train_state
-from trainspec_cli.engine.comm.joining import join_processes
+from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
@@ -411,6 +412,21 @@ def other_size() -> str:
     rank, _ = join()
     own = torch.ones(8 if rank else 4, device="emulated")
     return fail(lambda: dist.recv(own, 0) if rank else dist.send(own, 1))
+
+
+def leaving() -> float:
+    """Rank 1 leaves before rank 0 comes to the exchange that it has queued."""
+    rank, _ = join()
+    own = torch.ones(8, device="emulated")
+    dist.all_reduce(own)
+    torch.accelerator.synchronize()
+    if rank:
+        dist.all_reduce(own)
+        print("0", flush=True)
+        leave_processes()
+    time.sleep(0.5)
+    dist.all_reduce(own)
+    return own.sum().item()
 
 
 def missing() -> str:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lab.drawing import slow_after
+from lab.waiting import PATIENCE_S
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
 
 from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
 from trainspec_cli.wings.emulated import Settings, read_settings
-from trainspec_cli.wings.emulated.engine.costs import costs_of
+from trainspec_cli.wings.emulated.engine.costs import costs_of, traffic_bytes
+from trainspec_cli.wings.emulated.engine.streams import Stream
 
 TESTS = Path(__file__).parents[2]
 MIB = 2**20
@@ -48,7 +51,11 @@ def run_ranks(number: int, name: str, *arguments: str, **environment: str) -> li
             )
             for rank in range(number)
         ]
-        ended = [(*rank.communicate(), rank.returncode) for rank in ranks]
+        try:
+            ended = [(*rank.communicate(timeout=PATIENCE_S), rank.returncode) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert [code for *_, code in ended] == [0] * number, "\n".join(err for _, err, _ in ended)
     return [json.loads(out) for out, *_ in ended]
 
@@ -148,9 +155,32 @@ def test_an_operation_lasts_what_its_flops_and_bytes_take_on_the_chip(virtual: A
     assert full_s - EFF.kernel_s == close(2 * (causal_s - EFF.kernel_s))
 
 
+ATEN = torch.ops.aten
+TABLE = torch.empty(1000, 8, device="meta")
+ROWS = torch.empty(10, dtype=torch.int64, device="meta")
+VALUES = torch.empty(10, 8, device="meta")
+FOUND = {
+    "add": (ATEN.add.Tensor, (VALUES, VALUES.new_empty(8).expand(10, 8)), {}, 320 + 32 + 320),
+    "add_": (ATEN.add_.Tensor, (VALUES, VALUES), {}, 3 * 320),
+    "zero_": (ATEN.zero_.default, (VALUES,), {}, 320),
+    "foreach_copy_": (ATEN._foreach_copy_.default, ([VALUES, TABLE], [VALUES, TABLE]), {}, 2 * (320 + 32_000)),
+    "zeros_like": (ATEN.zeros_like.default, (VALUES,), {}, 320),
+    "embedding": (ATEN.embedding.default, (TABLE, ROWS), {}, 2 * 320 + 80),
+    "index_add_": (ATEN.index_add_.default, (TABLE, 0, ROWS, VALUES), {}, 3 * (80 + 320)),
+    "cat.out": (ATEN.cat.out, ([VALUES, VALUES],), {"out": torch.empty(20, 8, device="meta")}, 2 * 640),
+}
+"""Operation -> its arguments, and the bytes that it reads and writes."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_memory_traffic_is_what_an_operation_reads_and_writes(name: str) -> None:
+    op, args, kwargs, nbytes = FOUND[name]
+    assert traffic_bytes(op, args, kwargs, op(*args, **kwargs)) == nbytes
+
+
 def test_operations_of_a_slow_rank_last_longer_and_its_copies_do_not(virtual: Any) -> None:
     plain, slow = virtual["durations"], virtual["slow"]
-    assert slow["copy"] == plain["copy"]
+    assert slow["copy"] == close(plain["copy"])
     for name in ("products", "sums"):
         assert slow[name] == {key: close(2 * value) for key, value in plain[name].items()}
 
@@ -167,7 +197,19 @@ def test_the_host_spends_time_on_launches_and_waits_for_values_that_it_reads(vir
     assert nothing == 0.0
     assert queued == viewed == close(EFF.launch_s)
     # The addition starts when it is queued, lasts longer than the next launch, and is followed by the value's copy.
-    assert read == close(EFF.launch_s + virtual["host"]["not launching"][3])
+    read_alone = virtual["host"]["not launching"][3]
+    assert read == close(EFF.launch_s + read_alone)
+    added_bytes = 2 * 4 * 2**20
+    cached = EFF.cache_reuse * H100.cache_mb * 1e6 / (H100.cache_mb * 1e6 + added_bytes)
+    added_s = added_bytes * ((1 - cached) * MEMORY_S + EFF.issue / (H100.load_store_tb_per_s * 1e12))
+    assert read_alone == pytest.approx(added_s + 2 * EFF.kernel_s, rel=1e-4)
+
+
+def test_a_rank_is_slow_for_a_while() -> None:
+    costs = costs_of(read_settings(f"{VIRTUAL},slowness=3,slow_from_s=0.25,slow_until_s=0.5"), {})
+    assert costs is not None
+    factors = [costs.factor(Stream(), at_s) for at_s in (0.0, 0.25, 0.4375, 0.5)]
+    assert factors == [1.0, 3.0, 3.0, 1.0]
 
 
 def test_the_slow_rank_alone_is_slow() -> None:
@@ -246,6 +288,11 @@ def test_a_message_of_another_size_than_its_receiver_expects_is_refused() -> Non
 
 
 @pytest.mark.slow
+def test_a_rank_that_leaves_finishes_its_exchanges_first() -> None:
+    assert run_ranks(2, "leaving") == [32.0, 0]
+
+
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_with_those_that_wait() -> None:
     found = run_ranks(3, "missing", TRAINSPEC_EMULATED="timeout_s=3")
     assert found[2] == ""
@@ -270,7 +317,13 @@ def test_settings(text: str, settings: Settings) -> None:
     "text",
     [
         *("ordr=7", "order=x", "order", "memory_gib=", "time=", "order=7,time=h100_sxm"),
-        *("slowness=2", "time=h100_sxm,slowness=nan", "time=h100_sxm,slowness=-1", "slow_rank=1.5,time=h100_sxm"),
+        *(
+            "slowness=2",
+            "slow_from_s=1",
+            "time=h100_sxm,slowness=nan",
+            "time=h100_sxm,slowness=-1",
+            "slow_rank=1.5,time=h100_sxm",
+        ),
     ],
 )
 def test_other_settings_are_refused(text: str) -> None:

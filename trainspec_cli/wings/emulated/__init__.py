@@ -22,10 +22,12 @@ class Settings:
     """The chip (a file in conf/accelerator) whose rates set the virtual time of operations; None: no virtual time."""
     slowness: float = 1.0
     """Operations last this many times as long as on the chip; exchanges and copies do not."""
-    slow_from_s: float = 0.0
-    """The virtual time from which `slowness` applies."""
     slow_rank: int | None = None
     """The only rank to which `slowness` applies; None: it applies to all ranks."""
+    slow_from_s: float = 0.0
+    """Virtual host time from which `slowness` applies."""
+    slow_until_s: float = math.inf
+    """Virtual host time until which it applies."""
     jitter: float = 0.0
     """Standard deviation of the logarithm of an operation's duration. The noise is seeded by rank and stream."""
     launch_us: float | None = None
@@ -36,6 +38,9 @@ class Settings:
 
 WHOLE = ("order", "slow_rank")
 """Settings that are whole numbers."""
+
+
+NEED_TIME = {"slowness", "slow_rank", "slow_from_s", "slow_until_s", "jitter", "launch_us"}
 
 
 def read_settings(text: str) -> Settings:
@@ -59,9 +64,7 @@ def read_settings(text: str) -> Settings:
     if settings.order is not None and settings.time is not None:
         message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"
         raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
-    if settings.time is None and (
-        unused := sorted(found.keys() & {"slowness", "slow_from_s", "slow_rank", "jitter", "launch_us"})
-    ):
+    if settings.time is None and (unused := sorted(found.keys() & NEED_TIME)):
         message = f"{EMULATED}: `{unused[0]}` needs `time`"
         raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
     return settings

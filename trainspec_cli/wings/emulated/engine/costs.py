@@ -37,7 +37,7 @@ from trainspec_cli.planner.time.step import Rates, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.wings.emulated import Settings
-from trainspec_cli.wings.emulated.engine.streams import HOST, SLOWNESS, Stream, current_stream
+from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 """Matrix products, with the position of their first factor among their arguments."""
@@ -63,6 +63,9 @@ class ChipCosts:
     chip: AcceleratorSpec
     fabric: Fabric
     rank: int = 0
+    slowness: float = 1.0
+    slow_from_s: float = 0.0
+    slow_until_s: float = math.inf
     jitter: float = 0.0
     eff: Efficiency = field(default_factory=Efficiency)
     sources: dict[int, random.Random] = field(default_factory=dict)
@@ -129,12 +132,13 @@ class ChipCosts:
             return send_s(group, nbytes, self.eff)
         return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
 
-    def noise(self, stream: Stream) -> float:
-        """Return the factor of a stream's next operation."""
-        if not self.jitter:
-            return 1.0
-        source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
-        return source.lognormvariate(0.0, self.jitter)
+    def factor(self, stream: Stream, at_s: float) -> float:
+        """Return how many times its usual time a stream's next operation lasts, if it is queued at `at_s`."""
+        factor = self.slowness if self.slow_from_s <= at_s < self.slow_until_s else 1.0
+        if self.jitter:
+            source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
+            factor *= source.lognormvariate(0.0, self.jitter)
+        return factor
 
 
 def nbytes_of(values: Any) -> int:
@@ -154,17 +158,19 @@ def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 2 * nbytes_of(result) + nbytes_of(args[1:])
     if name in SCATTERS:
         return 3 * nbytes_of(args[1:])
-    read = nbytes_of(args) + nbytes_of(kwargs)
+    if name.endswith("_like") or name.startswith("new_"):
+        return nbytes_of(result)
+    given = nbytes_of(args) + nbytes_of(kwargs)
     if not op._schema.is_mutable:
-        return read + nbytes_of(result)
-    if name in WRITES:
-        return read
-    changed = {
-        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
+        return given + nbytes_of(result)
+    if name.removeprefix("_foreach_") in WRITES:
+        return given
+    changed = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
-    return read + nbytes_of(list(changed.values()))
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+    ]
+    return given + nbytes_of(changed)
 
 
 def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | None:
@@ -181,7 +187,8 @@ def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | 
     world_size = int(environment.get("WORLD_SIZE", "1"))
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     fabric = Fabric(chip, world_size, per_node, per_node, chip.link_gb_per_s, usual_gbit(chip))
-    return ChipCosts(chip, fabric, rank, settings.jitter)
+    slowness = settings.slowness if settings.slow_rank in (None, rank) else 1.0
+    return ChipCosts(chip, fabric, rank, slowness, settings.slow_from_s, settings.slow_until_s, settings.jitter)
 
 
 class VirtualTime:
@@ -193,9 +200,6 @@ class VirtualTime:
         self.costs = costs_of(settings, os.environ)
         if self.costs is not None:
             HOST.is_virtual = True
-            if settings.slow_rank in (None, self.costs.rank):
-                SLOWNESS.factor = settings.slowness
-                SLOWNESS.from_s = settings.slow_from_s
             HOST.launch_s = self.costs.eff.launch_s if settings.launch_us is None else settings.launch_us / 1e6
 
     def spend(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -204,7 +208,7 @@ class VirtualTime:
             stream = current_stream()
             HOST.launch()
             seconds = self.costs.operation_s(op, args, kwargs, result)
-            stream.spend(seconds * self.costs.noise(stream))
+            stream.spend(seconds * self.costs.factor(stream, HOST.now_s))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
         """Return the time of a copy inside the device, or between host and device."""
@@ -212,7 +216,7 @@ class VirtualTime:
             return 0.0
         HOST.launch()
         if inside:
-            return self.costs.memory_s(2 * nbytes) * self.costs.noise(current_stream())
+            return self.costs.memory_s(2 * nbytes) * self.costs.factor(current_stream(), HOST.now_s)
         return nbytes / (self.costs.fabric.host_link_gb_per_s * 1e9)
 
 

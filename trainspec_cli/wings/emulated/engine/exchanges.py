@@ -10,10 +10,10 @@ exchange starts for all of them when the last one arrives.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
-import sys
 import sysconfig
 import threading
 import time
@@ -154,7 +154,7 @@ LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<"
 def call_site() -> str:
     """Return `FILE:LINE` of the innermost call outside torch and this device; in autograd's threads there may be none,
     and torch's own is returned."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     innermost = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -162,7 +162,7 @@ def call_site() -> str:
             innermost = innermost or f"{file}:{frame.f_lineno}"
             if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # it wraps functions
                 return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return innermost
 
 
@@ -203,7 +203,10 @@ class Communicator:
         gloo = dist.ProcessGroupGloo(self.store, rank, size, dist.distributed_c10d.default_pg_timeout)
         own = dist.ProcessGroup(self.store, rank, size)
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        torch._C._distributed_c10d._register_process_group(self.own_name, own)
+        own._set_group_name(self.own_name)  # torch's flight recorder counts collectives by this name
+        registry = torch._C._distributed_c10d
+        registry._unregister_process_group(self.own_name)  # of an earlier group of that name, since destroyed
+        registry._register_process_group(self.own_name, own)
         return gloo, own
 
     @property
@@ -230,7 +233,7 @@ LATE_S = 1.0
 """Real time after which a waiting rank reports in the store that it has arrived."""
 
 
-class Meeting:
+class PendingExchange:
     """An exchange in progress: its ranks meet, compare what they run, and run it."""
 
     def __init__(self, communicator: Communicator, key: str, kind: str, mine: Arrival, begin: Callable[[Any], Any]):
@@ -290,7 +293,7 @@ class Meeting:
         return self._communicator.ranks
 
 
-class CollectiveMeeting(Meeting):
+class PendingCollective(PendingExchange):
     _swap: Any = None
     _arrived: Sequence[Tensor] = ()
 
@@ -316,7 +319,7 @@ MEETING_TAG = 1 << 20
 """Tags of messages by which the two ends of a message meet; the engine uses smaller ones for its own."""
 
 
-class MessageMeeting(Meeting):
+class PendingMessage(PendingExchange):
     def __init__(
         self,
         communicator: Communicator,
@@ -359,7 +362,7 @@ def timeout_s() -> float:
     return read_settings(os.environ.get(EMULATED, "")).timeout_s
 
 
-def queue(communicator: Communicator, channel: str, start: Callable[[float], Meeting]) -> StreamEvent:
+def queue(communicator: Communicator, channel: str, start: Callable[[float], PendingExchange]) -> StreamEvent:
     """Queue an exchange after the current stream's work; return the event that marks its end."""
     HOST.launch()
     stream = communicator.streams[channel]
@@ -386,12 +389,12 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
 
     channel = f"{name} {args[2]}" if name in MESSAGES else ""
 
-    def start(at_s: float) -> Meeting:
+    def start(at_s: float) -> PendingExchange:
         arrival = replace(mine, at_s=at_s)
         if name in MESSAGES:
             is_sender = name == "send"
-            return MessageMeeting(communicator, kind, arrival, begin, peer=args[2], tag=args[3], is_sender=is_sender)
-        return CollectiveMeeting(communicator, "", kind, arrival, begin)
+            return PendingMessage(communicator, kind, arrival, begin, peer=args[2], tag=args[3], is_sender=is_sender)
+        return PendingCollective(communicator, "", kind, arrival, begin)
 
     exchange = DeviceExchange(queue(communicator, channel, start), args)
     _kept[:] = [exchange, *(one for one in _kept if not one.is_over)]
@@ -418,8 +421,8 @@ def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callab
 
         return Waited(finish)
 
-    def start(at_s: float) -> Meeting:
-        return CollectiveMeeting(communicator, "", kind, replace(mine, at_s=at_s), begin)
+    def start(at_s: float) -> PendingExchange:
+        return PendingCollective(communicator, "", kind, replace(mine, at_s=at_s), begin)
 
     made.untyped_storage().exchange = queue(communicator, "", start), args
     return made

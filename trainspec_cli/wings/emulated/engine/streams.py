@@ -79,21 +79,6 @@ HOST = HostClock()
 
 
 @dataclass
-class Slowness:
-    """How much longer the device's own work lasts than on a healthy device."""
-
-    factor: float = 1.0
-    from_s: float = 0.0
-    """The virtual time from which it does."""
-
-    def at(self, moment_s: float) -> float:
-        return self.factor if moment_s >= self.from_s else 1.0
-
-
-SLOWNESS = Slowness()
-
-
-@dataclass
 class Moment:
     """The point in a stream where an event was recorded."""
 
@@ -192,7 +177,7 @@ class Stream:
                 return False
             work.handle.wait()  # raises the error of an exchange that failed
             self.now_s = max(self.now_s, work.handle.end_s)
-        self.now_s += work.duration_s * SLOWNESS.at(self.now_s)
+        self.now_s += work.duration_s
         if work.moment is not None:
             work.moment.host_s = time.perf_counter()
             work.moment.device_s = self.now_s
