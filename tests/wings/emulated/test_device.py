@@ -90,13 +90,18 @@ def test_a_missing_wait_is_found(program: str, without: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "settings"),
-    [("", Settings()), ("order=7", Settings(order=7)), ("memory_gib=0.5,order=1", Settings(1, 0.5))],
+    [
+        ("", Settings()),
+        ("order=7", Settings(order=7)),
+        ("memory_gib=0.5,order=1", Settings(1, 0.5)),
+        ("sizes=1", Settings(sizes=1)),
+    ],
 )
 def test_settings(text: str, settings: Settings) -> None:
     assert read_settings(text) == settings
 
 
-@pytest.mark.parametrize("text", ["ordr=7", "order=x", "order", "memory_gib="])
+@pytest.mark.parametrize("text", ["ordr=7", "order=x", "order", "memory_gib=", "sizes=2", "sizes=1,order=3"])
 def test_other_settings_are_refused(text: str) -> None:
     with pytest.raises(RecipeError) as error:
         read_settings(text)

@@ -17,6 +17,8 @@ class Settings:
     """Run the streams' work late and in random order with this seed; None: as soon as possible."""
     memory_gib: float = 80.0
     """The device's memory."""
+    sizes: int = 0
+    """1: tensors have shapes and allocated memory, but no values; one rank may stand for a world of any size."""
 
 
 def read_settings(text: str) -> Settings:
@@ -27,8 +29,12 @@ def read_settings(text: str) -> Settings:
         try:
             if name not in Settings.__annotations__:
                 raise ValueError
-            found[name] = int(value) if name == "order" else float(value)
+            found[name] = float(value) if name == "memory_gib" else int(value)
         except ValueError:
             message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
             raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None
-    return Settings(**found)  # type: ignore[arg-type]
+    settings = Settings(**found)  # type: ignore[arg-type]
+    if settings.sizes not in (0, 1) or (settings.sizes and settings.order is not None):
+        message = f"{EMULATED}: `{text}`: sizes is 0 or 1, and without values there is nothing to order"
+        raise RecipeError(Problem("usage", message, EMULATED, "give sizes=1 without order="))
+    return settings

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trainspec_cli.wings.emulated.engine.streams import SCHEDULER, QueuedWork, Stream, StreamEvent, current_stream
 
@@ -86,6 +86,11 @@ def _stream_of(group: Any, peer: str = "") -> Stream:
     return _streams[key]
 
 
+def _lacks_values(tensors: Any) -> bool:
+    """Return whether these are the tensors of sizes mode, in which an exchange sends nothing and needs no peers."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(tensors))
+
+
 def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any]) -> Any:
     name = op.overloadpacket.__name__
     on_host = tree_map(memory_of, args)
@@ -95,6 +100,8 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
     stream = _stream_of(group, f"{name} {args[2]}" if name in ("send", "recv_") else "")
 
     def start() -> object:
+        if _lacks_values(on_host):
+            return None
         result = op(*on_host, **kwargs)
         found = result[-1] if isinstance(result, tuple) else result
         work = torch._C._distributed_c10d.Work.unbox(found)
@@ -117,6 +124,8 @@ def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callab
     target = memory_of(made)
 
     def start() -> object:
+        if _lacks_values(on_host):
+            return None
         result = op(*on_host, **kwargs)
 
         def finish() -> None:
