@@ -14,6 +14,7 @@ from wings.emulated.test_device import run
 
 from trainspec_cli.__main__ import run as run_command
 from trainspec_cli.core.printable import GIB
+from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 
 SIZES = {"TRAINSPEC_EMULATED": "sizes=1"}
 
@@ -37,6 +38,19 @@ def test_the_host_reads_zeros_and_what_depends_on_values_is_refused() -> None:
     assert found["large"] == [2**38, 0]
     assert [name.split()[0] for name in found["refused"]] == ["nonzero", "index", "_unique2"]
     assert found["allocated"] == 512
+
+
+def test_the_log_knows_what_is_live_at_the_peak() -> None:
+    log = AllocationLog()
+    kept = log.add(100, "kept")
+    released = log.add(50, "released")
+    log.end(released)
+    highest = log.add(70, "highest")
+    log.end(highest)
+    log.add(40, "later")
+    assert log.at_peak == [kept, highest]
+    log.begin()
+    assert [block.shape for block in log.at_peak] == ["kept", "later"]
 
 
 @pytest.mark.parametrize(
