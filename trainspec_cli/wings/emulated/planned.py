@@ -31,8 +31,8 @@ class PlanToRehearse:
     """The highest sum of a rank's tensors with eager blocks, by pipeline rank."""
     allocator_bytes: tuple[float, ...]
     """The same with fragmentation and the plan's reserve."""
-    compiled_saves_bytes: tuple[float, ...]
-    """What compiled blocks save of that, if the recipe compiles them."""
+    fused_saves_bytes: tuple[float, ...]
+    """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RehearsedRank:
     rehearsed: RankRehearsal
     planned_tensors_bytes: float
     planned_allocator_bytes: float
-    compiled_saves_bytes: float
+    fused_saves_bytes: float
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     tensors = [allocated(memory) - memory.fragmentation_bytes for memory in best.memory]
     saved = [0.0] * plan.layout.pp
     if is_counted(spec.model, plan.offload):
+        # The recipe's run may have compiled blocks and fused kernels; a rehearsal has neither.
+        as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
         tensors = [sum(peak.values()) for peak in rank_peaks(run_of(eager))]
-        compiled = [sum(peak.values()) for peak in rank_peaks(run_of(plan))]
-        saved = [one - other for one, other in zip(tensors, compiled, strict=True)]
+        saved = [one - other for one, other in zip(tensors, as_planned, strict=True)]
         by_rank = [size + more for size, more in zip(by_rank, saved, strict=True)]
     device_bytes = best.memory_limit_bytes if memory_gib is None else memory_gib * GIB
     outside_bytes = CONTEXT_BYTES + in_groups
@@ -110,7 +111,7 @@ def rehearse_ranks(
         on_rank(rank)
         stage = rank * plan.layout.pp // plan.world_size
         found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes)
-        expected = (planned.tensors_bytes, planned.allocator_bytes, planned.compiled_saves_bytes)
+        expected = (planned.tensors_bytes, planned.allocator_bytes, planned.fused_saves_bytes)
         done.append(RehearsedRank(found, *(sizes[stage] for sizes in expected)))
     return Rehearsal(
         plan.layout.describe(),

@@ -64,6 +64,7 @@ class AllocationLog:
         """The current part of the step."""
         self.failed: LoggedBlock | None = None
         """The allocation that did not fit."""
+        self.live_at_failure: list[LoggedBlock] = []
         self._blocks: list[LoggedBlock] = []
         self._total_bytes = 0
 
@@ -74,6 +75,7 @@ class AllocationLog:
 
     def fail(self, nbytes: int, shape: str) -> None:
         self.failed = LoggedBlock(nbytes, shape, find_origin(), self.part, self._total_bytes)
+        self.live_at_failure = self.live
 
     def end(self, block: LoggedBlock) -> None:
         self._total_bytes -= block.nbytes

@@ -30,6 +30,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.emulated import KIND
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock
 from trainspec_cli.wings.emulated.engine.device import MEMORY
+from trainspec_cli.wings.emulated.engine.memory import map_host_memory
 from trainspec_cli.wings.emulated.rehearsal import (
     LiveTensors,
     MemoryMoment,
@@ -56,26 +57,42 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         raise RuntimeError("a rehearsal needs the emulated device without values: TRAINSPEC_EMULATED=sizes=1")
     log = MEMORY.log = AllocationLog()
     found = RankRehearsal(rank, 0, 0, 0, 0, 0, MemoryMoment("", ()))
-    try:
-        with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
-            found = run_steps(plan, device, log, steps, found)
-    except (torch.OutOfMemoryError, PassesOutOfMemory):
-        failed = log.failed
-        assert failed is not None, "this device raises no other error of this kind"
-        last = LiveTensors(failed.shape, failed.origin, 1, failed.nbytes)
-        found = replace(found, peak_bytes=MEMORY.peak_bytes, peak=_moment(failed.part, log.live), failed=last)
+    with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
+        found = run_steps(plan, device, log, steps, found)
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
 
 
 def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
     """Build, step and copy as `rehearse_rank` does, on a device with or without values, and complete `found`."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
-    state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
+    try:
+        state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
+        found = replace(found, state_bytes=MEMORY.allocated_bytes, build_peak_bytes=MEMORY.peak_bytes)
+        _make_steps(plan, state, log, steps)
+    except (torch.OutOfMemoryError, PassesOutOfMemory):
+        failed = log.failed
+        assert failed is not None, "this device raises no other error of this kind"
+        last = LiveTensors(failed.shape, failed.origin, 1, failed.nbytes)
+        moment = _moment(failed.part, log.live_at_failure)
+        return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, failed=last)
+    live = log.at_peak
+    # A checkpoint's copy to the host
+    log.part = "checkpoint"
+    image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
+    image.fill(map_host_memory(image.bytes), image.parts)
+    return replace(
+        found,
+        checkpoint_bytes=image.bytes,
+        peak_bytes=MEMORY.peak_bytes,
+        peak=_moment(live[-1].part, live),
+    )
+
+
+def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -> None:
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, SpreadDispatch) and not MEMORY.has_values:
                 module.read_splits = even_splits
-    found = replace(found, state_bytes=MEMORY.allocated_bytes, build_peak_bytes=MEMORY.peak_bytes)
     # Later micro-batches repeat what the first ones do, except with GPipe, which holds all of them.
     holds_all = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
     run_batches = plan.grad_accum_steps if holds_all else max(traced_micro_batches(plan))
@@ -83,7 +100,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
         MEMORY.peak_bytes = MEMORY.allocated_bytes
         log.begin()
         log.part = "start of the step"
-        with device:
+        with state.device:
             batches = [fake_batch(plan, state) for _ in range(plan.grad_accum_steps)]
         with _noting_parts(state, log, run_batches):
             outcome = train_step(
@@ -96,15 +113,6 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
         outcome.on_host()
         state.clock.cut()
         del batches, outcome
-    live = log.at_peak
-    found = replace(found, peak_bytes=MEMORY.peak_bytes, peak=_moment(live[-1].part, live))
-    # A checkpoint's copy to the host
-    log.part = "checkpoint"
-    parts = [*state.held.parts(), *rng_parts(found.rank, device)]
-    image = plan_image(parts)
-    buffer = torch.empty(image.bytes, dtype=torch.uint8)
-    image.fill(buffer, image.parts)
-    return replace(found, checkpoint_bytes=image.bytes, peak_bytes=max(found.peak_bytes, MEMORY.peak_bytes))
 
 
 @contextmanager
