@@ -29,7 +29,7 @@ from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.emulated import KIND
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock
-from trainspec_cli.wings.emulated.engine.device import MEMORY
+from trainspec_cli.wings.emulated.engine.device import MEMORY, pin
 from trainspec_cli.wings.emulated.engine.memory import map_host_memory
 from trainspec_cli.wings.emulated.rehearsal import (
     LiveTensors,
@@ -79,7 +79,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     # A checkpoint's copy to the host
     log.part = "checkpoint"
     image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
-    image.fill(map_host_memory(image.bytes), image.parts)
+    image.fill(pin(map_host_memory(image.bytes)), image.parts)
     return replace(
         found,
         checkpoint_bytes=image.bytes,
