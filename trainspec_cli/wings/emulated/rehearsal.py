@@ -32,7 +32,7 @@ class LiveTensors:
     """The line of the engine, or the function of FSDP2, that allocated them."""
     number: int
     bytes: int
-    """Of all of them together, in the allocator."""
+    """Their total, as the allocator counts it."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _show(done: Rehearsal) -> None:
         if found.failed:
             tensor = f"{format_bytes(found.failed.bytes)} for {found.failed.shape}"
             lines = ["", f"rank {found.rank:,} ran out of memory: {found.peak.part}"]
-            lines.append(f"  {tensor}, allocated by {found.failed.origin}, did not fit beside")
+            lines.append(f"  {tensor}, allocated by {found.failed.origin}, did not fit in addition to")
         shown = found.peak.largest[:SHOWN]
         lines += [f"  {format_bytes(one.bytes):>10}  {one.number:>4} x {one.shape}  {one.origin}" for one in shown]
         rest = found.peak.largest[SHOWN:]

@@ -1,7 +1,7 @@
 """Run steps of one rank of a plan on the emulated device, without values and without the other ranks.
 
-Tensors have shapes and memory, and exchanges complete at once, so a process stands for any rank of any world. Tokens
-are spread evenly over experts. Blocks run eagerly, with the default kernels.
+Tensors have shapes and memory, and exchanges complete at once, so one process can be any rank of any world. Tokens are
+spread evenly over experts. Blocks run eagerly, with the default kernels.
 """
 
 from __future__ import annotations
