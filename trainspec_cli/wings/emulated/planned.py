@@ -87,7 +87,8 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         # The recipe's run may have compiled blocks and fused kernels; a rehearsal has neither.
         as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
-        tensors = [sum(peak.values()) for peak in rank_peaks(run_of(eager))]
+        peaks = zip(rank_peaks(run_of(eager)), best.memory, strict=True)
+        tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in peaks]
         saved = [one - other for one, other in zip(tensors, as_planned, strict=True)]
         by_rank = [size + more for size, more in zip(by_rank, saved, strict=True)]
     device_bytes = best.memory_limit_bytes if memory_gib is None else memory_gib * GIB
