@@ -76,7 +76,9 @@ PARTS: dict[str, str] = {
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu_backward": (
         "engine/parallel/context.py engine/tools/ledger.py wings/emulated/engine/device.py"
     ),
-    f"{ATEN}._scaled_dot_product_fused_attention_overrideable": "wings/emulated/engine/device.py",
+    f"{ATEN}._scaled_dot_product_fused_attention_overrideable": (
+        "engine/parallel/expert.py wings/emulated/engine/device.py"
+    ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
