@@ -25,10 +25,17 @@ FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 PARTS: dict[str, str] = {
     "torch.Tensor._base": "engine/tools/ledger.py",
     "torch.UntypedStorage._cdata": "engine/tools/ledger.py",
-    "torch._C": "engine/observe/watch.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
+    "torch._C": (
+        "engine/observe/watch.py wings/emulated/engine/allocation_log.py wings/emulated/engine/device.py "
+        "wings/emulated/engine/exchanges.py"
+    ),
     "torch._C._DisableTorchDispatch": "wings/emulated/engine/device.py",
     "torch._C._disabled_torch_function_impl": "wings/emulated/engine/device.py",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "wings/emulated/engine/device.py",
+    "torch._C._autograd": "wings/emulated/engine/allocation_log.py",
+    "torch._C._autograd._get_sequence_nr": "wings/emulated/engine/allocation_log.py",
+    "torch._C._current_autograd_node": "wings/emulated/engine/allocation_log.py",
+    "torch.autograd.graph.Node._sequence_nr": "wings/emulated/engine/allocation_log.py",
     "torch._C._distributed_c10d": "engine/observe/watch.py wings/emulated/engine/exchanges.py",
     "torch._C._distributed_c10d.FakeWork": "engine/tools/trace.py",
     "torch._C._distributed_c10d._dump_fr_trace_json": "engine/observe/watch.py",
@@ -77,7 +84,9 @@ PARTS: dict[str, str] = {
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu_backward": (
         "engine/parallel/context.py engine/tools/ledger.py wings/emulated/engine/device.py"
     ),
-    f"{ATEN}._scaled_dot_product_fused_attention_overrideable": "wings/emulated/engine/device.py",
+    f"{ATEN}._scaled_dot_product_fused_attention_overrideable": (
+        "engine/parallel/expert.py wings/emulated/engine/device.py"
+    ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",

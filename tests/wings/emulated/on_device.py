@@ -5,12 +5,14 @@ A process cannot take the device back, so that no test's process may have it. Ea
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +31,16 @@ from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
 from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.emulated.engine import device, streams
+from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 from trainspec_cli.wings.emulated.engine.costs import TIME
 from trainspec_cli.wings.emulated.engine.device import MEMORY, PLUGIN
+from trainspec_cli.wings.emulated.engine.rehearse import rehearse_rank, run_steps
+from trainspec_cli.wings.emulated.rehearsal import MemoryMoment, RankRehearsal
 
 MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 512)
 SEQ_LEN = 32
@@ -107,8 +114,7 @@ def counting() -> dict[str, Any]:
 def steady(family: str) -> dict[str, int]:
     """Return what a later training step of the engine does that makes the host wait, beyond operations."""
     plan = build_plan(Case(family), "cpu")
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", STORE_FILE: str(Path(tempfile.mkdtemp()) / "store")}
-    there = join_processes("cpu")
+    there = join_alone()
     state = build_train_state(plan, there, build_mesh(plan.layout, there.type))
     tokens = torch.randint(0, 64, (4, plan.spec.data.seq_len), device=there)
     for _ in range(3):
@@ -120,6 +126,74 @@ def steady(family: str) -> dict[str, int]:
     found["to read the outcome"] = streams.counts["device to host"] - found.get("device to host", 0)
     found.pop("operations")
     return found
+
+
+def allocations(families: str) -> dict[str, Any]:
+    """Return, by family, every allocation of three steps with AdamW and two micro-batches, in order, in bytes."""
+    there = join_alone()
+    found = {}
+    for family in families.split():
+        plan = build_plan(Case(family, micro_batch_size=2, optimizer="adamw"), "cpu")
+        log = MEMORY.log = AllocationLog()
+        MEMORY.peak_bytes = 0
+        state = build_train_state(plan, there, build_mesh(plan.layout, there.type))
+        losses = []
+        for _ in range(3):
+            tokens = [torch.randint(0, 64, (2, plan.spec.data.seq_len), device=there) for _ in range(2)]
+            batches = [(one, one) for one in tokens]
+            outcome = train_step(state, batches, global_tokens=2 * tokens[0].numel(), clip_norm=1.0)
+            assert outcome is not None
+            on_host = outcome.on_host()
+            losses.append((on_host.loss.item(), on_host.skipped.item()))
+        found[family] = {
+            "peak": MEMORY.peak_bytes,
+            "reserved": MEMORY.peak_reserved_bytes,
+            "sizes": [(block.nbytes, block.origin) for block in log._blocks],
+            "losses": losses,
+        }
+        del state, tokens, batches, outcome, on_host
+        gc.collect()
+    return found
+
+
+def without_values() -> dict[str, Any]:
+    """Read what the host may read in sizes mode, and fail at what depends on values."""
+    there = torch.full((3, 2), 7.0, device="emulated")
+    host = torch.ones(3, 2)
+    host.copy_(there)
+    refused = []
+    for read in (there.nonzero, lambda: there[there > 0], there.unique):
+        try:
+            read()
+        except NotImplementedError as error:
+            refused.append(str(error))
+    large = torch.empty(2**38, dtype=torch.uint8, device="emulated").cpu()
+    return {
+        "numbers": [there.sum().item(), there.long().max().item(), bool(there.isnan().any())],
+        "copies": [there.cpu().tolist(), host.tolist()],
+        "large": [large.nbytes, large[-1].item()],
+        "refused": refused,
+        "allocated": MEMORY.allocated_bytes,
+    }
+
+
+def join_alone() -> torch.device:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", STORE_FILE: str(Path(tempfile.mkdtemp()) / "store")}
+    return join_processes("cpu")
+
+
+def rehearsed(case: str, rank: str, world: str) -> dict[str, Any]:
+    """Rehearse a rank of a case of certify; `world`: `alone`, or the folder of the store of a real world."""
+    family, layout, optimizer = json.loads(case)
+    plan = build_plan(Case(family, Layout(**layout), optimizer=optimizer, micro_batch_size=2), "cpu")
+    if world == "alone":
+        return to_plain(rehearse_rank(plan, int(rank)))
+    os.environ |= {"RANK": rank, "WORLD_SIZE": str(plan.world_size), STORE_FILE: f"{world}/store"}
+    there = join_processes("cpu")
+    log = MEMORY.log = AllocationLog()
+    found = run_steps(plan, there, log, 2, RankRehearsal(int(rank), 0, 0, 0, 0, 0, MemoryMoment("", ())))
+    torch.distributed.barrier()
+    return to_plain(replace(found, reserved_bytes=MEMORY.peak_reserved_bytes))
 
 
 def memory() -> dict[str, Any]:

@@ -307,6 +307,7 @@ def test_a_rank_that_never_comes_is_named_with_those_that_wait() -> None:
         ("order=7", Settings(order=7)),
         ("memory_gib=0.5,order=1", Settings(1, 0.5)),
         ("time=h100_sxm,slowness=2,slow_rank=3", Settings(time="h100_sxm", slowness=2.0, slow_rank=3)),
+        ("sizes=1", Settings(sizes=1)),
     ],
 )
 def test_settings(text: str, settings: Settings) -> None:
@@ -316,7 +317,7 @@ def test_settings(text: str, settings: Settings) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("ordr=7", "order=x", "order", "memory_gib=", "time=", "order=7,time=h100_sxm"),
+        *("ordr=7", "order=x", "order", "memory_gib=", "time=", "order=7,time=h100_sxm", "sizes=2", "sizes=1,order=3"),
         *(
             "slowness=2",
             "slow_from_s=1",

@@ -142,6 +142,7 @@ COSTLY = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,  # XPU, and devices that plug into torch
     }
 )
 """Operations whose results `selective` keeps."""

@@ -183,9 +183,9 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
+def fake_world(rank: int, world_size: int, backends: str = "fake") -> Iterator[None]:
     FakeWork.is_completed = lambda _work: True  # type: ignore[method-assign, assignment]
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

@@ -18,6 +18,8 @@ class Settings:
     """Run the streams' work late and in random order with this seed; None: as soon as possible."""
     memory_gib: float = 80.0
     """The device's memory."""
+    sizes: int = 0
+    """1: tensors have shapes and allocated memory, but no values; one rank may stand for a world of any size."""
     time: str | None = None
     """The chip (a file in conf/accelerator) whose rates set the virtual time of operations; None: no virtual time."""
     slowness: float = 1.0
@@ -36,10 +38,8 @@ class Settings:
     """Real time after which an exchange that lacks a rank fails."""
 
 
-WHOLE = ("order", "slow_rank")
+WHOLE = ("order", "sizes", "slow_rank")
 """Settings that are whole numbers."""
-
-
 NEED_TIME = {"slowness", "slow_rank", "slow_from_s", "slow_until_s", "jitter", "launch_us"}
 
 
@@ -67,4 +67,7 @@ def read_settings(text: str) -> Settings:
     if settings.time is None and (unused := sorted(found.keys() & NEED_TIME)):
         message = f"{EMULATED}: `{unused[0]}` needs `time`"
         raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
+    if settings.sizes not in (0, 1) or (settings.sizes and settings.order is not None):
+        message = f"{EMULATED}: `{text}`: sizes is 0 or 1, and without values there is nothing to order"
+        raise RecipeError(Problem("usage", message, EMULATED, "give sizes=1 without order="))
     return settings

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -30,9 +31,16 @@ from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.accelerators import DeviceKind
 from trainspec_cli.wings.emulated import KIND, read_settings
+from trainspec_cli.wings.emulated.engine.allocation_log import note_forward
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
-from trainspec_cli.wings.emulated.engine.memory import DeviceStorage, EmulatedMemory
+from trainspec_cli.wings.emulated.engine.memory import (
+    DeviceStorage,
+    EmulatedMemory,
+    extent,
+    map_host_memory,
+    without_values,
+)
 from trainspec_cli.wings.emulated.engine.streams import (
     HOST,
     LOCK,
@@ -72,7 +80,7 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def memory(self) -> Tensor:
-        """The host memory that this tensor describes, with its current content."""
+        """The host memory that this tensor describes, with its current content; in sizes mode, only its shape."""
         return self._storage.view(self)
 
     def untyped_storage(self) -> Any:
@@ -96,20 +104,15 @@ def memory_of(value: Any) -> Any:
 
 def new_tensor(like: Tensor) -> DeviceTensor:
     """Return a tensor with the same shape, strides and type in newly allocated memory."""
-    return DeviceTensor(like, DeviceStorage(_extent(like) * like.dtype.itemsize, MEMORY))
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of elements that a tensor spans in memory, from its first to its last."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    shape = f"{tuple(like.shape)} {str(like.dtype).removeprefix('torch.')}"
+    return DeviceTensor(like, DeviceStorage(extent(like) * like.dtype.itemsize, MEMORY, shape))
 
 
 def to_device(host: Tensor) -> DeviceTensor:
     """Return a device tensor that immediately holds these values."""
     made = new_tensor(host)
-    made.memory.copy_(host)
+    if MEMORY.has_values:
+        made.memory.copy_(host)
     return made
 
 
@@ -121,6 +124,8 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet = op.overloadpacket
     name = packet.__name__
     counts["operations"] += 1
+    if MEMORY.log is not None:
+        note_forward()
     if op.namespace == "c10d":
         return run_exchange(op, args, kwargs, memory_of)
     if op.namespace == "_c10d_functional":
@@ -138,7 +143,10 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in INDEXING:
         args = (args[0], [_on_device(index) for index in args[1]], *args[2:])
     _refuse_host_tensors(name, args, kwargs)
-    kwargs = {key: torch.device("cpu") if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+    place = torch.device("cpu" if MEMORY.has_values else "meta")
+    kwargs = {key: place if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+    if not MEMORY.has_values:
+        kwargs.pop("generator", None)
     if "pin_memory" in kwargs:
         kwargs["pin_memory"] = False
     if _is_view(op):
@@ -193,8 +201,9 @@ def _view(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _run_in_place(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
-    _queue(_with_own_random(op, on_host, host_kwargs))
+    if MEMORY.has_values:
+        on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
+        _queue(_with_own_random(op, on_host, host_kwargs))
     returned = []
     for value in op._schema.returns:
         for place, argument in enumerate(op._schema.arguments):
@@ -210,6 +219,12 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
     if _reads(op, args):
         current_stream().synchronize()
+        if not MEMORY.has_values:
+            return _read_nothing(op, args, kwargs)
+    elif not MEMORY.has_values:
+        infer = WITHOUT_VALUES.get(op.overloadpacket.__name__, op)
+        shapes = infer(*on_host, **host_kwargs)
+        return tree_map(lambda leaf: new_tensor(leaf) if isinstance(leaf, Tensor) else leaf, shapes)
     elif SCHEDULER.random is not None:
         shapes = _shapes(op, args, kwargs)
         if shapes is not None:
@@ -220,6 +235,33 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _catch_up()
     result = op(*on_host, **host_kwargs)
     return tree_map(lambda leaf: to_device(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _infer_grouped_product(x: Tensor, weight: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return the shape of a product by groups of rows, or of columns if both are matrices. torch infers it for bf16
+    only."""
+    shape = (*x.shape[:-1], weight.shape[-1])
+    if x.dim() == weight.dim() == 2:
+        assert offs is not None, "two matrices have groups of columns"
+        shape = (len(offs), *shape)
+    elif x.dim() > weight.dim():
+        shape = shape[1:]
+    return x.new_empty(shape)
+
+
+WITHOUT_VALUES: dict[str, Callable[..., Tensor]] = {"_grouped_mm": _infer_grouped_product}
+"""Operations whose shapes torch does not infer."""
+
+
+def _read_nothing(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what the host reads from the device in sizes mode: 0, 0.0 or False."""
+    name = op.overloadpacket.__name__
+    if name == "_local_scalar_dense":
+        return torch.zeros((), dtype=args[0].dtype).item()
+    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+        return new_tensor(torch.empty(kwargs["output_size"], dtype=torch.int64, device="meta"))
+    message = f"{name} has no result in sizes mode of the emulated device (sizes=1): its shape depends on values"
+    raise NotImplementedError(message)
 
 
 def _reads(op: Any, args: Any) -> bool:
@@ -267,8 +309,7 @@ def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _described(value: Any) -> Any:
     """Return a tensor's shape, strides and storage offset as a tensor without memory."""
     if isinstance(value, Tensor):
-        whole = torch.empty(value.storage_offset() + _extent(value), dtype=value.dtype, device="meta")
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        return without_values(value)
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
@@ -322,7 +363,11 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if wanted.type == KIND:
             target = new_tensor(like)
         else:
-            target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            if MEMORY.has_values:
+                target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            else:
+                whole = map_host_memory(max(1, extent(like)) * like.dtype.itemsize)
+                target = whole.view(like.dtype).as_strided(like.shape, like.stride())
             if non_blocking:
                 pin(target)  # torch allocates it page-locked
     else:
@@ -332,9 +377,15 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     into, value = memory_of(target), memory_of(source)
     if from_host:
         counts["host to device"] += 1
-        if not (non_blocking and is_pinned(source)):
+        if MEMORY.has_values and not (non_blocking and is_pinned(source)):
             value = source.detach().clone()  # it must be read before the call returns
-    _queue(lambda: into.copy_(value), TIME.copy_s(nbytes_of(source), inside=not (from_host or to_host)))
+    copy_s = TIME.copy_s(nbytes_of(source), inside=not (from_host or to_host))
+    if MEMORY.has_values:
+        _queue(lambda: into.copy_(value), copy_s)
+    else:
+        current_stream().spend(copy_s)
+        if to_host and extent(target) * target.dtype.itemsize <= READ_BYTES:
+            target.zero_()
     if to_host:
         counts["device to host"] += 1
         if not (non_blocking and is_pinned(target)):
@@ -427,6 +478,15 @@ FLASH = 1
 """torch's number for the flash kernel (at::SDPBackend::flash_attention)."""
 
 
+def _on_host(value: Any) -> Any:
+    """Return a tensor's host memory, or in sizes mode unused host memory of its shape, for which torch chooses the same
+    kernel."""
+    host = memory_of(value)
+    if isinstance(host, Tensor) and host.is_meta:
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
+    return host
+
+
 def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a `scaled_dot_product_attention` that uses the CPU's kernel where torch would decompose it."""
 
@@ -435,7 +495,7 @@ def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         if isinstance(query, DeviceTensor):
-            given = tree_map(memory_of, (query, key, value, attn_mask, dropout_p, is_causal))
+            given = tree_map(_on_host, (query, key, value, attn_mask, dropout_p, is_causal))
             chosen = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
             if chosen == FLASH:
                 if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -541,6 +601,9 @@ class DeviceModule:
         MEMORY.release_unused()
 
 
+READ_BYTES = 2**20
+"""In sizes mode, a copy to the host fills up to this many bytes with zeros; larger host tensors are left unchanged, so
+that their memory is not used."""
 ACCELERATOR_CALLS = (
     "current_stream", "synchronize", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
     "get_memory_info", "empty_cache", "reset_peak_memory_stats",
@@ -569,6 +632,9 @@ class EmulatedDevice:
         settings = read_settings(os.environ.get(EMULATED, ""))
         MEMORY.capacity_bytes = settings.memory_gib * GIB
         TIME.start(settings)
+        MEMORY.has_values = not settings.sizes
+        if settings.sizes:
+            self.kind = replace(self.kind, collectives="fake")
         module: Any = DeviceModule()
         _setup_privateuseone_for_python_backend(KIND, backend_module=module)
         every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]

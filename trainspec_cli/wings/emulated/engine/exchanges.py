@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,14 @@ class Communicator:
         one another."""
         self.numbers: defaultdict[str, int] = defaultdict(int)
         """The number of exchanges so far, of collectives ("") and of messages between two ranks."""
-        self.store = dist.PrefixStore("emulated", group.get_group_store())
-        self.opening = Waited(self._open)
+
+    @cached_property
+    def store(self) -> dist.PrefixStore:
+        return dist.PrefixStore("emulated", self.group.get_group_store())
+
+    @cached_property
+    def opening(self) -> Waited:
+        return Waited(self._open)
 
     def _open(self) -> tuple[Any, Any]:
         """Return the connections, as torch's backend and as a process group. All ranks of the group call this."""
@@ -371,6 +377,22 @@ def queue(communicator: Communicator, channel: str, start: Callable[[float], Pen
     return stream.record_event()
 
 
+def queue_alone(communicator: Communicator, channel: str, kind: str, mine: Arrival, peer: int | None) -> StreamEvent:
+    """Queue an exchange without values: the other ranks are assumed to arrive at the same time. `peer`: that of a
+    message."""
+    HOST.launch()
+    stream = communicator.streams[channel]
+    stream.wait_stream(current_stream())
+    ranks = communicator.ranks if peer is None else [dist.get_rank(), communicator.ranks[peer]]
+    stream.spend(0.0 if TIME.costs is None else TIME.costs.exchange_s(kind, ranks, mine.nbytes))
+    return stream.record_event()
+
+
+def _lacks_values(tensors: Any) -> bool:
+    """Return whether these are the tensors of sizes mode, in which an exchange sends nothing and needs no peers."""
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(tensors))
+
+
 def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any]) -> Any:
     name = op.overloadpacket.__name__
     on_host = tree_map(memory_of, args)
@@ -396,7 +418,11 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
             return PendingMessage(communicator, kind, arrival, begin, peer=args[2], tag=args[3], is_sender=is_sender)
         return PendingCollective(communicator, "", kind, arrival, begin)
 
-    exchange = DeviceExchange(queue(communicator, channel, start), args)
+    if _lacks_values(on_host):
+        done = queue_alone(communicator, channel, kind, mine, args[2] if name in MESSAGES else None)
+    else:
+        done = queue(communicator, channel, start)
+    exchange = DeviceExchange(done, args)
     _kept[:] = [exchange, *(one for one in _kept if not one.is_over)]
     boxed = exchange.boxed()
     outputs = [args[place] for place, value in enumerate(op._schema.returns[:-1])]
@@ -424,7 +450,11 @@ def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callab
     def start(at_s: float) -> PendingExchange:
         return PendingCollective(communicator, "", kind, replace(mine, at_s=at_s), begin)
 
-    made.untyped_storage().exchange = queue(communicator, "", start), args
+    if _lacks_values(on_host):
+        done = queue_alone(communicator, "", kind, mine, None)
+    else:
+        done = queue(communicator, "", start)
+    made.untyped_storage().exchange = done, args
     return made
 
 

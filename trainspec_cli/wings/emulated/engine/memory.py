@@ -6,7 +6,6 @@ still queued in another stream then reads overwritten data, unless `record_strea
 
 from __future__ import annotations
 
-import math
 import mmap
 import warnings
 from dataclasses import dataclass, field
@@ -17,7 +16,25 @@ from torch import Tensor
 
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
+from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock, find_origin
 from trainspec_cli.wings.emulated.engine.streams import LOCK, Stream, StreamEvent, current_stream
+
+
+def without_values(tensor: Tensor) -> Tensor:
+    """Return a tensor's shape, strides and storage offset as a tensor without memory."""
+    offset = int(tensor.storage_offset())
+    if not offset:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    whole = torch.empty(offset + extent(tensor), dtype=tensor.dtype, device="meta")
+    return whole.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def extent(tensor: Tensor) -> int:
+    """Return the number of elements that a tensor spans in memory, from its first to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
 
 ARENA_BYTES = 64 * GIB
 """Address space of a pool. Only written pages use host memory."""
@@ -25,6 +42,14 @@ ARENA_BYTES = 64 * GIB
 
 MAP_NORESERVE = 0x4000
 """A Linux flag: reserve address space without backing memory until it is written."""
+
+
+def map_host_memory(nbytes: int) -> Tensor:
+    """Return zeros as bytes; only pages that are written use memory."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class EmulatedMemory:
@@ -37,9 +62,13 @@ class EmulatedMemory:
         self.failures = 0
         self._allocators: dict[int, CachingAllocator] = {}
         self._arenas: dict[int, Tensor] = {}
-        self._kept: list[tuple[CachingAllocator, MemoryBlock, list[StreamEvent]]] = []
+        self._kept: list[tuple[Allocation, list[StreamEvent]]] = []
         """Freed blocks that other streams still use."""
         self.peak_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.has_values = True
+        """False: blocks are counted, but no host memory is behind them."""
+        self.log: AllocationLog | None = None
 
     @property
     def allocated_bytes(self) -> int:
@@ -49,8 +78,8 @@ class EmulatedMemory:
     def reserved_bytes(self) -> int:
         return sum(one.reserved_bytes for one in self._allocators.values())
 
-    def allocate(self, nbytes: int, stream: Stream) -> Allocation:
-        """Raises torch.OutOfMemoryError if it does not fit even after all unused memory is released."""
+    def allocate(self, nbytes: int, stream: Stream, shape: str = "") -> Allocation:
+        """Raises torch.OutOfMemoryError, with `shape`, if it does not fit even after all unused memory is released."""
         with LOCK:
             self._reclaim()
             allocator = self._allocators.get(id(stream))
@@ -63,13 +92,18 @@ class EmulatedMemory:
                 block = self._try(allocator, nbytes)
             if block is None:
                 self.failures += 1
+                if self.log is not None:
+                    self.log.fail(nbytes, shape)
                 used, held, total = self.allocated_bytes / GIB, self.reserved_bytes / GIB, self.capacity_bytes / GIB
+                wanted = f"{nbytes / GIB:.2f} GiB" + (f" for {shape}" if shape else "")
                 raise torch.OutOfMemoryError(
-                    f"emulated device out of memory: tried to allocate {nbytes / GIB:.2f} GiB; of {total:.2f} GiB, "
-                    f"{used:.2f} GiB are allocated and {held - used:.2f} GiB reserved but unallocated"
+                    f"emulated device out of memory: tried to allocate {wanted} at {find_origin()}; of {total:.2f} "
+                    f"GiB, {used:.2f} GiB are allocated and {held - used:.2f} GiB reserved but unallocated"
                 )
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-            return Allocation(self, allocator, block, stream)
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+            entry = self.log.add(int(block.size), shape) if self.log is not None else None
+            return Allocation(self, allocator, block, stream, entry)
 
     def _try(self, allocator: CachingAllocator, nbytes: int) -> MemoryBlock | None:
         others_bytes = self.reserved_bytes - allocator.reserved_bytes
@@ -86,28 +120,29 @@ class EmulatedMemory:
     def free(self, allocation: Allocation) -> None:
         with LOCK:
             if allocation.used_by:
-                events = [stream.record_event() for stream in allocation.used_by]
-                self._kept.append((allocation.allocator, allocation.block, events))
+                self._kept.append((allocation, [stream.record_event() for stream in allocation.used_by]))
             else:
-                allocation.allocator.free(allocation.block)
+                self._release(allocation)
 
     def _reclaim(self) -> None:
         left = []
-        for allocator, block, events in self._kept:
+        for allocation, events in self._kept:
             if all(event.query() for event in events):
-                allocator.free(block)
+                self._release(allocation)
             else:
-                left.append((allocator, block, events))
+                left.append((allocation, events))
         self._kept = left
+
+    def _release(self, allocation: Allocation) -> None:
+        allocation.allocator.free(allocation.block)
+        if allocation.entry is not None and self.log is not None:
+            self.log.end(allocation.entry)
 
     def arena(self, block: MemoryBlock) -> Tensor:
         """Return the host memory behind a block's pool, as bytes."""
         key = id(block.pool)
         if key not in self._arenas:
-            memory = mmap.mmap(-1, ARENA_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._arenas[key] = torch.frombuffer(memory, dtype=torch.uint8)
+            self._arenas[key] = map_host_memory(ARENA_BYTES)
         return self._arenas[key]
 
     def statistics(self) -> dict[str, int]:
@@ -127,14 +162,16 @@ class Allocation:
     allocator: CachingAllocator
     block: MemoryBlock
     stream: Stream
+    entry: LoggedBlock | None
     used_by: set[Stream] = field(default_factory=set)
 
 
 class DeviceStorage:
     """The bytes behind a tensor and its views. FSDP frees and allocates parameters by resizing it."""
 
-    def __init__(self, nbytes: int, memory: EmulatedMemory):
+    def __init__(self, nbytes: int, memory: EmulatedMemory, shape: str = ""):
         self._memory = memory
+        self._shape = shape
         self._nbytes = 0
         self._allocation: Allocation | None = None
         self.exchange: Any = None
@@ -146,7 +183,7 @@ class DeviceStorage:
         if nbytes != self._nbytes:
             self._free()
             if nbytes:
-                self._allocation = self._memory.allocate(nbytes, current_stream())
+                self._allocation = self._memory.allocate(nbytes, current_stream(), self._shape)
             self._nbytes = nbytes
         return self
 
@@ -172,11 +209,13 @@ class DeviceStorage:
             self._allocation.used_by.add(stream)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the host memory of a tensor in this storage."""
+        """Return the host memory of a tensor in this storage; without values, a tensor that only has its shape."""
         shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
+        if self._allocation is None and tensor.numel():
+            raise RuntimeError("the memory of this tensor has been freed")
+        if not self._memory.has_values:
+            return without_values(tensor)
         if self._allocation is None:
-            if math.prod(shape):
-                raise RuntimeError("the memory of this tensor has been freed")
             return torch.empty_strided(shape, strides, dtype=dtype)
         block = self._allocation.block
         arena = self._memory.arena(block)

@@ -1,0 +1,164 @@
+"""The emulated device without values: the same allocations as with values, and one rank in place of a world."""
+
+from __future__ import annotations
+
+import json
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.drawing import slow_after
+from wings.emulated.test_device import run
+
+from trainspec_cli.__main__ import run as run_command
+from trainspec_cli.core.printable import GIB
+from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
+
+SIZES = {"TRAINSPEC_EMULATED": "sizes=1"}
+
+
+@pytest.mark.parametrize("families", slow_after(1, ["dense moe", "windowed mamba hybrid"]))
+def test_allocations_are_the_same_with_and_without_values(families: str) -> None:
+    with_values = run("allocations", families)
+    without = run("allocations", families, **SIZES)
+    assert list(without) == families.split()
+    for family, sizes in without.items():
+        assert sizes.pop("losses") == [[0.0, 0.0]] * 3
+        assert all(0 < loss < 10 and not skipped for loss, skipped in with_values[family].pop("losses"))
+        assert sizes == with_values[family]
+        assert len(sizes["sizes"]) > 1000
+
+
+def test_the_host_reads_zeros_and_what_depends_on_values_is_refused() -> None:
+    found = run("without_values", TRAINSPEC_EMULATED="sizes=1,memory_gib=300")
+    assert found["numbers"] == [0.0, 0, False]
+    assert found["copies"] == [[[0.0, 0.0]] * 3] * 2
+    assert found["large"] == [2**38, 0]
+    assert [name.split()[0] for name in found["refused"]] == ["nonzero", "index", "_unique2"]
+    assert found["allocated"] == 512
+
+
+def test_the_log_knows_what_is_live_at_the_peak() -> None:
+    log = AllocationLog()
+    kept = log.add(100, "kept")
+    released = log.add(50, "released")
+    log.end(released)
+    highest = log.add(70, "highest")
+    log.end(highest)
+    log.add(40, "later")
+    assert log.at_peak == [kept, highest]
+    log.begin()
+    assert [block.shape for block in log.at_peak] == ["kept", "later"]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    slow_after(
+        1,
+        [
+            ("dense", {"dp_shard": 2}),
+            ("dense", {"tp": 2}),
+            ("dense", {"pp": 2}),
+            ("tied", {"pp": 2}),
+            ("dense", {"cp": 2}),
+            ("moe", {"dp_replicate": 2}),
+        ],
+    ),
+)
+def test_a_rank_without_peers_uses_the_memory_of_one_with_peers(
+    family: str, layout: dict[str, int], tmp_path: Path
+) -> None:
+    case = json.dumps([family, layout, "adamw"])
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(run, "rehearsed", case, str(rank), str(tmp_path)) for rank in range(2)]
+    alone = run("rehearsed", case, "1", "alone", **SIZES)
+    together = ranks[1].result()
+    for found in (alone, together):
+        found.pop("seconds")
+    assert alone == together
+
+
+def rehearse(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert run_command(["rehearse", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+SMALL = ["recipe=llama3_8b", "model.num_layers=2", "cluster.num_nodes=1", "batching.global_batch_size=8"]
+TWO_BY_TWO = [*SMALL, "layout.tp=2", "layout.pp=2", "layout.dp_shard=1", "cluster.devices_per_node=4"]
+
+
+def test_memory_ends_where_the_allocator_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The peak is the planned one. With one block less, the tensor of the peak does not fit."""
+    done = rehearse(capsys, *TWO_BY_TWO, "--ranks=2", "--steps=1")
+    (rank,) = done["ranks"]
+    found = rank["rehearsed"]
+    assert rank["planned_tensors_bytes"] == pytest.approx(found["peak_bytes"], rel=0.01)
+    assert rank["planned_allocator_bytes"] == pytest.approx(found["reserved_bytes"], rel=0.1)
+    assert found["peak"]["part"] == "backward of micro-batch 1, stage 1"
+    assert sum(group["bytes"] for group in found["peak"]["largest"]) == found["peak_bytes"]
+    assert found["state_bytes"] < found["checkpoint_bytes"] * 1.01 < found["peak_bytes"]
+    least_gib = (found["peak_bytes"] + done["outside_bytes"]) / GIB
+    failing = rehearse(capsys, *TWO_BY_TWO, "--ranks=2", "--steps=1", f"--memory-gib={least_gib - 1e-6!r}", code=3)
+    (rank,) = failing["ranks"]
+    failed = rank["rehearsed"]["failed"]
+    assert failed["bytes"] > 2**20 and failed["origin"] and failed["shape"]
+    assert rank["rehearsed"]["peak"]["part"].startswith("backward")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        ([*TWO_BY_TWO, "--ranks=4"], 2, "unknown_value"),
+        ([*TWO_BY_TWO, "--ranks=first"], 2, "unknown_value"),
+        ([*TWO_BY_TWO, "--memory-gib=1"], 2, "usage"),
+        ([*TWO_BY_TWO, "disturb=slow_device"], 2, "usage"),
+        (
+            ["model=llama3_8b", "cluster=a100_40gb", "cluster.num_nodes=1", "cluster.devices_per_node=1"],
+            3,
+            "does_not_fit",
+        ),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(
+    arguments: list[str], code: int, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rehearse(capsys, *arguments, code=code)
+    assert [one["code"] for one in found["errors"]] == [problem]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*SMALL, "cluster.devices_per_node=8", "layout.dp_shard=8"],
+        [*SMALL, "cluster.devices_per_node=8", "layout.tp=4", "layout.dp_replicate=2", "recompute=full"],
+        [*SMALL, "cluster.devices_per_node=8", "layout.cp=2", "layout.dp_shard=4"],
+        [
+            *SMALL,
+            "cluster.devices_per_node=8",
+            "layout.dp_replicate=8",
+            "recompute=selective",
+            "batching.micro_batch_size=1",
+        ],
+        ["recipe=llama3_8b", "model.num_layers=8", "cluster.num_nodes=1", "batching.global_batch_size=16", "comm=int8"],
+        ["recipe=mixtral_8x7b", "model.num_layers=2", "cluster.num_nodes=1", "layout.ep=4", "layout.dp_shard=8"],
+        ["recipe=qwen3_8b", "model.num_layers=4", "cluster.num_nodes=1", "layout.pp=2", "layout.tp=2", "--ranks=0"],
+    ],
+)
+def test_peaks_are_those_of_the_plan(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in rehearse(capsys, *arguments)["ranks"]:
+        assert rank["planned_tensors_bytes"] == pytest.approx(rank["rehearsed"]["peak_bytes"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_large_model_needs_little_time_and_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """405 billion parameters on 16,384 devices: less than 60 s and 4 GB."""
+    layout = ["layout.tp=8", "layout.pp=16", "layout.dp_shard=128"]
+    done = rehearse(capsys, "recipe=llama3_405b", *layout, "--ranks=0")
+    (rank,) = done["ranks"]
+    assert done["world_size"] == 16384
+    assert rank["planned_tensors_bytes"] == pytest.approx(rank["rehearsed"]["peak_bytes"], rel=0.001)
+    assert rank["rehearsed"]["seconds"] < 60
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 4e9

@@ -1,0 +1,111 @@
+"""`trainspec rehearse`: run steps of single ranks of a plan on the emulated device."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.core.errors import PlanError, Problem, RecipeError
+from trainspec_cli.core.printable import format_bytes, format_duration
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.planning.plan import names_disturbance
+from trainspec_cli.wings.emulated.planned import Rehearsal, plan_to_rehearse, rehearse_ranks
+from trainspec_cli.wings.emulated.rehearsal import read_ranks
+
+Ranks = Annotated[
+    str,
+    typer.Option(
+        metavar="ends|distinct|LIST",
+        help="ends: a rank of the first and one of the last pipeline stage; distinct: one of each stage; or numbers.",
+    ),
+]
+Steps = Annotated[int, typer.Option(help="Steps of each rank.", min=1)]
+MemoryGib = Annotated[
+    float | None,
+    typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
+]
+NEGLIGIBLE = 0.001
+SHOWN = 10
+"""Groups of tensors to print for a rank."""
+
+
+def rehearse(
+    arguments: RecipeArguments,
+    ranks: Ranks = "ends",
+    steps: Steps = 2,
+    memory_gib: MemoryGib = None,
+    as_json: AsJson = False,
+) -> int:
+    """Run steps of single ranks of a plan without GPUs: their peak memory, when it is reached, and what fills it.
+
+    The engine's own code runs on an emulated device whose tensors have sizes but no values; the other ranks are not
+    needed. Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of
+    memory.
+    """
+    if names_disturbance(arguments):
+        message = "a rehearsal cannot be disturbed"
+        raise RecipeError(Problem("usage", message, "disturb", "leave out disturb=; trainspec plan simulates it"))
+    planned = plan_to_rehearse(arguments, memory_gib)
+    numbers = read_ranks(ranks, planned.plan)
+    with PrintableConsole(stderr=True).status("") as status:
+        done = rehearse_ranks(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}"))
+    if as_json:
+        print(json_text(to_plain(done)))
+    else:
+        _show(done)
+    return PlanError.exit_code if any(rank.rehearsed.failed for rank in done.ranks) else 0
+
+
+def _show(done: Rehearsal) -> None:
+    console = PrintableConsole(highlight=False)
+    free_bytes = done.device_bytes - done.outside_bytes
+    console.report(
+        f"layout  {done.layout}; micro-batches {done.micro_batch_size} x {done.micro_batches}; "
+        f"recompute {done.recompute}; {done.world_size:,} {done.device}",
+        f"memory  {format_bytes(free_bytes)} for tensors: {format_bytes(done.device_bytes)} less "
+        f"{format_bytes(done.outside_bytes)} for the context and the buffers of communicators",
+        "",
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", justify="right", header_style="dim")
+    for column in ("tensors", "planned", "", "reserved", "planned", "state", "checkpoint"):
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    for rank in done.ranks:
+        found = rank.rehearsed
+        table.add_row(
+            f"{found.rank:,}",
+            "out of memory" if found.failed else format_bytes(found.peak_bytes),
+            format_bytes(rank.planned_tensors_bytes),
+            "" if found.failed else f"{rank.planned_tensors_bytes / found.peak_bytes - 1:+.1%}",
+            format_bytes(found.reserved_bytes),
+            format_bytes(rank.planned_allocator_bytes),
+            format_bytes(found.state_bytes),
+            format_bytes(found.checkpoint_bytes),
+        )
+    console.show(table)
+    saved = max(rank.fused_saves_bytes for rank in done.ranks)
+    if saved > NEGLIGIBLE * free_bytes:
+        console.report(
+            "",
+            f"Blocks run eagerly with default kernels here; in the recipe's run they are planned to need up to "
+            f"{format_bytes(saved)} less.",
+        )
+    for rank in done.ranks:
+        found = rank.rehearsed
+        lines = ["", f"rank {found.rank:,} at its peak: {found.peak.part}"]
+        if found.failed:
+            tensor = f"{format_bytes(found.failed.bytes)} for {found.failed.shape}"
+            lines = ["", f"rank {found.rank:,} ran out of memory: {found.peak.part}"]
+            lines.append(f"  {tensor}, allocated by {found.failed.origin}, did not fit in addition to")
+        shown = found.peak.largest[:SHOWN]
+        lines += [f"  {format_bytes(one.bytes):>10}  {one.number:>4} x {one.shape}  {one.origin}" for one in shown]
+        rest = found.peak.largest[SHOWN:]
+        if rest:
+            lines.append(f"  {format_bytes(sum(one.bytes for one in rest)):>10}  others")
+        lines.append(f"  rehearsed in {format_duration(found.seconds)}")
+        console.report(*lines)
