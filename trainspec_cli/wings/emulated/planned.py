@@ -31,6 +31,8 @@ class PlanToRehearse:
     """The highest sum of a rank's tensors with eager blocks, by pipeline rank."""
     allocator_bytes: tuple[float, ...]
     """The same with fragmentation and the plan's reserve."""
+    step_s: float
+    """Seconds of a step, with the recipe's kernels and compilation."""
     fused_saves_bytes: tuple[float, ...]
     """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
 
@@ -56,6 +58,8 @@ class Rehearsal:
     device: str
     device_bytes: float
     outside_bytes: float
+    planned_step_s: float
+    """With the recipe's kernels and compilation; the rehearsed steps have eager blocks."""
     ranks: tuple[RehearsedRank, ...]
 
 
@@ -98,7 +102,8 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         hint = f"give more than {outside_bytes / GIB:.2f}: the device's context and communicators need that much"
         raise RecipeError(Problem("usage", message, "--memory-gib", hint))
     return PlanToRehearse(
-        plan, planned.device, device_bytes, outside_bytes, tuple(tensors), tuple(by_rank), tuple(saved)
+        *(plan, planned.device, device_bytes, outside_bytes, tuple(tensors), tuple(by_rank), best.time.total_s),
+        tuple(saved),
     )
 
 
@@ -124,5 +129,6 @@ def rehearse_ranks(
         planned.device,
         planned.device_bytes,
         planned.outside_bytes,
+        planned.step_s,
         tuple(done),
     )

@@ -5,7 +5,7 @@ This part needs no torch; `engine/rehearse.py` runs in the processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainspec_cli.core.environment_names import DEVICE, EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -47,7 +47,7 @@ class MemoryMoment:
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """The memory of a rank's steps, as the allocator counts it, in bytes."""
+    """The memory of a rank's steps, as the allocator counts it, in bytes, and their time."""
 
     rank: int
     state_bytes: int
@@ -61,6 +61,9 @@ class RankRehearsal:
     checkpoint_bytes: int
     """What a checkpoint copies to the host, if this rank writes everything that it holds."""
     peak: MemoryMoment
+    time_s: dict[str, float] = field(default_factory=dict)
+    """Virtual seconds of a step by part, with eager blocks; empty if the chip is unknown, for a pipeline, whose stages
+    wait for one another, and if memory ran out."""
     failed: LiveTensors | None = None
     """The tensor that did not fit; `peak` is then the moment of the failure."""
     seconds: float = 0.0

@@ -12,7 +12,7 @@ from trainspec_cli.core.errors import PlanError, Problem, RecipeError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.session.planning.plan import names_disturbance
 from trainspec_cli.wings.emulated.planned import Rehearsal, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
@@ -41,7 +41,8 @@ def rehearse(
     memory_gib: MemoryGib = None,
     as_json: AsJson = False,
 ) -> int:
-    """Run steps of single ranks of a plan without GPUs: their peak memory, when it is reached, and what fills it.
+    """Run steps of single ranks of a plan without GPUs: their peak memory, when it is reached, what fills it, and the
+    time of a step.
 
     The engine's own code runs on an emulated device whose tensors have sizes but no values; the other ranks are not
     needed. Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of
@@ -94,6 +95,15 @@ def _show(done: Rehearsal) -> None:
             "",
             f"Blocks run eagerly with default kernels here; in the recipe's run they are planned to need up to "
             f"{format_bytes(saved)} less.",
+        )
+    for found in (rank.rehearsed for rank in done.ranks if rank.rehearsed.time_s):
+        step_s = sum(found.time_s.values())
+        parts = " · ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in found.time_s.items() if seconds)
+        console.report(
+            "",
+            f"rank {found.rank:,}: a step of {format_duration(step_s)} in virtual time ({parts}), with eager blocks and "
+            f"default kernels at the chip's planned rates; planned for the recipe's run: "
+            f"{format_duration(done.planned_step_s)}",
         )
     for rank in done.ranks:
         found = rank.rehearsed

@@ -197,7 +197,11 @@ class VirtualTime:
     costs: ChipCosts | None = None
 
     def start(self, settings: Settings) -> None:
-        self.costs = costs_of(settings, os.environ)
+        self.use(costs_of(settings, os.environ), settings)
+
+    def use(self, costs: ChipCosts | None, settings: Settings) -> None:
+        """Begin virtual time at these costs; None: there is none."""
+        self.costs = costs
         if self.costs is not None:
             HOST.is_virtual = True
             HOST.launch_s = self.costs.eff.launch_s if settings.launch_us is None else settings.launch_us / 1e6

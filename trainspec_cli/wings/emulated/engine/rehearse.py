@@ -24,11 +24,13 @@ from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.trace import fake_batch, fake_world, kernels_of, traced_micro_batches
+from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
 from trainspec_cli.planner.pipeline import actions
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.wings.emulated import KIND
+from trainspec_cli.wings.emulated import KIND, Settings
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock
+from trainspec_cli.wings.emulated.engine.costs import TIME, ChipCosts
 from trainspec_cli.wings.emulated.engine.device import MEMORY, pin
 from trainspec_cli.wings.emulated.engine.memory import map_host_memory
 from trainspec_cli.wings.emulated.rehearsal import (
@@ -57,6 +59,11 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         raise RuntimeError("a rehearsal needs the emulated device without values: TRAINSPEC_EMULATED=sizes=1")
     log = MEMORY.log = AllocationLog()
     found = RankRehearsal(rank, 0, 0, 0, 0, 0, MemoryMoment("", ()))
+    chip = plan.spec.cluster.accelerator
+    if chip is not None and plan.layout.pp == 1:
+        fabric = describe_fabric(plan.spec.cluster, None)
+        costs = ChipCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
+        TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
         found = run_steps(plan, device, log, steps, found)
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
@@ -68,7 +75,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     try:
         state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
         found = replace(found, state_bytes=MEMORY.allocated_bytes, build_peak_bytes=MEMORY.peak_bytes)
-        _make_steps(plan, state, log, steps)
+        found = replace(found, time_s=_make_steps(plan, state, log, steps))
     except (torch.OutOfMemoryError, PassesOutOfMemory):
         failed = log.failed
         assert failed is not None, "this device raises no other error of this kind"
@@ -88,7 +95,8 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     )
 
 
-def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -> None:
+def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -> dict[str, float]:
+    """Make the steps, and return the virtual seconds of one by part; empty without virtual time."""
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, SpreadDispatch) and not MEMORY.has_values:
@@ -96,23 +104,34 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -
     # Later micro-batches repeat what the first ones do, except with GPipe, which holds all of them.
     holds_all = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
     run_batches = plan.grad_accum_steps if holds_all else max(traced_micro_batches(plan))
-    for _ in range(steps):
+    # Their time follows from a step with fewer, which is made first so that the last step is the one that counts.
+    fewer = [1] if TIME.costs is not None and run_batches < plan.grad_accum_steps else []
+    times_s: dict[int, dict[str, float]] = {}
+    for count in [*fewer, *[run_batches] * steps]:
         MEMORY.peak_bytes = MEMORY.allocated_bytes
         log.begin()
         log.part = "start of the step"
         with state.device:
             batches = [fake_batch(plan, state) for _ in range(plan.grad_accum_steps)]
-        with _noting_parts(state, log, run_batches):
+        state.clock.restart()
+        with _noting_parts(state, log, count):
             outcome = train_step(
                 state,
-                batches[:run_batches],
+                batches[:count],
                 global_tokens=plan.tokens_per_step,
                 clip_norm=plan.spec.optim.grad_clip_norm,
             )
         assert outcome is not None, "there is one replica group"
         outcome.on_host()
-        state.clock.cut()
+        times_s[count] = state.clock.cut().parts_s()
         del batches, outcome
+    if TIME.costs is None:
+        return {}
+    whole = times_s[run_batches]
+    if not fewer:
+        return whole
+    more = (plan.grad_accum_steps - run_batches) / (run_batches - 1)
+    return {part: seconds + more * (seconds - times_s[1][part]) for part, seconds in whole.items()}
 
 
 @contextmanager
