@@ -45,6 +45,12 @@ PARTS: dict[str, str] = {
     "torch.distributed.ProcessGroup._register_backend": "wings/emulated/engine/exchanges.py",
     "torch.distributed.ProcessGroup._set_group_name": "wings/emulated/engine/exchanges.py",
     "torch.distributed.distributed_c10d._resolve_process_group": "wings/emulated/engine/exchanges.py",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._all_gather_result": (
+        "engine/parallel/data_parallel.py"
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._post_reduce_event": (
+        "engine/parallel/data_parallel.py"
+    ),
     "torch._dynamo": "engine/kernels/adamw.py",
     "torch._dynamo.utils.disable_cache_limit": "engine/kernels/adamw.py",
     "torch.Tensor._make_wrapper_subclass": "wings/emulated/engine/device.py",
@@ -98,6 +104,8 @@ PARTS: dict[str, str] = {
 }
 """The name -> the files that use it."""
 MAY_LACK = {
+    "_last_post_reduce_events": "engine/parallel/data_parallel.py",  # since torch 2.13
+    "_sleep": "engine/accelerators.py",
     "_fsdp_param_groups": "engine/parallel/data_parallel.py",  # torch 2.11 has one group
     "_unsharded_param": "engine/parallel/data_parallel.py",
 }

@@ -65,6 +65,7 @@ def test_what_is_kept_are_products_convolutions_and_attention() -> None:
     assert {operation._overloadpacket.__name__ for operation in COSTLY} == {
         *("mm", "addmm", "bmm", "convolution", "_grouped_mm", "_scaled_mm"),
         "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
         ATTENTION,
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",

@@ -101,9 +101,8 @@ def _show(done: Rehearsal) -> None:
         parts = " · ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in found.time_s.items() if seconds)
         console.report(
             "",
-            f"rank {found.rank:,}: a step of {format_duration(step_s)} in virtual time ({parts}), with eager blocks and "
-            f"default kernels at the chip's planned rates; planned for the recipe's run: "
-            f"{format_duration(done.planned_step_s)}",
+            f"rank {found.rank:,}: a step takes {format_duration(step_s)} of virtual time ({parts}), with eager blocks "
+            f"and default kernels; planned for the recipe's run: {format_duration(done.planned_step_s)}",
         )
     for rank in done.ranks:
         found = rank.rehearsed

@@ -561,7 +561,7 @@ class DeviceModule:
             yield
 
     def _sleep(self, cycles: int) -> None:
-        """Keep the current stream busy, like torch.cuda._sleep, with a clock of 1 GHz."""
+        """Keep the current stream busy, like the function of that name on CUDA, with a clock of 1 GHz."""
         seconds = cycles / 1e9
         current_stream().run(partial(time.sleep, 0.0 if HOST.is_virtual else seconds), seconds)
 
