@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from lab.drawing import slow_after
 
 from trainspec_cli.cli.main import COMMANDS, load_command
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -127,18 +128,18 @@ def page_name(page: Path) -> str:
     return page.stem
 
 
-@pytest.mark.parametrize(
-    "page",
-    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
-    ids=page_name,
-)
+def pages_with_commands(*, slow: bool) -> list[Path]:
+    return [page for page in PAGES if any(is_run(block, slow=slow) for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", slow_after(1, pages_with_commands(slow=False)), ids=page_name)
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path, measured_cache: Path) -> None:
     """Those of all pages but the README take two minutes."""
     run_page(page, tmp_path, measured_cache, slow=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(is_run(block, slow=True) for block in blocks(page))])
+@pytest.mark.parametrize("page", pages_with_commands(slow=True), ids=page_name)
 def test_the_long_commands_of_a_page_too(page: Path, tmp_path: Path, measured_cache: Path) -> None:
     run_page(page, tmp_path, measured_cache, slow=True)
 

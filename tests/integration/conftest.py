@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str])
 
 @pytest.fixture(scope="session")
 def whole_of(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Callable[..., RunDir]:
-    """whole_of(*RECIPE): a run of it that nobody touches."""
+    """whole_of(*RECIPE): a run of it that nobody touches; tests that ask for the same one share it."""
 
+    @cache
     def launch(*recipe: str) -> RunDir:
         place = tmp_path_factory.mktemp("whole")
         ended = _run(place, environment, "launch", *recipe, "run.dir=run")

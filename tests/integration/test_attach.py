@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,13 +58,32 @@ def of_kind(run: RunDir, kind: type) -> list:
     return [event for event in read_log(run.events(0)) if isinstance(event, kind)]
 
 
+@pytest.fixture(scope="module")
+def undisturbed_script(tmp_path_factory, environment) -> Callable[[str], tuple[Path, RunDir]]:
+    """undisturbed_script(kind): the folder and the run of a script of this kind that trains to its end, once per kind;
+    the kind "shares" is that of `shares_command` with one rank."""
+
+    @cache
+    def train(kind: str) -> tuple[Path, RunDir]:
+        place = tmp_path_factory.mktemp(kind)
+        shares = kind == "shares"
+        words = shares_command(place / "script", 1, 4, 0) if shares else command(kind, place / "script", str(EPOCHS))
+        run = [sys.executable, "-m", "trainspec_cli", "run", "--dir", "run", "--", *words]
+        ended = subprocess.run(run, cwd=place, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return place / "script", RunDir(place / "run")
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RANKS)
-def test_a_killed_script_goes_on_to_the_bit(trainspec, start_trainspec, tmp_path, read_result, wait_for_step, kind):
+def test_a_killed_script_goes_on_to_the_bit(
+    trainspec, start_trainspec, tmp_path, read_result, wait_for_step, undisturbed_script, kind
+):
     if kind == "accelerated":
         pytest.importorskip("accelerate")
-    ran = trainspec("run", "--dir", "whole", "--", *command(kind, tmp_path / "w", str(EPOCHS)))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    folder, whole = undisturbed_script(kind)
     process = start_trainspec("run", "--dir", "run", "--", *command(kind, tmp_path / "k", str(EPOCHS), "0.05"))
     run = RunDir(tmp_path / "run")
     wait_for_step(run, 12, process)
@@ -74,12 +95,10 @@ def test_a_killed_script_goes_on_to_the_bit(trainspec, start_trainspec, tmp_path
     starts = of_kind(run, StartEvent)
     assert starts[0].step == 0 and starts[-1].step >= 10 and starts[-1].step % 5 == 0
     assert starts[-1].restored_from.endswith(f"step_{starts[-1].step:08d}")
-    assert_same(kind, tmp_path / "w", tmp_path / "k")
-    losses = {run_dir: {} for run_dir in ("whole", "run")}
-    for name, found in losses.items():
-        found |= {event.step: event.loss for event in of_kind(RunDir(tmp_path / name), StepEvent)}
-    assert losses["run"] == losses["whole"] and set(losses["run"]) == set(range(1, STEPS[kind] + 1))
-    assert all(losses["run"].values())
+    assert_same(kind, folder, tmp_path / "k")
+    losses = {event.step: event.loss for event in of_kind(run, StepEvent)}
+    assert losses == {event.step: event.loss for event in of_kind(whole, StepEvent)}
+    assert set(losses) == set(range(1, STEPS[kind] + 1)) and all(losses.values())
     assert of_kind(run, CheckpointEvent)[-1].step == of_kind(run, EvalEvent)[-1].step == STEPS[kind]
     told = trainspec("report", "run")
     assert told.returncode == 0 and "held-out" in told.stdout.lower(), told.stdout
@@ -88,9 +107,8 @@ def test_a_killed_script_goes_on_to_the_bit(trainspec, start_trainspec, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_a_stopped_script_saves_and_a_later_run_goes_on(
-    trainspec, start_trainspec, tmp_path, read_result, wait_for_step, kind
+    trainspec, start_trainspec, tmp_path, read_result, wait_for_step, undisturbed_script, kind
 ):
-    assert trainspec("run", "--dir", "whole", "--", *command(kind, tmp_path / "w", str(EPOCHS))).returncode == 0
     process = start_trainspec("run", "--dir", "run", "--", *command(kind, tmp_path / "k", str(EPOCHS), "0.5"))
     wait_for_step(RunDir(tmp_path / "run"), 7, process)
     assert trainspec("stop", "run").returncode == 0
@@ -103,7 +121,7 @@ def test_a_stopped_script_saves_and_a_later_run_goes_on(
     assert (result["status"], result["exit_code"]) == ("stopped", 0)
     on = trainspec("run", "--dir", "on", "--", *command(kind, tmp_path / "k", str(EPOCHS)))
     assert on.returncode == 0 and f"trained {STEPS[kind]}" in on.stdout, on.stdout + on.stderr
-    assert_same(kind, tmp_path / "w", tmp_path / "k")
+    assert_same(kind, undisturbed_script(kind)[0], tmp_path / "k")
 
 
 @pytest.mark.slow
@@ -184,14 +202,21 @@ def samples_of_steps(folder: Path) -> dict[int, list[str]]:
     return {step: [one for rank in sorted(parts) for one in parts[rank]] for step, parts in found.items()}
 
 
-@pytest.mark.slow
-def test_shares_follow_the_ranks_speeds_and_leave_order_and_gradients_as_they_are(
-    trainspec, start_trainspec, tmp_path, read_result, wait_for_step
-):
+def assert_nearly_same(whole: Path, other: Path) -> None:
+    """The same samples in the same order; ranks sum their gradients in another order than one rank does."""
     import torch
 
-    whole = trainspec("run", "--dir", "whole", "--", *shares_command(tmp_path / "w", 1, 4, 0))
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert samples_of_steps(other) == samples_of_steps(whole)
+    weights, others = torch.load(whole / "weights.pt"), torch.load(other / "weights.pt")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_shares_follow_the_ranks_speeds_and_leave_order_and_gradients_as_they_are(
+    trainspec, start_trainspec, tmp_path, read_result, wait_for_step, undisturbed_script
+):
+    whole, _ = undisturbed_script("shares")
     process = start_trainspec("run", "--dir", "run", "--", *shares_command(tmp_path / "s", 2, 4, 12))
     run = RunDir(tmp_path / "run")
     wait_for_step(run, 52, process)
@@ -205,27 +230,19 @@ def test_shares_follow_the_ranks_speeds_and_leave_order_and_gradients_as_they_ar
     made = [line.split() for line in (tmp_path / "s" / "samples1_2.txt").read_text().splitlines()]
     assert {len(samples) for step, *samples in made if int(step) <= first.step} == {6}
     assert max(len(samples) for step, *samples in made if int(step) > first.step) < 6, "the later start follows it"
-    assert samples_of_steps(tmp_path / "s") == samples_of_steps(tmp_path / "w")
-    weights, others = torch.load(tmp_path / "w" / "weights.pt"), torch.load(tmp_path / "s" / "weights.pt")
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-12)
+    assert_nearly_same(whole, tmp_path / "s")
     assert "shares" in trainspec("report", "run").stdout
 
 
 @pytest.mark.slow
-def test_a_later_run_goes_on_with_another_number_of_ranks(trainspec, tmp_path):
-    import torch
-
-    assert trainspec("run", "--dir", "whole", "--", *shares_command(tmp_path / "w", 1, 3, 0)).returncode == 0
-    for name, ranks, epochs in (("two", 2, 1), ("three", 3, 2), ("one", 1, 3)):
+def test_a_later_run_goes_on_with_another_number_of_ranks(trainspec, tmp_path, undisturbed_script):
+    whole, _ = undisturbed_script("shares")
+    for name, ranks, epochs in (("two", 2, 1), ("three", 3, 2), ("one", 1, 4)):
         ran = trainspec("run", "--dir", name, "--", *shares_command(tmp_path / "s", ranks, epochs, 0))
         assert ran.returncode == 0 and f"ended after step {20 * epochs}" in ran.stdout, ran.stdout + ran.stderr
     one = of_kind(RunDir(tmp_path / "one"), StartEvent)[0]
     assert (one.step, one.world_size) == (40, 1) and one.restored_from.endswith("step_00000040")
-    assert samples_of_steps(tmp_path / "s") == samples_of_steps(tmp_path / "w")
-    weights, others = torch.load(tmp_path / "w" / "weights.pt"), torch.load(tmp_path / "s" / "weights.pt")
-    for name, tensor in weights.items():
-        torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-12)
+    assert_nearly_same(whole, tmp_path / "s")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,18 @@ def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *argum
     other = 1 - group
     slow = f"fault={fault}(group={group},step=5); slow(group={other},step=6,seconds=0.2,steps=10000)"
     process = start_trainspec("launch", *ELASTIC, ENDLESS, "run.dir=elastic", slow, *arguments)
+    stop_after_join(run, group, process)
+    return run
+
+
+def stop_after_join(run: RunDir, group: int, process: subprocess.Popen[str]) -> None:
+    """Some steps after the group has come back, however long that takes."""
     wait_for(lambda: ("joined", group) in changes(run), process)
     joined = run_events(run, "recovery")[-1]["step"]
     wait_for(lambda: max(losses(run)) >= joined + 5, process)
     process.send_signal(signal.SIGINT)
     output = process.communicate()[0]
     assert process.returncode == 6, output
-    return run
 
 
 def test_a_group_is_killed_and_heals(start_trainspec, tmp_path):
@@ -66,7 +70,9 @@ def test_the_losses_of_a_healed_run_are_those_of_an_unharmed_one(start_trainspec
 
 
 @pytest.mark.slow
-def test_a_group_that_is_killed_in_a_sum_on_the_devices_own_backend(environment, tmp_path):
+def test_a_group_that_is_killed_in_a_sum_on_the_devices_own_backend(
+    start_trainspec, environment, monkeypatch, tmp_path
+):
     """The other aborts what its device waits for, makes the step again, and gives the state over the same backend.
 
     The backend is the lab's, in the place of the CPU's: a lost peer is no error there, its sums would wait for ever.
@@ -74,16 +80,11 @@ def test_a_group_that_is_killed_in_a_sum_on_the_devices_own_backend(environment,
     plugin = install(tmp_path / "plugin")
     slow = "fault=slow(group=0,step=8,seconds=0.2,steps=10000)"
     elastic = [word.replace("exchange_timeout_s=20", f"exchange_timeout_s={4 * PATIENCE_S}") for word in ELASTIC]
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainspec_cli", "launch", *elastic, slow, "train.max_steps=100", "run.dir=run"],
-        cwd=tmp_path,
-        env=environment | plugin | {DIES: "1:9"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for name, value in (plugin | {DIES: "1:9"}).items():
+        monkeypatch.setitem(environment, name, value)
     run = RunDir(tmp_path / "run")
+    process = start_trainspec("launch", *elastic, slow, ENDLESS, "run.dir=run")
+    stop_after_join(run, 1, process)
     left, joined = run_events(run, "recovery")
     assert (left["change"], left["group"], left["lost_steps"]) == ("left", 1, 1)
     assert left["stall_s"] < PATIENCE_S, "far below the exchange timeout"

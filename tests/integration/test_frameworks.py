@@ -7,6 +7,7 @@ PYTHON_TENSORFLOW or PYTHON_JAX names.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import pytest
 from lab.other_frameworks import python_with
 from lab.waiting import wait_for
 
-from trainspec_cli.run.folder.event_types.events import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import progress
@@ -99,6 +100,9 @@ def test_steps_of_each_rank_are_counted_exactly(trainspec, tmp_path, read_result
     assert [steps_of(run, rank) for rank in (0, 1)] == [list(range(1, 13))] * 2
     starts = [event for event in read_log(run.events(1)) if isinstance(event, StartEvent)]
     assert [(event.step, event.world_size) for event in starts] == [(0, 2)]
+    if kind.starts == "torchrun":
+        assert "docs/security.md" in ran.stdout, "torchrun opens a port on all networks"
+        assert len(list(run.logs.glob("launch_01/ranks/*/attempt_0/*/stderr.log"))) == 2
 
 
 def test_the_commands_exit_code_is_kept(trainspec, read_result, kind):
@@ -119,9 +123,11 @@ def test_a_killed_rank_is_made_good_from_the_scripts_own_checkpoint(
     assert process.returncode == 0, said
     result = read_result("run")
     assert (result["status"], result["steps"]) == ("done", 40)
-    assert [recovery["kind"] for recovery in result["recoveries"]] == ["restart"], said
+    (recovery,) = result["recoveries"]
+    assert recovery["kind"] == "restart" and recovery["step"] >= 10, said
     made = steps_of(run)
-    assert made[-1] == 40 and set(made) == set(range(1, 41)) and len(made) <= 42
+    assert made[-1] == 40 and set(made) == set(range(1, 41))
+    assert len(made) <= (41 if kind.package == "torch" else 42), "at most the step of the kill is made again"
 
 
 def test_a_stopped_rank_is_named(start_trainspec, tmp_path, read_result, wait_for_step, kind):
@@ -135,6 +141,8 @@ def test_a_stopped_rank_is_named(start_trainspec, tmp_path, read_result, wait_fo
     assert "rank 1: it gives no sign of life" in said
     assert "rank 1 (" in said and kind.script.name in said
     assert read_result("run")["status"] == "failed"
+    hung = [event for event in read_log(run.events(1)) if isinstance(event, HangEvent)]
+    assert kind.script.name in hung[0].stack
     wait_for(lambda: not any(map(psutil.pid_exists, pids.values())))
 
 
@@ -147,6 +155,8 @@ def test_a_skipped_exchange_is_named(trainspec, kind):
         return
     assert "the ranks make different exchanges: rank 0 waits in" in said and "rank 1 waits in" in said
     assert said.count(f"{kind.script.name}:") >= 2 and f"called at {kind.script.name}:" in said
+    found = json.loads(trainspec("diagnose", "run", "--json").stdout)["verdicts"]
+    assert "hang" in {verdict["cause"] for verdict in found}
 
 
 def test_without_the_line_that_counts_it_is_started_again_once_it_has_worked(

@@ -48,10 +48,7 @@ def test_every_layout_trains_the_same_model(losses, read_result):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_the_same_model(losses):
-    assert losses("compiled", 2, "compile=true") == pytest.approx(losses("eager", 2), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_bf16_follows_fp32(losses):
-    assert losses("bf16", 2, precision="bf16") == pytest.approx(losses("fp32", 2), rel=0.01)
+def test_compiled_blocks_and_bf16_train_the_same_model(losses):
+    eager = losses("eager", 2)
+    assert losses("compiled", 2, "compile=true") == pytest.approx(eager, rel=1e-5)
+    assert losses("bf16", 2, precision="bf16") == pytest.approx(eager, rel=0.01)

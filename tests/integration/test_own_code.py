@@ -146,8 +146,8 @@ def test_a_model_a_loss_and_a_tokenizer_of_ones_own_are_trained_in_every_layout_
 
 
 GROUPS = (
-    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5"),
-    *("resilience.heartbeat_timeout_s=3", "resilience.sdc_check=1"),
+    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=20"),
+    *("resilience.heartbeat_timeout_s=10", "resilience.sdc_check=1"),
     *("data.source=mine.py:squares", "data.options.count=4000", "~data.max_bytes"),
     *("optim.name=mine.py:Momentum", "optim.state_bytes=4", "train.callbacks=[mine.py:Watch]"),
     "tracking.trackers=[mine.py:Types]",

@@ -1,4 +1,5 @@
-"""`trainspec run`: commands of the user's own, whose scripts know nothing of trainspec."""
+"""`trainspec run`: commands of the user, whose scripts know nothing of trainspec; those of several ranks are in
+test_frameworks.py."""
 
 from __future__ import annotations
 
@@ -15,13 +16,12 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.run.folder.event_types.events import HangEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import progress
 
 SCRIPTS = Path(__file__).parents[1] / "lab" / "own_commands"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 STAND_IN_LOOP = f"""
@@ -38,10 +38,6 @@ print("trained", sys.argv[1])
 
 def loop(*arguments: str, place: str = "") -> list[str]:
     return ["--", "env", f"PLACE={place}", sys.executable, str(SCRIPTS / "loop.py"), *arguments]
-
-
-def ddp(*arguments: str, place: str = "") -> list[str]:
-    return ["--", "env", f"PLACE={place}", *TORCHRUN, str(SCRIPTS / "ddp.py"), *arguments]
 
 
 def steps_of(run: RunDir, rank: int = 0) -> list[int]:
@@ -156,67 +152,6 @@ def test_steps_are_counted_exactly(trainspec, read_result, kind):
     ran = trainspec("run", "--dir", "run", "--", sys.executable, str(SCRIPTS / "kinds.py"), kind)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert read_result("run")["steps"] == 12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
-def test_ranks_of_torchrun_have_events_and_logs_of_their_own(trainspec, tmp_path, read_result, script):
-    ran = trainspec(
-        "run", "--dir", "run", "--", *TORCHRUN, str(SCRIPTS / script), *(["12"] if script == "ddp.py" else [])
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "docs/security.md" in ran.stdout
-    assert read_result("run")["steps"] == 12
-    run = RunDir(tmp_path / "run")
-    assert [steps_of(run, rank) for rank in (0, 1)] == [list(range(1, 13))] * 2
-    assert len(list(run.logs.glob("launch_01/ranks/*/attempt_0/*/stderr.log"))) == 2
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_made_good_from_the_scripts_own_checkpoint(
-    start_trainspec, tmp_path, read_result, wait_for_step
-):
-    process = start_trainspec("run", "--dir", "run", *ddp("60", "0.1"))
-    run = RunDir(tmp_path / "run")
-    wait_for_step(run, 10, process)
-    os.kill(pids_of(run)[1], signal.SIGKILL)
-    said = process.communicate()[0]
-    assert process.returncode == 0, said
-    assert "rank 1 (" in said and "was killed by SIGKILL; the command starts again" in " ".join(said.split())
-    result = read_result("run")
-    assert (result["status"], result["steps"]) == ("done", 60)
-    (recovery,) = result["recoveries"]
-    assert recovery["kind"] == "restart" and recovery["step"] >= 10
-    assert steps_of(run)[-1] == 60 and len(steps_of(run)) in (60, 61), "at most the step of the kill is made again"
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_with_its_stack(start_trainspec, tmp_path, read_result, wait_for_step):
-    process = start_trainspec("run", "--dir", "run", "--hang-s", "6", "--max-restarts", "0", *ddp("4000", "0.05"))
-    run = RunDir(tmp_path / "run")
-    wait_for_step(run, 10, process)
-    os.kill(pids_of(run)[1], signal.SIGSTOP)
-    said = " ".join(process.communicate()[0].split())
-    assert process.returncode == 5, said
-    assert "rank 1: it gives no sign of life" in said
-    assert "rank 1 (" in said and "ddp.py" in said
-    assert read_result("run")["status"] == "failed"
-    hung = [event for event in read_log(run.events(1)) if isinstance(event, HangEvent)]
-    assert "ddp.py" in hung[0].stack
-    assert not any(psutil.pid_exists(pid) for pid in pids_of(run).values())
-
-
-@pytest.mark.slow
-def test_a_skipped_exchange_is_named(trainspec, tmp_path):
-    ran = trainspec("run", "--dir", "run", "--hang-s", "6", "--max-restarts", "0", *ddp("4000", "0.02", place="skip"))
-    said = " ".join((ran.stdout + ran.stderr).split())
-    assert ran.returncode == 5, said
-    assert "the ranks make different exchanges: rank 0 waits in all_reduce" in said
-    assert "rank 1 waits in barrier" in said
-    told = subprocess.run(
-        [sys.executable, "-m", "trainspec_cli", "diagnose", "run"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert "hang" in told.stdout, told.stdout + told.stderr
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ SMALL = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batchi
 
 
 ELASTIC = (
-    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5"),
-    *("resilience.heartbeat_timeout_s=3", "resilience.sdc_check=1", "run.preflight=false"),
+    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=20"),
+    *("resilience.heartbeat_timeout_s=10", "resilience.sdc_check=1", "run.preflight=false"),
 )
 ENDLESS = "train.max_steps=1000000"
 SLOW = "slow(group=0,step=6,seconds=0.2,steps=10000)"

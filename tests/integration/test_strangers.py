@@ -24,7 +24,7 @@ IDLE = 150
 """Connections that a stranger opens to every port and leaves."""
 PLAIN = ("recipe=tiny", "train.max_steps=1000000", "fault=slow(rank=0,step=1,seconds=0.1,steps=10000)")
 GROUPS = (
-    *("recipe=tiny", "train.max_steps=1000000", "resilience=elastic", "resilience.heartbeat_timeout_s=3"),
+    *("recipe=tiny", "train.max_steps=1000000", "resilience=elastic", "resilience.heartbeat_timeout_s=10"),
     "fault=slow(group=0,step=1,seconds=0.1,steps=10000)",
 )
 

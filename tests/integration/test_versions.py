@@ -13,7 +13,7 @@ from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
 
-FILES = Path(__file__).parents[1] / "spec" / "versions" / "0.1"
+FILES = Path(__file__).parents[1] / "recipe" / "versions" / "0.1"
 LAYOUT = ("layout.cp=1", "layout.tp=1", "layout.ep=1", "layout.pp=1")
 
 
