@@ -138,7 +138,7 @@ def fewest(counts_of: Sequence[int], own_s: Callable[[int], float]) -> float:
 def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps(layout: Sequence[str], from_s: int, emulate) -> None:
     run = emulate(
         f"slow_rank=3,slowness={SLOWNESS},slow_from_s={from_s}",
-        *layout, "scheduler=auto", "scheduler.max_micro_batch_size=32", "train.max_steps=18",
+        *layout, "scheduler=auto", "scheduler.max_micro_batch_size=32", "train.max_steps=24",
         f"batching.global_batch_size={SAMPLES}",
     )  # fmt: skip
     directive, *_ = (event for event in run.events if event["type"] == "directive")
@@ -169,8 +169,8 @@ def test_computing_and_waiting_are_told_apart(emulate, trainspec) -> None:
         slow = of_rank[5]["time_s"]
         for part in (*PASSES, "optimizer"):
             assert slow[part] == pytest.approx(2 * fast[part], rel=1e-6)
-        # The slow rank never waits, so that its exposed communication is what the transfers take.
-        assert slow["exposed_comm"] < 0.05 * of_rank[5]["step_time_s"] < fast["exposed_comm"]
+        # The slow rank never waits for another one, only for its own sums and transfers.
+        assert slow["exposed_comm"] < 0.25 * fast["exposed_comm"]
     assert verdicts(trainspec) == [("slow_device", 5)]
 
 

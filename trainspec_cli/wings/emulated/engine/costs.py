@@ -79,6 +79,8 @@ class ChipCosts:
 
     def memory_s(self, nbytes: float) -> float:
         """Return the time of one kernel that reads and writes this much memory (planner/time/step.py)."""
+        if not nbytes:
+            return self.eff.kernel_s
         rates = self.rates(torch.bfloat16)
         cached = self.eff.cache_reuse * rates.cache_bytes / (rates.cache_bytes + nbytes)
         return nbytes * ((1 - cached) / rates.memory + self.eff.issue / rates.load_store) + self.eff.kernel_s
