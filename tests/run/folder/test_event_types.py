@@ -54,6 +54,7 @@ START = StartEvent(
     step=3,
     world_size=2,
     device_name="a chip",
+    is_accelerator=True,
     params=10,
     adapter_params=3,
     peak_flops=1e9,

@@ -103,9 +103,14 @@ def test_random_numbers_do_not_depend_on_the_order_of_the_streams() -> None:
     [
         ("two_streams", "event"),
         ("kept_memory", "record_stream"),
-        ("read_early", "synchronize"),
-        ("reused_host_memory", "synchronize"),
-        *slow_after(0, [("loading", line) for line in LEFT_OUT]),
+        *slow_after(
+            0,
+            [
+                ("read_early", "synchronize"),
+                ("reused_host_memory", "synchronize"),
+                *(("loading", line) for line in LEFT_OUT),
+            ],
+        ),
     ],
 )
 def test_a_missing_wait_is_found(program: str, without: str) -> None:

@@ -114,7 +114,7 @@ SHAPE_CHARS = 80
 
 
 def encode(arrival: Arrival) -> Tensor:
-    text = json.dumps(asdict(arrival)).encode().ljust(ARRIVAL_BYTES)
+    text = json.dumps(asdict(arrival), allow_nan=False).encode().ljust(ARRIVAL_BYTES)
     assert len(text) == ARRIVAL_BYTES
     return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
 
@@ -286,7 +286,7 @@ class PendingExchange:
         store = self._communicator.store
         if not self._is_reported:
             self._is_reported = True
-            store.set(f"{self._key}/{dist.get_rank()}", json.dumps(asdict(self._mine)))
+            store.set(f"{self._key}/{dist.get_rank()}", json.dumps(asdict(self._mine), allow_nan=False))
         if time.monotonic() - self._began_s > timeout_s():
             keys = {rank: f"{self._key}/{rank}" for rank in self._ranks}
             found = {rank: Arrival(**json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
