@@ -275,6 +275,7 @@ EVENTS: list[Event] = [
 ]
 NAMES = [event.type for event in EVENTS]
 OPTIONAL = {
+    "start.is_accelerator": False,
     "start.unit": "tokens",
     "start.adapter_params": 0,
     "start.restored_from": None,

@@ -478,7 +478,9 @@ def mismatched() -> str:
         else:
             dist.all_reduce(own)
 
-    return fail(act)
+    error = fail(act)
+    dist.all_reduce(torch.zeros(1, device="cpu"))  # no rank leaves before the others have failed, too
+    return error
 
 
 def other_size() -> str:
