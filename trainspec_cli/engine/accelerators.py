@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from trainspec_cli.core.environment_names import DEVICE
+from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.wings import Point, parts_of
 
 
@@ -59,11 +60,17 @@ DEVICES: Point[DevicePlugin] = Point("devices")
 
 
 def _plugged_in(device_type: str) -> str:
-    """Return the kind of device that this process is to use: the plan's, or one that a wing provides."""
+    """Return the kind of device that this process is to use: the plan's, or one that a wing provides. Raises
+    RecipeError if there is no such wing."""
     wanted = os.environ.get(DEVICE)
     if wanted is None:
         return device_type
-    plugin = next(plugin for plugin in parts_of(DEVICES) if plugin.name == wanted)
+    plugins = {plugin.name: plugin for plugin in parts_of(DEVICES)}
+    if wanted not in plugins:
+        known = ", ".join(sorted(plugins)) or "none is installed"
+        message = f"{DEVICE}: `{wanted}` is not the name of a device plugin"
+        raise RecipeError(Problem("unknown_value", message, DEVICE, f"unset it, or name one of: {known}"))
+    plugin = plugins[wanted]
     plugin.register()
     KINDS[plugin.name] = plugin.kind
     return plugin.name

@@ -56,7 +56,7 @@ def test_the_log_knows_what_is_live_at_the_peak() -> None:
 @pytest.mark.parametrize(
     ("family", "layout"),
     slow_after(
-        1,
+        0,
         [
             ("dense", {"tp": 2}),
             ("dense", {"dp_shard": 2}),

@@ -21,7 +21,6 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
@@ -683,15 +682,6 @@ def _replace_in_torch(module: Any) -> None:
 
     for name in FROM_DATA:
         setattr(torch, name, from_data(name))
-    destroy = dist.destroy_process_group
-
-    def finish_and_destroy(*args: Any, **kwargs: Any) -> None:
-        # The other ranks may still need the exchanges that this one has queued; NCCL, too, finishes them first.
-        SCHEDULER.finish_all()
-        destroy(*args, **kwargs)
-
-    distributed: Any = dist
-    distributed.destroy_process_group = finish_and_destroy
     torch_itself.Tensor.pin_memory = lambda tensor, device=None: pin(tensor.clone())
     torch_itself.Tensor.is_pinned = lambda tensor, device=None: is_pinned(tensor)
     # `with torch.device(...)` recognises tensor constructors by identity.
