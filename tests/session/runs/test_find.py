@@ -57,7 +57,7 @@ def test_last_is_the_newest_run(make: Callable[..., RunDir]) -> None:
 
 def test_runs_in_other_folders_are_known(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
     """Below this folder or launched from it they are `last`; launched elsewhere they are found by their name."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(Path.cwd() / "state"))
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(Path.cwd() / "state"))
     project, scratch = Path.cwd(), Path.cwd().with_name(f"{Path.cwd().name}-scratch")
     make("old")
     first, far = RunDir(project / "first"), RunDir(scratch / "far")

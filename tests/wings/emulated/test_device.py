@@ -110,10 +110,10 @@ def test_random_numbers_do_not_depend_on_the_order_of_the_streams() -> None:
 @pytest.mark.parametrize(
     ("program", "without"),
     [
-        ("two_streams", "event"),
         *slow_after(
             0,
             [
+                ("two_streams", "event"),
                 ("kept_memory", "record_stream"),
                 ("read_early", "synchronize"),
                 ("reused_host_memory", "synchronize"),
@@ -285,6 +285,7 @@ def test_ranks_on_other_nodes_use_the_network(late: list[Any]) -> None:
     assert apart[3]["message"][1] == close(EFF.collective_latency_s + 4 * 2**18 / network)
 
 
+@pytest.mark.slow
 def test_ranks_that_run_different_exchanges_all_fail_and_name_both() -> None:
     found = run_ranks(3, "mismatched")
     assert found[0] == found[1] == found[2]

@@ -94,6 +94,7 @@ SMALL = ["recipe=llama3_8b", "model.num_layers=2", "cluster.num_nodes=1", "batch
 TWO_BY_TWO = [*SMALL, "layout.tp=2", "layout.pp=2", "layout.dp_shard=1", "cluster.devices_per_node=4"]
 
 
+@pytest.mark.slow
 def test_memory_ends_where_the_allocator_says(capsys: pytest.CaptureFixture[str]) -> None:
     """The peak is the planned one. With one block less, the tensor of the peak does not fit."""
     done = rehearse(capsys, *TWO_BY_TWO, "--ranks=2", "--steps=1")
