@@ -117,9 +117,9 @@ def verdicts(trainspec) -> list[tuple[str, int | None]]:
 SAMPLES = 64
 
 
-def fewest(counts_of: Sequence[int], own_s: Callable[[int], float]) -> float:
+def shortest_s(ranks: int, own_s: Callable[[int], float]) -> float:
     """Return the shortest compute time of a step when whole samples are divided over equal ranks and a slow one."""
-    others = len(counts_of) - 1
+    others = ranks - 1
     return min(
         max(own_s(-(-(SAMPLES - slow) // others)), SLOWNESS * own_s(slow)) for slow in range(1, SAMPLES // others)
     )
@@ -158,7 +158,7 @@ def test_a_rank_at_half_speed_gets_fewer_samples_within_five_steps(layout: Seque
         return fixed_s + samples * per_sample_s
 
     won_s = run.step_s(first) - run.step_s(after)
-    assert won_s >= 0.95 * (SLOWNESS * own_s(even) - fewest(directive["counts"], own_s))
+    assert won_s >= 0.95 * (SLOWNESS * own_s(even) - shortest_s(len(directive["counts"]), own_s))
 
 
 @pytest.mark.slow

@@ -20,10 +20,11 @@ from trainspec_cli.recipe.results.tools import REQUEST, RESULT
 from trainspec_cli.run.folder.files import read_json, write_json
 
 
-def main() -> None:
+def main(package: str = "trainspec_cli.engine.tools") -> None:
+    """Run the tool that the command line names, a module of `package`."""
     name = sys.argv[1]
     folder = Path(sys.argv[2])
-    run = import_module(f"trainspec_cli.engine.tools.{name}").run
+    run = import_module(f"{package}.{name}").run
     result = run(from_plain(get_type_hints(run)["request"], read_json(folder / REQUEST)))
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / RESULT, to_plain(result))

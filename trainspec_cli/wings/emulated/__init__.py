@@ -49,14 +49,15 @@ def read_settings(text: str) -> Settings:
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         try:
-            if name not in Settings.__annotations__:
+            if name not in Settings.__annotations__ or not value:
                 raise ValueError
-            number = 1.0
-            if name != "time":
-                number = int(value) if name in WHOLE else float(value)
-            if not value or not 0 <= number < math.inf:
+            if name == "time":
+                found[name] = value
+                continue
+            number = int(value) if name in WHOLE else float(value)
+            if not 0 <= number < math.inf:
                 raise ValueError
-            found[name] = value if name == "time" else number
+            found[name] = number
         except ValueError:
             message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
             raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None

@@ -93,7 +93,8 @@ class StepLinks:
         self._sampled: SampledStep | None = None
         """The last sampled step."""
         self._reported_step = 0
-        self._is_report_sent, self._is_announced = False, False
+        self._is_report_sent = False
+        self._is_announced = False
         """True from the end of the step whose exchange carried the report, or rank 0's announcement, until `note_step`
         is called for it."""
         self.report: LinkFigures | None = None
@@ -163,10 +164,10 @@ class StepLinks:
         if not self._links:
             return
         newest_step = step + self._delay_steps
-        is_sampled = self._sampled is not None and self._sampled.step == step
-        if is_sampled and self._on_gpu:
-            assert self._sampled is not None, "see above"
-            self._read(self._sampled)
+        sampled = self._sampled
+        is_sampled = sampled is not None and sampled.step == step
+        if sampled is not None and is_sampled and self._on_gpu:
+            self._read(sampled)
         if steps_to_sample:
             self._due = newest_step + steps_to_sample - 1
             self._is_announced = False

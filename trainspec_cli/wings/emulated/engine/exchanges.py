@@ -368,24 +368,18 @@ def timeout_s() -> float:
     return read_settings(os.environ.get(EMULATED, "")).timeout_s
 
 
-def queue(communicator: Communicator, channel: str, start: Callable[[float], PendingExchange]) -> StreamEvent:
+def queue(communicator: Communicator, channel: str, exchange: QueuedWork) -> StreamEvent:
     """Queue an exchange after the current stream's work; return the event that marks its end."""
     HOST.launch()
     stream = communicator.streams[channel]
     stream.wait_stream(current_stream())
-    stream.add(QueuedWork(exchange=start))
+    stream.add(exchange)
     return stream.record_event()
 
 
-def queue_alone(communicator: Communicator, channel: str, kind: str, mine: Arrival, peer: int | None) -> StreamEvent:
-    """Queue an exchange without values: the other ranks are assumed to arrive at the same time. `peer`: that of a
-    message."""
-    HOST.launch()
-    stream = communicator.streams[channel]
-    stream.wait_stream(current_stream())
-    ranks = communicator.ranks if peer is None else [dist.get_rank(), communicator.ranks[peer]]
-    stream.spend(0.0 if TIME.costs is None else TIME.costs.exchange_s(kind, ranks, mine.nbytes))
-    return stream.record_event()
+def without_peers(kind: str, ranks: Sequence[int], mine: Arrival) -> QueuedWork:
+    """Return an exchange without values: the other ranks are assumed to arrive at the same time."""
+    return QueuedWork(duration_s=0.0 if TIME.costs is None else TIME.costs.exchange_s(kind, ranks, mine.nbytes))
 
 
 def _lacks_values(tensors: Any) -> bool:
@@ -418,11 +412,11 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
             return PendingMessage(communicator, kind, arrival, begin, peer=args[2], tag=args[3], is_sender=is_sender)
         return PendingCollective(communicator, "", kind, arrival, begin)
 
+    work = QueuedWork(exchange=start)
     if _lacks_values(on_host):
-        done = queue_alone(communicator, channel, kind, mine, args[2] if name in MESSAGES else None)
-    else:
-        done = queue(communicator, channel, start)
-    exchange = DeviceExchange(done, args)
+        ranks = [dist.get_rank(), communicator.ranks[args[2]]] if name in MESSAGES else communicator.ranks
+        work = without_peers(kind, ranks, mine)
+    exchange = DeviceExchange(queue(communicator, channel, work), args)
     _kept[:] = [exchange, *(one for one in _kept if not one.is_over)]
     boxed = exchange.boxed()
     outputs = [args[place] for place, value in enumerate(op._schema.returns[:-1])]
@@ -450,11 +444,10 @@ def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callab
     def start(at_s: float) -> PendingExchange:
         return PendingCollective(communicator, "", kind, replace(mine, at_s=at_s), begin)
 
+    work = QueuedWork(exchange=start)
     if _lacks_values(on_host):
-        done = queue_alone(communicator, "", kind, mine, None)
-    else:
-        done = queue(communicator, "", start)
-    made.untyped_storage().exchange = done, args
+        work = without_peers(kind, communicator.ranks, mine)
+    made.untyped_storage().exchange = queue(communicator, "", work), args
     return made
 
 
