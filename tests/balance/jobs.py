@@ -16,7 +16,7 @@ PER_NODE = 8
 
 
 def parts_of(pp: int = 1, launch_s: float = 0.0, **changes: object) -> StepParts:
-    """Each stage takes 0.1 s a micro-batch and 0.9 s a sample; exchanges take 0.2 s a step."""
+    """Each stage takes 0.1 s per micro-batch and 0.9 s per sample; exchanges take 0.2 s per step."""
     stage = StageTime(Speed(0.1, 0.9), NONE, NONE, launch_s)
     values = {
         "stages": (stage,) * pp,
@@ -43,7 +43,7 @@ def job_of(
     change_s: float = inf,
     zero_stage: ZeroStage = 1,
 ) -> DisturbedJob:
-    """`ranks` data-parallel ranks of `each` samples a step, one a micro-batch."""
+    """`ranks` data-parallel ranks of `each` samples per step, one a micro-batch."""
     whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=zero_stage)
     own = Layout(dp_replicate=1, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=zero_stage)
     nodes, size = max(1, whole.world_size // PER_NODE), ranks // replica_groups

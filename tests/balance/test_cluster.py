@@ -23,7 +23,7 @@ def test_all_wait_for_a_slow_device() -> None:
 
 
 def test_ranks_in_step_wait_for_the_slowest_in_each_micro_batch() -> None:
-    """A micro-batch takes 0.1 s and 0.9 s a sample. The slow rank has one sample in the first two of four turns, and
+    """A micro-batch takes 0.1 s and 0.9 s per sample. The slow rank has one sample in the first two of four turns, and
     none in the others; of the others half have two in the first turn and one in the rest."""
     cluster = job_of().cluster
     slow = cluster.condition([SlowDevice(device=5, factor=4)])
@@ -123,8 +123,8 @@ def test_experts_of_one_stage_do_not_hold_up_those_of_another() -> None:
 
 
 def test_narrow_links_hold_up_the_sends_of_their_nodes_pipelines_alone() -> None:
-    """Sends cost 0.1 s a micro-batch and 0.2 s a sample; device 0 of two nodes of 8 is of data-parallel ranks 0 to 3 of
-    stage 0, and node 1 has their second stages."""
+    """Sends cost 0.1 s per micro-batch and 0.2 s per sample; device 0 of two 8-GPU nodes is in data-parallel ranks 0 to
+    3 of stage 0, and node 1 has their second stages."""
     parts = parts_of(pp=2, sends=Speed(0.1, 0.2), bubble=0.0, gradients_once_s=0.0, rest_s=0.0)
     cluster = Cluster(parts, Layout(dp_shard=8, pp=2), 2, 8, 1)
     division = np.full((2, 8), 4.0)
@@ -159,7 +159,7 @@ def test_gradients_that_each_micro_batch_exchanges_count_with_the_most_of_any_ra
 
 
 def test_a_pipeline_fills_and_drains_with_the_other_stages_passes() -> None:
-    """Stages of 1, 2 and 4 s a micro-batch: the slowest works throughout, and waits half of the others' time once."""
+    """Stages of 1, 2 and 4 s per micro-batch: the slowest works throughout, and waits half of the others' time once."""
     stages = tuple(StageTime(Speed(seconds, 0.0), NONE, NONE, 0.0) for seconds in (1.0, 2.0, 4.0))
     parts = parts_of(pp=3, stages=stages, bubble=0.5, sends=NONE)
     cluster = Cluster(parts, Layout(pp=3), 1, 3, 1)
@@ -169,7 +169,7 @@ def test_a_pipeline_fills_and_drains_with_the_other_stages_passes() -> None:
 
 
 def test_lines_are_the_times_of_none_and_of_a_usual_number_of_samples() -> None:
-    """0.1 s a micro-batch and 0.9 s a sample, twice that on the slow rank; hidden behind launches there is no slope."""
+    """0.1 s per micro-batch and 0.9 s per sample, twice that on the slow rank; hidden by launches, no slope."""
     cluster = job_of(ranks=2).cluster
     empty_s, each_s = cluster.lines(cluster.condition([SlowDevice(device=1, factor=2)]), 3, 10.0)
     assert empty_s == pytest.approx([0.3, 0.6])

@@ -58,7 +58,7 @@ def test_memory_bounds_what_a_fast_rank_takes_over() -> None:
 
 
 PLAIN = parts_of(stages=(StageTime(Speed(0.0, 1.0), NONE, NONE, 0.0),))
-"""A second a sample, whatever the micro-batch; exchanges and the rest take 0.25 s a step."""
+"""A second a sample, whatever the micro-batch; exchanges and the rest take 0.25 s per step."""
 
 
 def test_replica_groups_share_by_their_speeds() -> None:

@@ -51,7 +51,7 @@ def main() -> None:
     for way, of in figures.items():
         saves = f"held up {format_duration(of['blocked_s'])}, whole after {format_duration(of['written_s'])}, "
         print(
-            f"{way:6} {saves if of['saves'] else ''}{format_duration(of['step_s'])} a step; "
+            f"{way:6} {saves if of['saves'] else ''}{format_duration(of['step_s'])} per step; "
             f"{format_duration(of['steps_s'])} in all"
         )
     ratio = figures["async"]["blocked_s"] / figures["sync"]["blocked_s"]

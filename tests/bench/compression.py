@@ -232,8 +232,8 @@ def time_steps(options: argparse.Namespace) -> None:
             seconds, full_s = (statistics.median(times[kind, one]) for one in (comm, WireFormats()))
             moved = [state.wire.counted[purpose] / (options.turns + 1) / 1e6 for purpose in ("gradients", "parameters")]
             print(
-                f"{kind}, gradients {comm.gradients}, parameters {comm.parameters}: {seconds:.3f} s a step, "
-                f"{full_s / seconds:.2f} times full, {moved[0]:.2f} + {moved[1]:.2f} MB a rank"
+                f"{kind}, gradients {comm.gradients}, parameters {comm.parameters}: {seconds:.3f} s per step, "
+                f"{full_s / seconds:.2f} times full, {moved[0]:.2f} + {moved[1]:.2f} MB per rank"
             )
     dist.barrier()
     leave_processes()

@@ -165,7 +165,7 @@ def overhead(options: argparse.Namespace, root: Path) -> None:
             times[name] += steps[5:]
             print(f"{name}: median {statistics.median(steps[5:]):.3f} s, least {min(steps[5:]):.3f} s", flush=True)
     plain, elastic = (statistics.median(times[name]) for name in ("plain", "elastic"))
-    print(f"plain {plain:.3f} s, elastic {elastic:.3f} s a step: {elastic / plain - 1:+.1%}")
+    print(f"plain {plain:.3f} s, elastic {elastic:.3f} s per step: {elastic / plain - 1:+.1%}")
 
 
 def start(options: argparse.Namespace, root: Path) -> Launched:

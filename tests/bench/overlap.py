@@ -60,7 +60,7 @@ LAYOUTS = {
 Seen = dict[bool, list[tuple[float, float]]]
 """(time of a step, exposed part of its exchanges), of steps that wait for each exchange and of those that do not."""
 MICRO_BATCH_SAMPLES = 2
-"""Two micro-batches a rank: ZeRO-2 and 3 exchange gradients after each."""
+"""Two micro-batches per rank: ZeRO-2 and 3 exchange gradients after each."""
 
 
 def main() -> None:
@@ -159,7 +159,7 @@ def print_turns(name: str, seen: Seen, truths: dict[bool, float] | None = None) 
     for holds_back, kind in ((True, "waited for"), (False, "overlapped")):
         of_kind = seen[holds_back][1:]
         times_s[holds_back], exposed = (statistics.median(values) for values in zip(*of_kind, strict=True))
-        line = f"{name:6}  {kind:10}  {times_s[holds_back]:.3f} s a step, exposed {exposed:.1%}"
+        line = f"{name:6}  {kind:10}  {times_s[holds_back]:.3f} s per step, exposed {exposed:.1%}"
         if truths:
             worst = max(abs(one - truths[holds_back]) for _, one in of_kind)
             line += f", by the sleeps {truths[holds_back]:.1%}, at most {100 * worst:.1f} points off"

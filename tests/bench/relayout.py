@@ -69,7 +69,7 @@ def main() -> None:
             limit_s = 2 * usual_s + 2
             pause_s, peak_bytes = event.pause_s or 0.0, event.peak_bytes or 0
             print(
-                f"  {format_duration(pause_s)} beside {format_duration(usual_s)} a step: "
+                f"  {format_duration(pause_s)} beside {format_duration(usual_s)} per step: "
                 f"{'within' if pause_s <= limit_s else 'OVER'} {format_duration(limit_s)}; "
                 f"the first step takes {took_s[event.step + 1] / after_s:.2f} times as long as those after it; "
                 f"peak {peak_bytes / state_bytes:.0%} of the whole state"

@@ -63,7 +63,7 @@ def step_times_s(run: RunDir) -> dict[int, float]:
 
 
 def won(options: argparse.Namespace) -> None:
-    print(f"load {os.getloadavg()[0]:.1f}; {options.sample_s:g} s a sample, {SAMPLES} samples a step")
+    print(f"load {os.getloadavg()[0]:.1f}; {options.sample_s:g} s per sample, {SAMPLES} samples per step")
     with tempfile.TemporaryDirectory() as folder:
         for number, case in enumerate(CASES):
             if options.only in case.name:

@@ -35,7 +35,7 @@ def errors(capsys, *arguments: str) -> tuple[int, list[dict]]:
 def test_a_sound_recipe(capsys) -> None:
     assert run(["validate", "recipe=tiny", "precision=fp32", "train.max_steps=1e3"]) == 0
     assert capsys.readouterr().out == (
-        "tiny is valid: llama_tiny, 152k parameters, 1000 steps of 8 x 64 tokens (512k in all), 2 x cpu in fp32\n"
+        "tiny is valid: llama_tiny, 152k parameters, 1000 steps of 8 x 64 tokens (512k in total), 2 x cpu in fp32\n"
     )
     assert errors(capsys, "recipe=quickstart") == (0, [])
 

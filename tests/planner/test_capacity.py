@@ -85,7 +85,7 @@ def test_formats_that_are_left_open_follow_the_chip() -> None:
     ids=["kept", "done again", "done again under adapters"],
 )
 def test_figures_of_a_candidate(recompute: Any, lora: int, again: float) -> None:
-    """32 samples of 2048 tokens a step on 8 devices. Frozen weights have half of the backward."""
+    """32 samples of 2048 tokens per step on 8 devices. Frozen weights have half of the backward."""
     plan = plan_capacity(replace(SPEC, recompute=recompute, lora=LoraSpec(rank=lora)))
     best = plan.best
     assert best is not None and plan.world_size == 8
@@ -107,7 +107,7 @@ def test_figures_of_a_candidate(recompute: Any, lora: int, again: float) -> None
     [
         (CLUSTER, True, []),
         (CLUSTER, False, ["launched one by one"]),
-        (replace(CLUSTER, nic_gbit_per_s=0.0), True, ["no network between nodes: 200 Gbit/s a device"]),
+        (replace(CLUSTER, nic_gbit_per_s=0.0), True, ["no network between nodes: 200 Gbit/s per device"]),
         (replace(CLUSTER, nic_gbit_per_s=0.0, num_nodes=1), True, []),
         (replace(CLUSTER, accelerator=replace(CHIP, matmul_bf16_tflops=0.0)), True, ["no measured matmul rate"]),
         (replace(CLUSTER, accelerator=replace(CHIP, vendor="cpu")), True, ["CPU's rates"]),
@@ -160,7 +160,7 @@ def test_of_smaller_counts_of_nodes_the_fastest_is_taken() -> None:
 
 
 def test_all_nodes_work_where_they_are_faster_though_the_batch_does_not_divide() -> None:
-    """Of 31 samples a rank has three at most on 12 devices, and four on eight."""
+    """Of 31 samples, a rank has three at most on 12 devices, and four on eight."""
     spec = replace(SPEC, cluster=replace(CLUSTER, num_nodes=3), layout=LayoutSpec(), batching=BatchingSpec(31))
     changed, plan = plan_on_what_divides(spec)
     assert changed is spec and plan == plan_capacity(spec)

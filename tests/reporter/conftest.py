@@ -167,7 +167,7 @@ BEGIN = {
 
 
 class FakeRun:
-    """Writes what the workers would, with round numbers: 100 tokens a step, in one second of equal parts."""
+    """Writes what the workers would, with round numbers: 100 tokens per step, in one second of equal parts."""
 
     def __init__(self, root: Path):
         self.dir = RunDir(root)

@@ -32,7 +32,7 @@ BUDGET = Budget(
     "line",
     [
         "128 H100 for 2 years",
-        "cheapest     rent on spot, $6M in all",
+        "cheapest     rent on spot, $6M in total",
         "buying pays  after 13.2 months, against rent by the hour",
         "above a utilisation of 53.3% over the machines' life",
         "1            6,144     128     128     0          50%",

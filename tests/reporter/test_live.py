@@ -45,7 +45,7 @@ def test_plain_lines_say_what_goes_on_and_come_at_the_interval(fake_run: Any, ma
     assert output.getvalue().splitlines() == [
         "starting workers",
         "1.5M parameters on 2 processes, a chip",
-        "MFU is against 1 GFLOP/s a process (best matmul measured)",
+        "MFU is against 1 GFLOP/s per process (best matmul measured)",
         "compiling",
         "step 5/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 15.0 s left",
         "step 10/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 10.0 s left",

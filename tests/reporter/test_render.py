@@ -59,7 +59,7 @@ def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_com
         for step in (2, 3):
             fake_run.step(step, rank, exchange_s=0.5 - 0.2 * rank, exposed_s=0.1 * rank)
     shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "ranks exchanged for 400 ms a step, 12% of it while nothing was computed" in shown
+    assert "ranks exchanged for 400 ms per step, 12% of it while nothing was computed" in shown
 
 
 def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:

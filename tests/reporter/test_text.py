@@ -105,10 +105,10 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
 @pytest.mark.parametrize(
     ("event", "shown"),
     [
-        (START, "2.5M parameters on 1 process, a chip\nMFU is against 2 TFLOP/s a process (maker)"),
+        (START, "2.5M parameters on 1 process, a chip\nMFU is against 2 TFLOP/s per process (maker)"),
         (
             replace(START, adapter_params=500_000),
-            "3M parameters, 500k of them trained on 1 process, a chip\nMFU is against 2 TFLOP/s a process (maker)",
+            "3M parameters, 500k of them trained on 1 process, a chip\nMFU is against 2 TFLOP/s per process (maker)",
         ),
         (EVAL, "step 4: held out 2.000 bits per byte, loss 1.5000"),
         (
@@ -171,11 +171,11 @@ def test_a_plan_tells_its_batch_and_steps(forecast: tuple[RunSpec, RunForecast])
     constant = Plan(spec, Layout(), "cuda", 2, 8, "bf16", 2, 4, "none", "none", 8_030_261_248, 5.1e10)
     seesaw = replace(spec, batching=replace(spec.batching, schedule=BatchScheduleSpec(kind="seesaw")))
     shown = describe_plan(constant)
-    assert "batch     128 samples of 8192 tokens, 2 a process at a time" in shown
-    assert "steps     1000, 1.05B tokens in all" in shown
+    assert "batch     128 samples of 8192 tokens, 2 per process and micro-batch" in shown
+    assert "steps     1000, 1.05B tokens in total" in shown
     shown = describe_plan(replace(constant, spec=seesaw, steps=640))
-    assert "batch     128 samples of 8192 tokens at first (seesaw), 2 a process at a time" in shown
-    assert "steps     640, 1.05B tokens in all" in shown
+    assert "batch     128 samples of 8192 tokens at first (seesaw), 2 per process and micro-batch" in shown
+    assert "steps     640, 1.05B tokens in total" in shown
 
 
 def row(*assumed: str) -> PredictedRow:
@@ -326,7 +326,7 @@ def test_a_plan_tells_its_model_devices_and_layout(forecast: tuple[RunSpec, RunF
     assert lines["model"] == "llama3_8b, 8.03B parameters"
     assert lines["devices"] == f"{plan.world_size} x cuda, bf16"
     assert lines["layout"] == plan.layout.describe()
-    assert lines["compute"] == "51 GFLOP a token"
+    assert lines["compute"] == "51 GFLOP per token"
     nameless = replace(spec, model=replace(spec.model, name=""))
     groups = replace(plan, spec=nameless, replica_groups=2, kernels=KernelSpec(rope="compiled"))
     lines = dict(line.split(None, 1) for line in describe_plan(groups).splitlines())

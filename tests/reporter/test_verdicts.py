@@ -11,7 +11,7 @@ SPIN = RunVerdict(cause="host_bound", rank=1, since_step=20, cost_s=0.2, confide
 
 def test_the_line_of_code_stands_in_the_live_line_the_text_and_the_page():
     event = VerdictEvent(step=30, is_over=False, verdict=SPIN)
-    assert describe_event(event) == "host bound, rank 1, since step 20: 200 ms a step, 90% sure, at a/<b>.py:7 (f)"
+    assert describe_event(event) == "host bound, rank 1, since step 20: 200 ms per step, 90% sure, at a/<b>.py:7 (f)"
     assert "\n  line of code: a/<b>.py:7 (f)\n" in render_verdicts([SPIN]).plain
     assert "Line of code: a/&lt;b&gt;.py:7 (f)" in verdicts_section([SPIN])
     assert SPIN.as_json()["code"] == "a/<b>.py:7 (f)"

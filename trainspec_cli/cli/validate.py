@@ -64,5 +64,5 @@ def _summary(recipe: str, plan: Plan) -> str:
     return (
         f"{recipe} is valid: {spec.model.name or spec.model.family}, {params}{counted}, "
         f"{plan.total_steps} steps of {spec.batching.global_batch_size}{length}{first} "
-        f"({units} in all), {plan.world_size} x {plan.device} in {plan.compute}"
+        f"({units} in total), {plan.world_size} x {plan.device} in {plan.compute}"
     )

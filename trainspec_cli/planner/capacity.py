@@ -409,7 +409,7 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     network = spec.cluster.fabric.tiers[1:]
     is_stated = spec.cluster.nic_gbit_per_s or (network and all(tier.gbit_per_s for tier in network))
     if fabric.num_devices > fabric.scaleup_devices and not is_stated:
-        yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s a device, as is usual"
+        yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s per device, as is usual"
     if main_size(spec) != spec.batching.global_batch_size:
         yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
     if not spec.framework.counted:
@@ -661,4 +661,4 @@ def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficien
 def _describe(words: str, found: Candidate) -> str:
     peak = format_bytes(found.peak_memory_bytes)
     chance = f"{min(found.fit_probability, 0.99):.0%}"
-    return f"{words} fits at {chance}, with {peak} a device and {format_duration(found.step_time_s)} a step"
+    return f"{words} fits at {chance}, with {peak} per device and {format_duration(found.step_time_s)} per step"

@@ -54,7 +54,7 @@ def title_of(budget: Budget) -> str:
 def sentences(budget: Budget) -> Iterator[str]:
     """Yield the conclusions: the cheapest way, and when buying pays."""
     cheapest = next(way for way in WAYS if way == budget.cheapest)
-    yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in all"
+    yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in total"
     months = budget.break_even_months
     use = budget.break_even_utilisation
     after = "not in these years" if months is None else f"after {months:.1f} months, against rent by the hour"

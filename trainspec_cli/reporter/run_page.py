@@ -201,7 +201,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
     if report.speed:
         yield f"{report.speed.unit}/s", format_rate(report.speed.tokens_per_s), ""
     if report.speed and report.speed.peak_flops:
-        yield "MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} a device"
+        yield "MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} per device"
     if report.goodput is not None:
         yield "goodput", f"{report.goodput:.1%}", ""
         yield "wall time", format_duration(report.time_s.total_s), ""

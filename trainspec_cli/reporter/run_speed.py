@@ -289,7 +289,7 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
     if speed.unit == STEPS:
         return [describe_speed(speed.tokens_per_s, speed.mfu, speed.unit), over]
-    flops = f"{format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')}"
+    flops = f"{format_si(speed.flops_per_token, 'FLOP')} per {speed.unit.removesuffix('s')}"
     peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
     lines = [
         describe_speed(speed.tokens_per_s, speed.mfu, speed.unit),
@@ -310,7 +310,7 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     if speed.exchange and speed.exchange.seconds:
         took = format_duration(speed.exchange.seconds)
         exposed = speed.exchange.exposed_s / speed.exchange.seconds
-        lines.append(f"ranks exchanged for {took} a step, {exposed:.0%} of it while nothing was computed")
+        lines.append(f"ranks exchanged for {took} per step, {exposed:.0%} of it while nothing was computed")
     return lines
 
 

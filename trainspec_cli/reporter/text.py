@@ -79,7 +79,7 @@ def describe_event(event: Event) -> str:
                 return f"steps are counted of {processes}, {event.device_name}{resumed}"
             return (
                 f"{format_params(event.params, event.adapter_params)} on {processes}, {event.device_name}{resumed}\n"
-                f"MFU is against {format_si(event.peak_flops, 'FLOP/s')} a process ({event.peak_source})"
+                f"MFU is against {format_si(event.peak_flops, 'FLOP/s')} per process ({event.peak_source})"
             )
         case FirstTextEvent():
             return "".join(text for text, _ in first_text_parts(event))
@@ -176,7 +176,7 @@ def describe_plan(plan: Plan) -> str:
     kind = spec.batching.schedule.kind
     changes = "" if kind == "constant" else f" at first ({kind})"
     batch = f"{spec.batching.global_batch_size} samples{length}{changes}"
-    micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
+    micro = f"{plan.micro_batch_size} per process and micro-batch, {plan.grad_accum_steps} micro-batches per step"
     groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
     facts = {
         "model": f"{spec.model.name or spec.model.family}, {format_params(plan.params, plan.adapter_params)}",
@@ -185,22 +185,22 @@ def describe_plan(plan: Plan) -> str:
         **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
         **({"groups": groups} if plan.replica_groups > 1 else {}),
         "batch": f"{batch}, {micro}",
-        "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
+        "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in total",
         **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
-        "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
+        "compute": f"{format_si(plan.flops_per_token, 'FLOP')} per {unit.removesuffix('s')}",
     }
     return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
-    """`predicted: 240 ms a step, 8,533 tokens/s · 65.50 GiB a process, 56.75 GiB of them tensors`."""
+    """`predicted: 240 ms per step, 8,533 tokens/s · 65.50 GiB per process, 56.75 GiB of them tensors`."""
     seconds = prediction.step_time_s
     tensors = ""
     if prediction.beside:  # a run measures only its tensors
         tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
     return (
-        f"predicted: {format_duration(seconds)} a step, {tokens_per_step / seconds:,.0f} tokens/s · "
-        f"{format_bytes(prediction.needed_bytes)} a process{tensors}"
+        f"predicted: {format_duration(seconds)} per step, {tokens_per_step / seconds:,.0f} tokens/s · "
+        f"{format_bytes(prediction.needed_bytes)} per process{tensors}"
     )
 
 

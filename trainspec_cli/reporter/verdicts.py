@@ -30,14 +30,14 @@ NO_VERDICTS_WITHOUT_PLAN = (
 
 
 def describe_verdict(verdict: RunVerdict) -> str:
-    """`slow device, rank 2, since step 120: 35 ms a step (93% sure)`."""
+    """`slow device, rank 2, since step 120: 35 ms per step (93% sure)`."""
     place = _place(verdict)
     # No cause was found; the steps may still take longer than planned.
     cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
     words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
     if verdict.until_step is not None:
         words[-1] = f"steps {verdict.since_step} to {verdict.until_step}"
-    cost = f"{format_duration(verdict.cost_s)} a step, " if verdict.cost_s and verdict.cause != "hang" else ""
+    cost = f"{format_duration(verdict.cost_s)} per step, " if verdict.cost_s and verdict.cause != "hang" else ""
     full = f", memory ends at about step {verdict.full_step:,}" if verdict.full_step is not None else ""
     return f"{', '.join(words)}: {cost}{verdict.confidence:.0%} sure{full}"
 
@@ -72,7 +72,7 @@ def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
         for sentence in verdict.evidence:
             text.append("".join(f"  {line}\n" for line in sentence.splitlines()))
         for one in verdict.what_if:
-            text.append(f"  {one.change}: {format_seconds(one.step_s)} a step, {format_seconds(one.saved_s)} less\n")
+            text.append(f"  {one.change}: {format_seconds(one.step_s)} per step, {format_seconds(one.saved_s)} less\n")
         if verdict.advice:
             text.append(f"  what to do: {verdict.advice}\n", style="dim")
     return text

@@ -42,7 +42,7 @@ class _OutOfTime(Exception):  # noqa: N818 - it ends a wait
 def run_program(
     program: Program, environment: Mapping[str, str], on_tick: Callable[[], None] = lambda: None
 ) -> ProgramEnd:
-    """Run a program, with `environment` added to this process's; `on_tick` is called about ten times a second. Raises
+    """Run a program, with `environment` added to this process's; `on_tick` is called about ten times per second. Raises
     MachineError if it cannot be started, Interrupted if a stop was requested."""
     root = program.folder.absolute()
     own = {LAUNCH_ID: secrets.token_hex(8), **environment}

@@ -321,7 +321,7 @@ def supervise(
 ) -> Ending:
     """Run `job` until all its processes have ended, and restart what fails as `plan` allows.
 
-    `watch` is called about ten times a second and told whether a stop was requested; `report` is called for every
+    `watch` is called about ten times per second and told whether a stop was requested; `report` is called for every
     failure that does not end the run, and what happens next. Without a plan the job is restarted after failures up to
     its `max_restarts`, and a tool's job never. `replan` finds the plan for a run that leaves a slow node out; without
     it, only a spare can replace the node. `mail` passes messages between the workers and other code in this process.

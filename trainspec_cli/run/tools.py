@@ -191,10 +191,9 @@ def run_tool(
 ) -> ResultT:
     """Run `tool` (in one process, unless `prepare` says otherwise) and return its result.
 
-    `on_tick` is called about ten times a second. `shared` is a folder, visible to several nodes, in which the temporary
-    folder is made. Raises MachineError if the tool cannot be run, fails or exceeds its time limit, Interrupted if a
-    stop was requested.
-    """
+    `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, in which the
+    temporary folder is made. Raises MachineError if the tool cannot be run, fails or exceeds its time limit,
+    Interrupted if a stop was requested."""
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
             root = Path(folder).absolute()

@@ -139,7 +139,7 @@ def test_tokens_that_are_no_whole_sample_are_rounded_up() -> None:
 
 
 def test_llama_3_405b() -> None:
-    """4M tokens a step, 8M from 252M on, 16M from 2.87T on, of 15.6T (arXiv:2407.21783, section 3.4.1)."""
+    """4M tokens per step, 8M from 252M on, 16M from 2.87T on, of 15.6T (arXiv:2407.21783, section 3.4.1)."""
     stages = ramp((252 * 10**6, 1024), (287 * 10**10, 2048), lr_rule="none")
     schedule = make_schedule(stages, max_steps=3_719_330, start=512, seq_len=8192)
     assert schedule.run_samples * 8192 == pytest.approx(15.6e12, rel=1e-6)

@@ -32,7 +32,7 @@ def first_step(
 @pytest.mark.parametrize(
     ("expected_s", "pause_s", "steps", "each", "at"),
     [
-        (1.5, None, 100, 1, 3),  # 2.5 s a step are saved, and the change is taken to cost 7 s
+        (1.5, None, 100, 1, 3),  # 2.5 s per step are saved, and the change is taken to cost 7 s
         (1.0, None, 100, 1, 2),
         (1.9, None, 100, 1, 14),
         (1.9, None, 27, 1, None),  # the 13 steps that are left save 6.5 s

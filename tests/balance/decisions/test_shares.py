@@ -279,7 +279,7 @@ def test_the_rank_that_differs_most_is_the_reason() -> None:
 
 
 def test_a_change_counts_the_exchanges_of_its_micro_batches() -> None:
-    """Slow by 2, 8 samples a micro-batch: two micro-batches each way, and their exchanges, are in both times."""
+    """Slow by 2, 8 samples per micro-batch: two micro-batches each way, and their exchanges, are in both times."""
     scheduler = ShareScheduler(Division((1.0,) * RANKS, micro_batch_size=8), 8, 0.1)
     change = next(found for _ in range(100) if (found := scheduler.note_step(64, speeds(1, 1, 2, 1), 3.0)))
     counts, micro_batches = change.division.counts(64), change.division.count_micro_batches(64)
@@ -327,12 +327,12 @@ def test_groups_take_part_by_their_rates_unless_they_are_about_equal(
 
 def test_the_group_that_differs_most_is_the_reason() -> None:
     assert describe_rates((0, 2, 3), (25.0, 12.5, 30.0)) == (
-        "replica group 2 computes 12.5 samples a second, the median is 25"
+        "replica group 2 computes 12.5 samples per second, the median is 25"
     )
     assert describe_rates((0, 2, 3), (25.0, 24.0, 100.0)) == (
-        "replica group 3 computes 100 samples a second, the median is 25"
+        "replica group 3 computes 100 samples per second, the median is 25"
     )
-    assert describe_rates((0, 1), (20.0, 20.0)) == "all replica groups compute about 20 samples a second"
+    assert describe_rates((0, 1), (20.0, 20.0)) == "all replica groups compute about 20 samples per second"
 
 
 def test_a_rank_that_collects_garbage_keeps_its_samples():

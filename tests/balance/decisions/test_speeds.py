@@ -186,7 +186,7 @@ def test_micro_batches_as_large_as_before_need_no_warming_up() -> None:
 
 
 def test_a_shape_that_tells_something_new_is_learnt_in_a_few_steps_where_the_noise_is_known() -> None:
-    """True: 2 s a micro-batch and 0.5 s a sample."""
+    """True: 2 s per micro-batch and 0.5 s per sample."""
     found = SpeedTracker(0.1)
     for _ in range(LEARNING):
         found.note(8, 2, 8.0)
@@ -264,7 +264,7 @@ def test_a_thousand_noisy_healthy_steps_show_no_change(seed: int, noise: float) 
 
 @pytest.mark.parametrize("shapes", [((8, 2), (4, 2)), ((8, 1), (8, 2)), ((8, 2), (9, 3))])
 def test_two_shapes_tell_what_is_fixed_from_what_grows_with_the_samples(shapes: tuple[tuple[int, int], ...]) -> None:
-    """True: 2 s a micro-batch and 0.5 s a sample."""
+    """True: 2 s per micro-batch and 0.5 s per sample."""
     found = SpeedTracker(0.1)
     for samples, micro_batches in shapes:
         for _ in range(LEARNING):

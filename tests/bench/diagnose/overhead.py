@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--block-steps", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=4, help="samples of 128 tokens a step")
+    parser.add_argument("--batch", type=int, default=4, help="samples of 128 tokens per step")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     steps = observe(options.batch, options.block_steps, (2 * options.pairs + 2) * options.block_steps)
@@ -118,10 +118,10 @@ def report(blocks: Sequence[Block]) -> None:
     pairs = [(first, second) if first.counts else (second, first) for first, second in adjacent]
     bare = statistics.median(without.step_s for _, without in pairs)
     noted = statistics.fmean(on.note_s for on, _ in pairs)
-    print(f"load {os.getloadavg()[0]:.1f}; {len(pairs)} pairs of blocks; {1e3 * bare:.1f} ms a step without")
+    print(f"load {os.getloadavg()[0]:.1f}; {len(pairs)} pairs of blocks; {1e3 * bare:.1f} ms per step without")
     print(f"with / without in time: {_median([on.step_s / without.step_s for on, without in pairs])}")
     print(f"with / without in processor time: {_median([on.processor_s / off.processor_s for on, off in pairs])}")
-    print(f"counting takes {1e3 * noted:.3f} ms a step, {noted / bare:.2%} of it")
+    print(f"counting takes {1e3 * noted:.3f} ms per step, {noted / bare:.2%} of it")
 
 
 def _median(ratios: Sequence[float]) -> str:

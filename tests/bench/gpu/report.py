@@ -92,7 +92,7 @@ def _speed(found: dict[str, Any], peak_flops: float | None) -> list[str]:
         mfu = f", MFU {rate * flops[contender] / peak_flops:.1%}" if peak_flops else ""
         ratio = f", {rate / max(peers):.2f} of the best peer" if peers else ""
         spread = f"{min(rates[contender]):,.4g}-{max(rates[contender]):,.4g}"
-        lines.append(f"{contender:16} {rate:,.4g} a second ({spread}){mfu}{ratio}")
+        lines.append(f"{contender:16} {rate:,.4g} per second ({spread}){mfu}{ratio}")
     return lines
 
 
@@ -120,7 +120,7 @@ def _profile(found: dict[str, Any], peak_flops: float | None) -> list[str]:
     if timed := found.get("timed"):
         mfu = f", MFU {timed['flops_per_s'] / peak_flops:.1%}" if peak_flops else ""
         planned = _against("planned", found.get("predicted", {}).get("step_time_s"), timed["step_s"], 1.0, "s")
-        lines.append(f"{timed['step_s']:.4g} s a step{mfu}, {planned}, {timed['device_allocations']} allocations")
+        lines.append(f"{timed['step_s']:.4g} s per step{mfu}, {planned}, {timed['device_allocations']} allocations")
     if losses := found.get("losses"):
         lines.append(f"products {losses['products_s']:.4g} s of {losses['step_s']:.4g} s")
         lines += [f"{seconds / losses['step_s']:6.1%} {name[:100]}" for name, seconds in losses["losses"]]

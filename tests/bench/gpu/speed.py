@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", help=f"of {','.join(WORKLOADS)}")
     parser.add_argument("--contenders", help=f"of {','.join(CONTENDERS)}")
-    parser.add_argument("--batch-size", type=int, help="samples a step, in one go; each model has its own")
+    parser.add_argument("--batch-size", type=int, help="samples per step, in one go; each model has its own")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models that take seconds, eager, one round: a check")
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -64,7 +64,7 @@ class Workload:
     def describe(self) -> str:
         params = count_params(self.model) / 1e9
         size = f"{self.batch_size} volumes" if self.is_unet else f"{self.batch_size} samples of {self.seq_len} tokens"
-        return f"{self.what}: {params:.2f}B parameters, {size} a step, {self.precision}"
+        return f"{self.what}: {params:.2f}B parameters, {size} per step, {self.precision}"
 
 
 def _changed(model: Any, change: tuple[str, Any]) -> Any:
@@ -130,7 +130,7 @@ WORKLOADS = {
     "dense_8b_fp8": replace(_DENSE_8B, precision="fp8"),
     "moe": Workload(
         "qwen3_30b_a3b",
-        "6 layers of Qwen3 30B-A3B (128 experts, 8 a token)",
+        "6 layers of Qwen3 30B-A3B (128 experts, 8 per token)",
         batch_size=4,
         changes={"num_layers": 6},
         tiny={**_TINY_DENSE, "experts.num_experts": 8, "experts.top_k": 2, "experts.expert_ffn_size": 48},

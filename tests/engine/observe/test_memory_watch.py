@@ -55,7 +55,7 @@ GIB, MIB = 2.0**30, 2.0**20
     ],
 )
 def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch, last_step, free_bytes, told_at):
-    """1 MiB a step, of which so much is free."""
+    """1 MiB per step, of which so much is free."""
     watch = MemoryWatch(CPU, 0, last_step)
     check = readings_of(watch, monkeypatch, host=lambda step: (GIB + step * MIB, free_bytes))
     told = {step: said for step in range(1, last_step + 1) if (said := check(step))}
@@ -64,7 +64,7 @@ def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch,
         return
     assert list(told) == [told_at]
     assert told[told_at] == (
-        f"host memory grows by 1.00 MiB a step and will be full at about step {told_at + free_bytes / MIB:.0f}, "
+        f"host memory grows by 1.00 MiB per step and will be full at about step {told_at + free_bytes / MIB:.0f}, "
         f"before the last one ({last_step}): memory that should be freed is kept"
     )
 
@@ -77,7 +77,7 @@ def test_a_leak_on_the_device_is_told_of_by_its_name(monkeypatch):
         device=lambda step: (GIB + step * MIB, 10 * MIB),
     )
     (said,) = [said for step in range(1, 191) if (said := check(step))]
-    assert said.startswith("device memory grows by 1.00 MiB a step")
+    assert said.startswith("device memory grows by 1.00 MiB per step")
 
 
 def test_the_first_steps_after_a_start_are_no_leak(monkeypatch):

@@ -240,7 +240,7 @@ def test_auto_counts_from_the_checkpoint_that_the_run_resumed_from(tmp_path):
     resumed = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync", keep_last=9))
     resumed.resume()
     take_steps(resumed, range(26, 33), step_time_s=15.0)
-    assert RunDir(tmp_path).checkpoint_steps() == [25, 29], "60 s, at 15 s a step"
+    assert RunDir(tmp_path).checkpoint_steps() == [25, 29], "60 s, at 15 s per step"
 
 
 def test_what_a_run_resumed_from_in_memory_is_written_to_disk_at_its_end(tmp_path, monkeypatch):
@@ -375,7 +375,7 @@ def saved(blocked_s: float, written_s: float) -> Saved:
 
 
 def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
-    """Daly: sqrt(2 x 2 s x 3600 s) = 120 s, nearly; at 0.5 s a step that is some 240 steps."""
+    """Daly: sqrt(2 x 2 s x 3600 s) = 120 s, nearly; at 0.5 s per step that is some 240 steps."""
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=1.0))
     assert [cadence.note_step(0.5, writing=False) for _ in range(20)] == [None, None, 120, *[None] * 17]
     assert [step for step in range(1, 200) if cadence.is_due(step)] == [120]

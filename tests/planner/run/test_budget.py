@@ -181,7 +181,7 @@ def test_each_input_moves_what_it_belongs_to() -> None:
     within = {"device_price_usd": 1.5, "price_usd_per_device_hour": 2.0, "reserved_ratio": 1.2, "utilisation": 1.5}
     found = budget(0.5, replace(COST, known_within=within))
     moved = {each.key.rpartition(".")[2]: each for each in found.sensitivities}
-    assert set(moved) == {*within, "runs a year"}
+    assert set(moved) == {*within, "runs per year"}
     price = moved["device_price_usd"]
     assert (price.low, price.high) == pytest.approx((20_000, 45_000))
     assert price.high_usd["owned"] - price.low_usd["owned"] == pytest.approx(64 * 25_000 * (0.8 + 4 * 0.05))
@@ -189,7 +189,7 @@ def test_each_input_moves_what_it_belongs_to() -> None:
     assert moved["price_usd_per_device_hour"].high_usd["on_demand"] == pytest.approx(2 * found.usd["on_demand"])
     assert moved["reserved_ratio"].low_usd["reserved"] == pytest.approx(found.usd["reserved"] / 1.2)
     assert moved["utilisation"].high == 1.0
-    assert moved["runs a year"].low_usd["on_demand"] == pytest.approx(found.usd["on_demand"] / 2)
+    assert moved["runs per year"].low_usd["on_demand"] == pytest.approx(found.usd["on_demand"] / 2)
 
 
 def test_the_price_of_renting_is_the_accelerators_where_the_cluster_has_none() -> None:

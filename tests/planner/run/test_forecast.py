@@ -476,7 +476,7 @@ def test_of_many_sizes_some_are_predicted_and_the_others_lie_between() -> None:
 
 
 def test_the_work_is_that_of_the_steps_one_after_the_other() -> None:
-    """With steps of 0.5 s and 0.01 s a sample, predicted at three sizes alone."""
+    """With steps of 0.5 s and 0.01 s per sample, predicted at three sizes alone."""
     spec = make_spec(replace(SEESAW, growth=1.2))
     sizes = spec.batching.sizes_up_to(320)
     sized = tuple(SizedStep(size, StepTime(0.01 * size, dp_comm_s=0.5)) for size in (32, 144, max(sizes) + 50))
@@ -550,4 +550,4 @@ def test_a_batch_that_follows_the_noise_is_forecast_as_the_first_and_says_so() -
     spec = make_spec(BatchScheduleSpec(kind="noise", max_global_batch_size=256))
     run = forecast_run(spec, plan_capacity(spec), best(spec))
     assert run.steps == 5000
-    assert any("assumes 32 samples a step throughout; larger batches, up to 256," in note for note in run.notes)
+    assert any("assumes 32 samples per step throughout; larger batches, up to 256," in note for note in run.notes)

@@ -271,7 +271,7 @@ def test_a_large_model_has_no_more_stages_than_an_expert_would_give_it() -> None
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 6, 8])
 def test_a_small_model_is_data_parallel_on_detected_gpus(gpus: int) -> None:
-    """The quickstart: 6.4M parameters, 16 samples a step."""
+    """The quickstart: 6.4M parameters, 16 samples per step."""
     layout = plan(load_for_planning(["recipe=quickstart"]).spec, with_h100s(gpus)).layout
     assert layout.data_parallel_size == layout.world_size == gpus
 

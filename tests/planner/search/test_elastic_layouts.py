@@ -149,7 +149,7 @@ def test_fewer_samples_than_micro_batches_of_a_turn_are_interleaved_only_where_i
     wanted = LayoutSpec(pp=4, pipeline_schedule=AUTO, virtual_stages=AUTO)
     layouts, space = found_in(4, layout=wanted, batching=BatchingSpec(3))
     assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b"}
-    few = "fewer samples a rank than micro-batches of a turn", "a zero-bubble schedule needs a micro-batch a stage"
+    few = "fewer samples per rank than micro-batches of a turn", "a zero-bubble schedule needs a micro-batch a stage"
     assert set(space.refused) == set(few)
     wanted = replace(wanted, pipeline_schedule="interleaved")
     layouts, _ = found_in(4, layout=wanted, batching=BatchingSpec(3))

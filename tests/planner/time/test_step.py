@@ -81,7 +81,7 @@ def setup_of(layout: Layout = ZERO_1, accum: int = 8, layers: int = 4, **more: o
 
 
 def ring(size: int, per_domain: int | None = None) -> Group:
-    """Links of 10 bytes a second; a network of 1."""
+    """Links of 10 bytes per second; a network of 1."""
     return Group(size, per_domain or size, 10.0, 1.0)
 
 
@@ -214,7 +214,7 @@ def test_the_optimizer_reads_and_writes_its_shard_of_the_state() -> None:
 
 GROUPS = {"dp": ring(2), "dp_shard": ring(2), "expert_dp": ring(4), "dp_replicate": ring(2, 1)}
 REDUCE_S, GATHER_S = 4 * (100 * 0.05 + 40 * 0.075), 2 * (100 * 0.05 + 40 * 0.075)
-"""Half of the bytes over 10 a second for dense parameters, three quarters for those of experts."""
+"""Half of the bytes over 10 per second for dense parameters, three quarters for those of experts."""
 FORWARD_S, BACKWARD_S = 11 + 17 + 23, 18 + 17 + 23
 
 
@@ -236,7 +236,7 @@ def exposed(comm_s: float, beside_s: float) -> float:
     ids=["zero 1", "replicas", "zero 3 in replicas"],
 )  # fmt: skip
 def test_gradients_and_parameters_travel_beside_the_work(layout: Layout, beside: float, alone: float) -> None:
-    """Replicas of ZeRO-3 reduce 4 x 100 / 2 bytes over a network of 1 a second, half of them twice."""
+    """Replicas of ZeRO-3 reduce 4 x 100 / 2 bytes over a network of 1 per second, half of them twice."""
     setup = setup_of(layout)
     assert data_parallel_s(LAYER, setup, GROUPS, EFF) == pytest.approx(beside)
     apart = replace(setup, software=Software(overlap_dp=False))

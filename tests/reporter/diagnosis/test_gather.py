@@ -276,7 +276,7 @@ def test_the_ranks_that_were_named_when_a_command_hung_are_named_afterwards(tmp_
     ],
 )
 def test_steps_of_a_command_that_became_far_slower_are_found(tmp_path, slow, after, found):
-    """From 20 to 1.8 steps a second since step 101; a change by 60% may be by design."""
+    """From 20 to 1.8 steps per second since step 101; a change by 60% may be by design."""
     run, writers = started_command(tmp_path)
     for rank, writer in enumerate(writers):
         for step in range(1, 161):

@@ -53,7 +53,8 @@ def test_each_exchange_is_a_row(blueprint: Blueprint) -> None:
 
 def test_tiers_and_order_are_told(blueprint: Blueprint) -> None:
     assert describe_tiers(blueprint) == (
-        "tiers   scale-up domain 32 x 8 at 3.6 Tbit/s, leaf 4 x 64 at 400 Gbit/s, spine 1 x 256 at 100 Gbit/s a device"
+        "tiers   scale-up domain 32 x 8 at 3.6 Tbit/s, leaf 4 x 64 at 400 Gbit/s, "
+        "spine 1 x 256 at 100 Gbit/s per device"
     )
     order, nodes = describe_order(blueprint)
     assert order == "order   dp_shard > pp > tp, outermost first"

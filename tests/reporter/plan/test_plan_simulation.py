@@ -30,7 +30,7 @@ DECISION = SimulatedDecision(
 
 @pytest.fixture
 def simulation() -> Simulation:
-    """Undisturbed, a step of 100 samples takes 4 s: 25 samples a second."""
+    """Undisturbed, a step of 100 samples takes 4 s: 25 samples per second."""
     return Simulation(
         name="slow", description="", data_parallel_ranks=8, global_batch_size=100, steps=3, step_s=4.0,
         replica_groups=1, micro_batch_size=1, largest_micro_batch_size=4, report_interval=10,

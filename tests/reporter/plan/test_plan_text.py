@@ -53,7 +53,7 @@ def test_the_safest_of_those_about_as_fast_is_named(plan: PlanReport) -> None:
     shown = replace(plan, capacity=replace(plan.capacity, safest=safest))
     assert line_with(text_of(render_plan(shown, verbose=True)), "Safest").rstrip() == (
         "Safest within 10%  shard 16 · zero 3 · 2 x 4 samples, recompute none: fits at 98% with 72.0 GiB, "
-        "4.1 s a step, 2.5% more"
+        "4.1 s per step, 2.5% more"
     )
 
 
@@ -80,7 +80,7 @@ def rows_of(plan: PlanReport, name: str) -> list[tuple[str, str, str, str]]:
 
 def test_a_batch_that_grows_is_told_by_its_sizes(plan: PlanReport) -> None:
     text = text_of(render_plan(growing(plan, 2), verbose=True))
-    assert "in 199 steps, 128 to 256 samples a step" in line_with(text, "run")
+    assert "in 199 steps, 128 to 256 samples per step" in line_with(text, "run")
     row = line_with(text, "steps")
     assert "199" in row and "100 of 128 samples (4.0 s), 99 of 256 (5.0 s)" in row
 

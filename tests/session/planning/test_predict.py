@@ -259,7 +259,7 @@ def test_a_planned_layout_must_fit_and_so_must_the_way_to_it() -> None:
     assert moving_bytes(predicted(2.0, 3.0), predicted(4.0, 5.0)) == pytest.approx(moving_gib * GIB)
     kept, said = check_changes(moving_gib + 0.01)
     assert ([change.layout for change in kept], said) == ([change.layout for change in CHANGES], [])
-    with pytest.raises(PlanError, match=r"the change to it from step 4 on, dp_replicate=2, takes 6.12 GiB a process"):
+    with pytest.raises(PlanError, match=r"the change to it from step 4 on, dp_replicate=2, takes 6.12 GiB per process"):
         check_changes(moving_gib - 0.01)
     _, said = check_changes(moving_gib - 0.01, force=True)
     assert len(said) == 2
@@ -268,7 +268,7 @@ def test_a_planned_layout_must_fit_and_so_must_the_way_to_it() -> None:
 
 def test_a_layout_that_does_not_fit_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainspec_cli.session.planning.predict.moving_bytes", lambda before, after: 0.0)
-    with pytest.raises(PlanError, match=r"the layout from step 4 on, dp_replicate=2, takes 5.00 GiB a process"):
+    with pytest.raises(PlanError, match=r"the layout from step 4 on, dp_replicate=2, takes 5.00 GiB per process"):
         check_changes(4.9)
 
 

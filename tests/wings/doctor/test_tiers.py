@@ -128,7 +128,7 @@ def test_without_rdma_the_fastest_interface_is_shared() -> None:
 
 
 def pairs_of(near: float, far: float) -> list[PairRate]:
-    """n0 and n1, n2 and n3 at `near` bytes a second, all others at `far`."""
+    """n0 and n1, n2 and n3 at `near` bytes per second, all others at `far`."""
     rates = {("n0", "n1"): near, ("n2", "n3"): near}
     ping = (PingRate(4096, 20e-6, 4096 / 20e-6),)
     return [PairRate(pair, rates.get(pair, far), ping) for pair in combinations(["n0", "n1", "n2", "n3"], 2)]

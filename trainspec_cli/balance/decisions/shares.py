@@ -205,12 +205,12 @@ def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
 
 
 def describe_rates(groups: Sequence[int], rates: Sequence[float]) -> str:
-    """Describe the group that differs most: `replica group 1 computes 12.5 samples a second, the median is 25`."""
+    """Describe the group that differs most: `replica group 1 computes 12.5 samples per second, the median is 25`."""
     usual = median(rates)
     odd = max(range(len(rates)), key=lambda place: max(rates[place] / usual, usual / rates[place]))
     if rates[odd] == usual:
-        return f"all replica groups compute about {usual:.3g} samples a second"
-    return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples a second, the median is {usual:.3g}"
+        return f"all replica groups compute about {usual:.3g} samples per second"
+    return f"replica group {groups[odd]} computes {rates[odd]:.3g} samples per second, the median is {usual:.3g}"
 
 
 def describe_speeds(speeds: Sequence[Speed]) -> str:

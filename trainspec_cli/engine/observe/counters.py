@@ -501,7 +501,7 @@ class MemoryWatch:
                 self._first_step = self._last_step + 1
                 slope = slope_per_step(steps, used)
                 return (
-                    f"{kind} memory grows by {format_bytes(slope)} a step and will be full at about step "
+                    f"{kind} memory grows by {format_bytes(slope)} per step and will be full at about step "
                     f"{step + left:.0f}, before the last one ({self._last_step}): memory that should be freed is kept"
                 )
         return None

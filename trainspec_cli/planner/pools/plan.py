@@ -410,10 +410,10 @@ def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
     for choice in compared.choices:
         if choice.layout is not None and choice.step_time_s is not None:
             step = format_duration(choice.step_time_s)
-            yield f"{_name(choice)} fits, with {step} a step in {choice.layout.describe()}"
+            yield f"{_name(choice)} fits, with {step} per step in {choice.layout.describe()}"
     for words, changed in (("layout=auto recompute=auto", OPEN[1](spec)), ("offload=optimizer", OFFLOADED[1](spec))):
         if changed != spec and (best := plan_pools(changed, shown=1).best):
-            yield f"{words} fits, with {format_duration(best.step_time_s)} a step in {best.layout.describe()}"
+            yield f"{words} fits, with {format_duration(best.step_time_s)} per step in {best.layout.describe()}"
 
 
 def division_of(candidate: Candidate) -> str:

@@ -251,4 +251,4 @@ def _sensitivities(
         [replace(run, per_year=tuple(times * by for times in run.per_year)) for run in runs] for by in (0.5, 2.0)
     )
     half, double = (_totals(cluster, cash_of_years(cluster, node_devices, some, years)) for some in (fewer, more))
-    return [*found, Sensitivity("runs a year", 0.5, 2.0, half, double)]
+    return [*found, Sensitivity("runs per year", 0.5, 2.0, half, double)]

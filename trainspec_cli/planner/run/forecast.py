@@ -249,7 +249,7 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
         largest = spec.batching.schedule.max_global_batch_size
         notes.append(
             f"the batch follows what the run will measure; this assumes {spec.batching.global_batch_size:,} samples "
-            f"a step throughout; larger batches, up to {largest:,}, take fewer steps"
+            f"per step throughout; larger batches, up to {largest:,}, take fewer steps"
         )
     return notes
 

@@ -206,7 +206,7 @@ class Space:
             self._numbers[key] = [n for n in numbers if n <= most], sum(n > most for n in numbers)
         kept, left_out = self._numbers[key]
         if left_out:
-            self.refused["fewer samples a rank than micro-batches of a turn"] += left_out
+            self.refused["fewer samples per rank than micro-batches of a turn"] += left_out
         return kept
 
     def _schedules(self, base: Layout) -> Iterator[Layout]:

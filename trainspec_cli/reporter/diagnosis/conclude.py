@@ -68,10 +68,10 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
     found = verdict_of(evidence, episode, "noise", text)
     if rise("throttled_s") > EXPLAINS * excess_s:
         node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
-        why = f"a quota throttles their control groups for {milliseconds(rise('throttled_s'))} a step"
+        why = f"a quota throttles their control groups for {milliseconds(rise('throttled_s'))} per step"
         return replace(found, cause="slow_node", node=node, evidence=(*found.evidence, why))
     if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
-        why = f"processes wait {milliseconds(rise('memory_stall_s'))} a step for memory"
+        why = f"processes wait {milliseconds(rise('memory_stall_s'))} per step for memory"
         return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
     if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
         why = (
@@ -94,7 +94,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
             continue
         # Keep one verdict per rank, on the episode that cost most.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
-        text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
+        text = f"{1 / (usual_s + episode.excess):.3g} steps per second, {1 / usual_s:.3g} usually"
         of_rank.append(verdict_of(evidence, episode, "slow_steps", text, rank=rank))
     if len(of_rank) < evidence.ranks or evidence.ranks == 1:
         return of_rank
@@ -239,7 +239,7 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             confidence=0.8,
             evidence=(
                 f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) computes {level_s[slowest] * 1e3:.3g} "
-                f"ms a step, the others {others_s * 1e3:.3g} ms on average",
+                f"ms per step, the others {others_s * 1e3:.3g} ms on average",
             ),
         )
     ]

@@ -59,8 +59,8 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
                 confidence=0.9,
                 full_step=full,
                 evidence=(
-                    f"the memory of rank {rank} grows by {format_bytes(slope)} a step, by {format_bytes(grown_bytes)} "
-                    f"so far{end}",
+                    f"the memory of rank {rank} grows by {format_bytes(slope)} per step, "
+                    f"by {format_bytes(grown_bytes)} so far{end}",
                 ),
             )
         )

@@ -287,7 +287,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return _difference(evidence.counter(name), rank, peers, episode)
 
     if more("throttled_s") > EXPLAINS * excess_s:
-        why = f"a quota throttles its control group for {milliseconds(more('throttled_s'))} a step"
+        why = f"a quota throttles its control group for {milliseconds(more('throttled_s'))} per step"
         return Slow(rank, episode, "slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
         why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"

@@ -302,7 +302,8 @@ def _described(candidate: Candidate) -> str:
 
 def _compared(other: Candidate, best: Candidate) -> str:
     change = other.step_time_s / best.step_time_s - 1
-    return f"{format_duration(other.step_time_s)} a step, {percent(abs(change), 1)} {'less' if change < 0 else 'more'}"
+    difference = f"{percent(abs(change), 1)} {'less' if change < 0 else 'more'}"
+    return f"{format_duration(other.step_time_s)} per step, {difference}"
 
 
 def safest_label(best: Candidate, safest: Candidate) -> str:

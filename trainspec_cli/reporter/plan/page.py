@@ -76,7 +76,7 @@ def heading_of(plan: PlanReport) -> str:
     run = plan.run
     unit = plan.spec.model.unit
     length = f"; {format_count(run.tokens)} {unit} in {run.steps:,} steps" if run else ""
-    text = f"{labels.model_label(plan)}; {labels.batch_label(plan)} samples a step{length}"
+    text = f"{labels.model_label(plan)}; {labels.batch_label(plan)} samples per step{length}"
     return heading(title_of(plan), text) + note(labels.defaults_label(plan) if plan.defaults else "")
 
 
@@ -279,7 +279,7 @@ def _setting(point: SweepPoint) -> str:
 def _scaling(sweep: SweepReport) -> str:
     fitting = [(point.plan.capacity.world_size, best) for point in sweep.points if (best := point.plan.best)]
     unit = sweep.points[0].plan.spec.model.unit
-    chart = _scaling_chart(fitting, f"{unit} a second") if len(fitting) > 1 else ""
+    chart = _scaling_chart(fitting, f"{unit} per second") if len(fitting) > 1 else ""
     figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
     headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
     rows = []

@@ -47,7 +47,7 @@ def describe_tiers(blueprint: Blueprint) -> str:
         f"{tier.name} {tier.elements:,} x {tier.devices:,} at {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
         for tier in blueprint.tiers
     )
-    return f"tiers   {', '.join(tiers)} a device"
+    return f"tiers   {', '.join(tiers)} per device"
 
 
 def describe_order(blueprint: Blueprint) -> Iterator[str]:

@@ -94,7 +94,7 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
         if not plan.capacity.candidates:
             return [("layout", considered)]
         nearest = plan.capacity.candidates[0]
-        needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB a device"
+        needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB per device"
         return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
     # Use the texts of the run's table, so that both agree.
     figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
@@ -213,10 +213,10 @@ def render_sweep(sweep: SweepReport) -> RenderableType:
 
 def _header(plan: PlanReport) -> RenderableType:
     unit = plan.spec.model.unit
-    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} a {unit[:-1]} (attention counted causal)"
+    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} per {unit[:-1]} (attention counted causal)"
     lines = [("model", f"{labels.model_label(plan)}; {flops}"), ("cluster", labels.devices_label(plan))]
     if run := plan.run:
-        step = f"{labels.batch_label(plan)} samples a step"
+        step = f"{labels.batch_label(plan)} samples per step"
         lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
     if code := list(describe_code(plan.spec)):
         lines.append(("code", "\n".join(code)))

@@ -24,7 +24,7 @@ class RunBackend(Protocol):
         """Start a replica group for the `number`-th time; in a single-group run this starts the entire run."""
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call; call it about ten times a second. Raises TrainspecError if the run
+        """Return the events since the last call; call it about ten times per second. Raises TrainspecError if the run
         cannot start or continue."""
 
     def stop(self, group: int | None = None) -> None:

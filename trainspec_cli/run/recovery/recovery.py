@@ -79,7 +79,7 @@ RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""Fraction of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
+"""Fraction of `resilience.exchange_timeout_s` that the others must have waited: clocks are read 10 times per second."""
 ANSWER_S = 2.0
 """A group whose exchange failed retries within this time."""
 

@@ -87,7 +87,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         console.report(describe_prediction(prediction, plan.tokens_per_step))
     else:
         later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else "; a launch does that after its run"
-        tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} a process"
+        tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} per process"
         console.report(f"{UNMEASURED}{later}: {tensors}, and its time is not predicted")
     if prediction.needed_bytes > predictor.limit_bytes:
         problem = _does_not_fit(plan, prediction, predictor)
@@ -131,7 +131,7 @@ def _check_changes(
         needed_bytes, what = max((after.needed_bytes, "the layout"), (moving_bytes(before, after), "the change to it"))
         if needed_bytes > predictor.limit_bytes:
             layout = f"from step {change.step} on, {change.layout.describe()}"
-            message = f"{what} {layout}, takes {format_bytes(needed_bytes)} a process; {predictor.limit_text}"
+            message = f"{what} {layout}, takes {format_bytes(needed_bytes)} per process; {predictor.limit_text}"
             if not force:
                 hint = "choose another layout for that step, or leave the change out; --force launches anyway"
                 raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
@@ -305,7 +305,7 @@ def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor)
     most = max(causes, key=lambda cause: causes[cause])
     message = (
         f"the plan does not fit: {plan.devices_per_node} x {format_bytes(prediction.needed_bytes)} are needed, "
-        f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} a process)"
+        f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} per process)"
     )
     fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
     return Problem("does_not_fit", message, hint=f"{fitting}; --force launches anyway")

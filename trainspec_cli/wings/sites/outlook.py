@@ -203,5 +203,6 @@ def _figures(
 
 def _row(name: str, one: SitesFigures) -> tuple[str, ...]:
     numbers = (one.interval_steps, one.fragments, one.delay_steps)
-    figures = (format_duration(one.exchange_s), percent(one.utilisation, 1), f"{format_bytes(one.bytes_per_day)} a day")
+    traffic = f"{format_bytes(one.bytes_per_day)} per day"
+    figures = (format_duration(one.exchange_s), percent(one.utilisation, 1), traffic)
     return (name, one.format, *map(str, numbers), *figures)
