@@ -178,7 +178,7 @@ def test_the_values_of_a_sweep(sweep, read) -> None:
 
 @pytest.mark.parametrize("sweep", ["a", "a=", "=1", "", "a=,"])
 def test_a_sweep_without_key_or_values_is_refused(sweep) -> None:
-    with pytest.raises(RecipeError, match="a key and its values are needed"):
+    with pytest.raises(RecipeError, match="expected a key and its values"):
         read_sweep(sweep)
 
 

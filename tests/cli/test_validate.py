@@ -80,7 +80,7 @@ def test_for_people_with_the_line_it_stands_in(capsys, write) -> None:
         "      | ^^^^^^^^^^^\n"
         "  hint: did you mean `optim.lr`?\n"
         "\n"
-        "error: `train.max_steps` is 'four'; a whole number is needed\n"
+        "error: `train.max_steps` is 'four'; expected a whole number\n"
         "  --> recipes/mine.yaml:3:3\n"
         "    3 |   max_steps: four\n"
         "      |   ^^^^^^^^^^^^^^^\n"

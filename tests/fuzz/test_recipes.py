@@ -55,7 +55,7 @@ HOSTILE = {
     "a control character": ("description: a\x07b", "special characters"),
     "a tag": ("x: !!python/object/apply:os.system [ls]", "error"),
     "a binary": ("description: !!binary gIGC", "error"),
-    "a date": ("train: {max_steps: 2026-01-01}", "is needed"),
+    "a date": ("train: {max_steps: 2026-01-01}", "expected "),
     "a set": ("train: !!set {a, b}", "error"),
     "merge keys": ("train: {<<: {max_steps: 3}}", ""),
     "many merges": ("a: &a {x: 1}\nb: {<<: [" + ", ".join(["*a"] * 20000) + "]}", ""),

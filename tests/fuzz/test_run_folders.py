@@ -160,7 +160,7 @@ def test_one_damaged_run_hides_no_other(project: Path) -> None:
     assert sorted(line["status"] for line in listed) == ["damaged"] * 4 + ["done"]
     code, said = tell("report", "last")
     assert code == 0 and "runs/tiny/whole" in said
-    assert "last skips runs/tiny/damaged1, which is damaged" in said and "a JSON object is needed" in said
+    assert "last skips runs/tiny/damaged1, which is damaged" in said and "expected a JSON object" in said
 
 
 def test_where_all_runs_are_damaged_last_is_none(project: Path) -> None:

@@ -76,7 +76,7 @@ def test_canonical_json_is_one_text_for_one_content() -> None:
 
 @pytest.mark.parametrize(("data", "name"), [([1, 2], "list"), ("text", "str"), (None, "NoneType")])
 def test_what_has_no_fields_is_refused(data, name: str) -> None:
-    with pytest.raises(RecipeError, match=f"{name} where Machine's fields") as raised:
+    with pytest.raises(RecipeError, match=f"{name}, expected Machine's fields") as raised:
         from_plain(Machine, data)
     assert [problem.code for problem in raised.value.problems] == ["wrong_type"]
 
@@ -107,11 +107,11 @@ def test_each_kind_of_a_union_is_read_as_it_is(value: float | str | None) -> Non
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"value": -1.0}, r"`value` is -1.0; a number from 0 to inf or text or null is needed"),
-        ({"value": True}, r"`value` is True; a number"),
+        ({"value": -1.0}, r"`value` is -1.0; expected a number from 0 to inf or text or null"),
+        ({"value": True}, r"`value` is True; expected a number"),
         (
             {"parts": {"a": 1.5}},
-            r"`parts` is an object; an object, each value a whole number from .* or text, is needed",
+            r"`parts` is an object; expected an object, each value a whole number from .* or text,",
         ),
     ],
 )

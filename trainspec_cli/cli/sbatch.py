@@ -162,7 +162,7 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: b
     _refuse_bare_command(arguments)
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
-        raise RecipeError(Problem("usage", "a recipe, or a command after --, is needed", hint=hint))
+        raise RecipeError(Problem("usage", "expected a recipe, or a command after --", hint=hint))
     runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
     return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)

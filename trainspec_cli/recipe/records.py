@@ -68,7 +68,7 @@ def _plain(value: Any) -> JsonValue:
 def from_plain(cls: type[T], data: object) -> T:
     """Build a dataclass from the output of `to_plain`. Raises a RecipeError that lists every invalid key."""
     if not isinstance(data, Mapping):
-        raise RecipeError(f"found {type(data).__name__} where {cls.__name__}'s fields are needed", code="wrong_type")
+        raise RecipeError(f"found {type(data).__name__}, expected {cls.__name__}'s fields", code="wrong_type")
     built, problems = build(cls, data)
     if problems:
         raise RecipeError(problems)
@@ -221,7 +221,7 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
                 if inner := str(error):
                     raise FieldError(f"`{one.key}` does not fit: {inner}") from error
                 wrong = show_kind(plain[one.key])
-                raise FieldError(f"`{one.key}` is {wrong}; {one.kind.name} is needed") from error
+                raise FieldError(f"`{one.key}` is {wrong}; expected {one.kind.name}") from error
         elif one.needed:
             raise FieldError(f"it has no `{one.key}`")
     return cls(**values)
@@ -335,7 +335,7 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
         allowed = describe(wanted)
         if sections_of(wanted) and len(allowed) > LISTED_CHARS:
             allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
-        message = f"`{path}` is {show_value(value)}; {allowed} is needed"
+        message = f"`{path}` is {show_value(value)}; expected {allowed}"
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
         # The draft continues with UNKNOWN, so that one check also reports the mistakes in all other keys.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
@@ -440,7 +440,7 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
         _, problems = build(wanted, {}, f"{path}.")  # type: ignore[arg-type]
         return problems
     allowed = describe(wanted, with_null=False)
-    message = f"`{path}` has no value; {allowed} is needed"
+    message = f"`{path}` has no value; expected {allowed}"
     return [Problem(code="missing_value", path=path, message=message, hint=f"set {path}=<{allowed}>")]
 
 

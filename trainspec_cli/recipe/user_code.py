@@ -160,7 +160,7 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
         if text not in own:
             known = sorted({*built_in, *own})
             shown = f"{', '.join(known)}, " if known else ""
-            message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
+            message = f"`{extension.path}` is {extension.text!r}; expected {shown}{FORM}"
             near = closest(extension.text, known)
             hint = f"a package can register names under {extension.kind.group} (docs/extending.md)"
             if text.endswith(SUFFIX):
@@ -181,7 +181,7 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
     elif _DOTTED.fullmatch(place):
         source = Source(place, _find_module(extension, place, name), name)
     else:
-        got = f"`{extension.path}` is {extension.text}; {FORM} is needed"
+        got = f"`{extension.path}` is {extension.text}; expected {FORM}"
         raise _refuse(extension, "wrong_type", got, f"a Python file ends in {SUFFIX}")
     if source.file is not None:
         _check_source(extension, source, source.file)
@@ -464,7 +464,7 @@ def load(extension: Extension) -> Callable[..., Any]:
         raise RecipeError(Problem("unknown_name", message, extension.path, hint)) from error
     if not callable(found):
         message = (
-            f"`{extension.path}` names {source.describe()}, a {type(found).__name__}; a function or class is needed"
+            f"`{extension.path}` names {source.describe()}, a {type(found).__name__}; expected a function or class"
         )
         raise RecipeError(Problem("wrong_type", message, extension.path))
     with suppress(TypeError, ValueError):  # compiled code has no visible signature

@@ -34,7 +34,7 @@ class Notify:
     def __post_init__(self) -> None:
         found = _ADDRESS.fullmatch(self.whom)
         if found and found[1].lower() not in ("http", "https"):
-            message = f"--notify is `{self.whom}`; a command, or an address of https:// or http:// is needed"
+            message = f"--notify is `{self.whom}`; expected a command, or an address of https:// or http://"
             raise RecipeError(Problem("usage", message, "--notify", "such as --notify https://hooks.example.org/T0/B0"))
 
     @property

@@ -46,7 +46,7 @@ def test_a_file_may_be_as_large_as_the_limit(tmp_path: Path) -> None:
 def test_what_is_no_regular_file_is_named_by_its_kind(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, kind in ((tmp_path / "pipe", "a named pipe"), (tmp_path, "a directory"), (Path(os.devnull), "a device")):
-        with pytest.raises(UnreadableFileError, match=f"is {kind}; a regular file is needed"):
+        with pytest.raises(UnreadableFileError, match=f"is {kind}; expected a regular file"):
             open_regular(path)
 
 
@@ -172,13 +172,13 @@ def test_long_whole_numbers_are_read_as_floats() -> None:
     ("content", "says"),
     [
         ('{"a": 1,\n "b" 2}', r"is not JSON: Expecting ':' delimiter \(line 2, column 6\)"),
-        ("[1]", "holds a list; a JSON object is needed"),
-        ("null", "holds null; a JSON object is needed"),
-        ('"' + "x" * 50 + '"', r"holds 'x{36}\.\.\.; a JSON object is needed"),
-        ("{}", "has no `steps`; a whole number is needed"),
-        ('{"steps": "7"}', "has '7' as `steps`; a whole number is needed"),
-        ('{"steps": {}}', "has an object as `steps`; a whole number is needed"),
-        ('{"steps": ' + "9" * 31 + "}", r"has 1e\+31 as `steps`; a whole number is needed"),
+        ("[1]", "holds a list; expected a JSON object"),
+        ("null", "holds null; expected a JSON object"),
+        ('"' + "x" * 50 + '"', r"holds 'x{36}\.\.\.; expected a JSON object"),
+        ("{}", "has no `steps`; expected a whole number"),
+        ('{"steps": "7"}', "has '7' as `steps`; expected a whole number"),
+        ('{"steps": {}}', "has an object as `steps`; expected a whole number"),
+        ('{"steps": ' + "9" * 31 + "}", r"has 1e\+31 as `steps`; expected a whole number"),
     ],
 )
 def test_an_object_that_is_not_as_it_should_be(tmp_path: Path, content: str, says: str) -> None:
@@ -218,12 +218,12 @@ def test_items_know_their_lines() -> None:
     ("text", "read", "line", "why"),
     [
         ('[1,\n{"a": }]', 1, 2, "Expecting value"),
-        ("[1,\n2\n3\n4]", 2, 3, "`,` or `]` is needed instead of `3`"),
-        ("[1,\n2\n", 2, 3, "`,` or `]` is needed instead of the end of the file"),
+        ("[1,\n2\n3\n4]", 2, 3, "expected `,` or `]`, found `3`"),
+        ("[1,\n2\n", 2, 3, "expected `,` or `]`, found the end of the file"),
         ("[1,]", 1, 1, "Expecting value"),
         ("[1]\n[2]", 1, 2, "`[2]` follows the end of the array"),
         ("[]\n,", 0, 2, "`,` follows the end of the array"),
-        ('{"a": 1}', 0, 1, '`[` is needed instead of `{"a": 1}`'),
+        ('{"a": 1}', 0, 1, 'expected `[`, found `{"a": 1}`'),
         (f"[1,\n{'[' * 65}{']' * 65}]", 1, 2, "it is nested more than 64 levels deep"),
         (f"[\n{'[' * 10**5}", 0, 2, "it is nested more than 64 levels deep"),
     ],

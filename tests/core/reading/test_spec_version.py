@@ -42,9 +42,9 @@ def test_a_newer_version_is_told_by_name(version: str) -> None:
         ("1.0.0", "has an unknown `spec_version`, '1.0.0' ("),
         ("99999.0", "has an unknown `spec_version`, '99999.0' ("),
         ("", "has an unknown `spec_version`, '' ("),
-        (1.0, "has 1.0 as `spec_version`; text is needed"),
-        (None, "has None as `spec_version`; text is needed"),
-        (["1.0"], "has ['1.0'] as `spec_version`; text is needed"),
+        (1.0, "has 1.0 as `spec_version`; expected text"),
+        (None, "has None as `spec_version`; expected text"),
+        (["1.0"], "has ['1.0'] as `spec_version`; expected text"),
         ("x" * 99, f"has an unknown `spec_version`, '{'x' * 39} ("),
     ],
 )

@@ -192,5 +192,5 @@ def test_memory_that_runs_out_is_no_fault_of_the_code(lion: Any) -> None:
 
 def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def make(groups, lr): return 3\n")
-    with pytest.raises(TrainspecError, match=r"returned int; a torch\.optim\.Optimizer is needed"):
+    with pytest.raises(TrainspecError, match=r"returned int; expected a torch\.optim\.Optimizer"):
         build(shares_of(), f"{tmp_path}/own.py:make", state_bytes=0.0)

@@ -453,7 +453,7 @@ def test_a_command_line_has_no_version(tmp_path: Path) -> None:
     [
         ('"1.2"', "newer_version", "recipes/old.yaml was made by a newer trainspec: it has version 1.2"),
         ('"0.3"', "unknown_version", "recipes/old.yaml has an unknown `spec_version`, '0.3' (known: 0.1 and 1.0)"),
-        ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; text is needed"),
+        ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; expected text"),
     ],
 )
 def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, write, stated, code, message) -> None:

@@ -68,7 +68,7 @@ def test_an_empty_file_holds_nothing(write) -> None:
          "this is not YAML: found unexpected end of stream while scanning a quoted scalar", "close the quotes"),
         ("a: [1, 2\nb: 3\n", "1:4", "this is not YAML: expected ',' or ']', but got ':' while parsing a flow sequence",
          "close the list with `]`"),
-        ("- a\n- b\n", "1:1", "a file of `key: value` lines is needed", ""),
+        ("- a\n- b\n", "1:1", "expected a file of `key: value` lines", ""),
     ],
 )  # fmt: skip
 def test_says_where_a_file_is_no_yaml(write, text: str, where: str, message: str, hint: str) -> None:
@@ -144,7 +144,7 @@ def test_where_a_plain_file_is_no_yaml(tmp_path: Path) -> None:
         ("a: 1\n? [x, y]\n: 2\n", "2:3", "a key must be a word"),
         ("a: \x07\n", "1:1", "a.yaml cannot be read as text: unacceptable character #x0007"),
         ("é: &\n", "1:5", "this is not YAML: expected alphabetic or numeric character"),
-        ("a:1", "1:1", "a file of `key: value` lines is needed"),
+        ("a:1", "1:1", "expected a file of `key: value` lines"),
     ],
 )
 def test_other_faults_have_their_places_too(write, text: str, where: str, message: str) -> None:

@@ -59,7 +59,7 @@ def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
         (RAMP | stages((100, 32), (200, 24)), f"{PATH}.stages.1.global_batch_size",
          "is 24, but the steps before it have 32", "set 32 or more"),
         (RAMP | stages((0, 16)), f"{PATH}.stages.0.from_tokens",
-         "is 0; a whole number of at least 1 is needed", f"set {PATH}.stages.0.from_tokens=1 or more"),
+         "is 0; expected a whole number of at least 1", f"set {PATH}.stages.0.from_tokens=1 or more"),
         (RAMP | stages((100, 16)) | {LARGEST: 64}, LARGEST, "kind` is ramp, which has no largest size",
          f"set {LARGEST}=null"),
         (SEESAW | {LARGEST: 4}, LARGEST, "is 4, but the run begins with 8", f"set {LARGEST}=12 or more"),
@@ -83,7 +83,7 @@ def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
         (NOISE | {"cluster.devices_per_node": 1}, f"{PATH}.kind",
          "is measured between data-parallel ranks, but there is only 1", "set cluster.devices_per_node=2 or more"),
         (NOISE | {"layout.tp": 2}, f"{PATH}.kind", "but there is only 1", f"or {PATH}.kind=seesaw"),
-        (NOISE | {f"{PATH}.growth": 1}, f"{PATH}.growth", "a number of at least 1.05 and at most 16 is needed",
+        (NOISE | {f"{PATH}.growth": 1}, f"{PATH}.growth", "expected a number of at least 1.05 and at most 16",
          f"set {PATH}.growth=1.05 or more"),
     ],
 )  # fmt: skip

@@ -35,11 +35,11 @@ def told(problems) -> list[tuple[str, str, str, str]]:
 @pytest.mark.parametrize(
     ("path", "value", "message", "hint"),
     [
-        ("train.max_steps", 0, "`train.max_steps` is 0; a whole number of at least 1 is needed",
+        ("train.max_steps", 0, "`train.max_steps` is 0; expected a whole number of at least 1",
          "set train.max_steps=1 or more"),
-        ("optim.beta1", 1, "`optim.beta1` is 1; a number of at least 0 and less than 1 is needed", ""),
+        ("optim.beta1", 1, "`optim.beta1` is 1; expected a number of at least 0 and less than 1", ""),
         ("data.tokenizer.vocab_size", 200,
-         "`data.tokenizer.vocab_size` is 200; a whole number of at least 257 is needed",
+         "`data.tokenizer.vocab_size` is 200; expected a whole number of at least 257",
          "set data.tokenizer.vocab_size=257 or more"),
     ],
 )  # fmt: skip
@@ -267,7 +267,7 @@ def test_a_family_may_do_without_some_sizes(make_spec) -> None:
     spec, _ = build(RunSpec, {**plain, "model": MODELS["hybrid"] | {"hidden_size": 0, "head_dim": 0}})
     assert {problem.path for problem in check(spec)} == {"model.hidden_size", "model.head_dim"}
     spec, _ = build(RunSpec, {**plain, "model": MODELS["conv"] | {"widths": [8, 0]}})
-    assert ("model.widths", "`model.widths` is [8, 0]; numbers of at least 1 are needed") in {
+    assert ("model.widths", "`model.widths` is [8, 0]; expected numbers of at least 1") in {
         (problem.path, problem.message) for problem in check(spec)
     }
 

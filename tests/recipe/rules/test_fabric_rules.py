@@ -28,7 +28,7 @@ def test_whole_elements_inside_one_another_are_taken(make_spec: Callable[..., Ru
 @pytest.mark.parametrize(
     ("tiers", "path", "message"),
     [
-        ([DOMAIN], "", "has one tier, `nvlink`; a scale-up domain and a network are needed"),
+        ([DOMAIN], "", "has one tier, `nvlink`; expected a scale-up domain and a network"),
         ([DOMAIN, {"name": "leaf"}, SPINE], ".1.devices", "only the first and the last tier take it from the cluster"),
         (
             [DOMAIN, {"name": "leaf", "devices": 20}, SPINE],
@@ -63,7 +63,7 @@ def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
         (
             {"planes": 3, "nic_gbit_per_s": 800, "switch_tbit_per_s": 51.3},
             "planes",
-            "a switch of 51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s; a whole, even number is needed",
+            "a switch of 51.3 Tbit/s would have 192.375 ports of 266.667 Gbit/s; expected a whole, even number",
         ),
         (
             {"planes": 1, "nic_gbit_per_s": 800, "switch_tbit_per_s": 6.4},

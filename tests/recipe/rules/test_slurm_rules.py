@@ -52,8 +52,8 @@ def test_memory_is_a_number_and_a_letter(text: str, is_right: bool) -> None:
     ("text", "said"),
     [
         *[("h100:8", ""), ("8", ""), ("h100", ""), ("1g.10gb:8", "")],
-        ("gpu:h100:8", "h100:8, a number or a type is needed"),
-        ("h100:0", "a number or a type is needed"),
+        ("gpu:h100:8", "h100:8, a number or a type"),
+        ("h100:0", "a number or a type"),
         ("h100:4", "requests 4 GPUs per node, but `cluster.devices_per_node` uses 8"),
     ],
 )

@@ -343,7 +343,7 @@ def test_a_value_of_another_kind_is_refused_by_name(event: Event) -> None:
     plain = to_plain(event)
     for key in plain:
         for wrong in ({"a": "b"}, [["c"]]):
-            with pytest.raises(FieldError, match=f"^`{key}` (is an? (object|list); .* is needed|does not fit: .*)$"):
+            with pytest.raises(FieldError, match=f"^`{key}` (is an? (object|list); expected .*|does not fit: .*)$"):
                 parse_event({**plain, key: wrong})
 
 
@@ -386,7 +386,7 @@ def test_fields_and_types_of_a_later_version_are_passed_over() -> None:
     assert parse_event({"type": "eclipse", "time": 5, "rank": 1, "step": "x"}) == UnknownEvent(
         type="eclipse", time=5, rank=1
     )
-    with pytest.raises(FieldError, match="`type` is 7; text is needed"):
+    with pytest.raises(FieldError, match="`type` is 7; expected text"):
         parse_event({"type": 7, "time": 5})
 
 

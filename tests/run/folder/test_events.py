@@ -110,7 +110,7 @@ def damaged(tmp_path):
 
 @pytest.mark.clause("RUN-6")
 def test_a_report_names_the_line_of_a_damaged_event(damaged):
-    with pytest.raises(UnreadableFileError, match="`step` is 'two'; a whole number from 0 to") as caught:
+    with pytest.raises(UnreadableFileError, match="`step` is 'two'; expected a whole number from 0 to") as caught:
         list(read_log(damaged))
     assert caught.value.problems[0].line == 2
 

@@ -95,10 +95,10 @@ def test_a_resume_keeps_what_another_version_has_written(run: RunDir) -> None:
     ("content", "reason"),
     [
         ({"created_at": 1.0}, "it has no `recipe`"),
-        ({"recipe": "tiny", "created_at": -1}, "`created_at` is -1; a number from 0 to 1e\\+11 is needed"),
-        ({"recipe": 7, "created_at": 1.0}, "`recipe` is 7; text is needed"),
-        ({"recipe": "tiny", "created_at": 1.0, "resumes": {}}, "`resumes` is an object; a list"),
-        ({"recipe": "tiny", "created_at": 1.0, "data_dir": 3}, "`data_dir` is 3; text or null is needed"),
+        ({"recipe": "tiny", "created_at": -1}, "`created_at` is -1; expected a number from 0 to 1e\\+11"),
+        ({"recipe": 7, "created_at": 1.0}, "`recipe` is 7; expected text"),
+        ({"recipe": "tiny", "created_at": 1.0, "resumes": {}}, "`resumes` is an object; expected a list"),
+        ({"recipe": "tiny", "created_at": 1.0, "data_dir": 3}, "`data_dir` is 3; expected text or null"),
     ],
 )
 def test_a_damaged_run_record_is_reported(run: RunDir, content: dict[str, Any], reason: str) -> None:
@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_has_no_result(run: RunDir) -> None:
 
 def test_a_damaged_result_is_reported(run: RunDir) -> None:
     write_json(run.result_json, {"status": "done", "time_s": {"productive": "long"}})
-    with pytest.raises(UnreadableFileError, match="`time_s` does not fit: `productive` is 'long'; a number"):
+    with pytest.raises(UnreadableFileError, match="`time_s` does not fit: `productive` is 'long'; expected a number"):
         read_result(run)
     write_json(run.result_json, {"exit_code": 0})
     with pytest.raises(UnreadableFileError, match="it has no `status`"):
@@ -154,7 +154,7 @@ def test_a_run_says_where_its_data_lies(run: RunDir, data_dir: str | None, found
 
 def test_a_run_that_does_not_say_where_its_data_lies_is_refused(run: RunDir) -> None:
     write_json(run.run_json, {"recipe": "tiny", "created_at": 1.0})
-    with pytest.raises(UnreadableFileError, match=r"run\.json has no `data_dir`; text or null is needed"):
+    with pytest.raises(UnreadableFileError, match=r"run\.json has no `data_dir`; expected text or null"):
         read_data_dir(run)
 
 
@@ -214,10 +214,10 @@ def test_a_plan_that_states_a_former_key_as_it_always_was_is_read_and_one_that_u
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({}, "has no `spec`; an object is needed"),
+        ({}, "has no `spec`; expected an object"),
         ({"spec": {"train": 7}}, "has no section `spec.train`"),
-        ({"spec": {"train": {"max_steps": "many"}}}, "has 'many' as `max_steps`; a whole number is needed"),
-        ({"spec": {}, "steps": "many"}, "has 'many' as `steps`; a whole number is needed"),
+        ({"spec": {"train": {"max_steps": "many"}}}, "has 'many' as `max_steps`; expected a whole number"),
+        ({"spec": {}, "steps": "many"}, "has 'many' as `steps`; expected a whole number"),
     ],
 )
 def test_a_damaged_plan_is_reported_whatever_its_version(run: RunDir, content: dict[str, Any], reason: str) -> None:
@@ -241,7 +241,7 @@ def test_a_plan_whose_batch_changes_says_how_many_steps_that_makes(run: RunDir, 
 
 def test_a_section_that_is_no_object_is_reported(run: RunDir) -> None:
     write_json(run.plan_json, {"spec": {"data": [1], "optim": None}})
-    with pytest.raises(UnreadableFileError, match=r"has a list as `spec\.data`; an object is needed"):
+    with pytest.raises(UnreadableFileError, match=r"has a list as `spec\.data`; expected an object"):
         read_section(run, "data")
     assert read_section(run, "optim") == {}
 
@@ -274,6 +274,6 @@ def test_an_error_is_read_back(run: RunDir, error: WorkerErrorRecord | NodeError
 def test_a_damaged_error_is_reported(run: RunDir) -> None:
     write_json(run.node_error(1), {"node": 1, "host": "h", "message": "m", "lost": "yes"})
     with pytest.raises(
-        UnreadableFileError, match="is not a valid error of a run: `lost` is 'yes'; true or false is needed"
+        UnreadableFileError, match="is not a valid error of a run: `lost` is 'yes'; expected true or false"
     ):
         read_error(run.node_error(1), NodeErrorRecord)

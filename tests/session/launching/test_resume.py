@@ -370,9 +370,9 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
     [
         (NodeOptions(None, 0, "head:1"), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
         (NodeOptions(2, 0, None), "/run", "`cluster.num_nodes` is 2, and this command starts one node"),
-        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; HOST:PORT is needed"),
-        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; HOST:PORT is needed"),
-        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; HOST:PORT is needed"),
+        (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; expected HOST:PORT"),
+        (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; expected HOST:PORT"),
+        (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; expected HOST:PORT"),
         (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
         (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
         (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would make"),

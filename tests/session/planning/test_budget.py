@@ -58,10 +58,18 @@ def test_a_missing_price_names_the_key_to_give() -> None:
 @pytest.mark.parametrize(
     ("change", "path", "said"),
     [
-        ("cluster.cost.device_price_usd=-1", "cluster.cost.device_price_usd", "is -1; a number of at least 0"),
-        ("cluster.cost.utilisation=1.2", "cluster.cost.utilisation", "is 1.2; a number of more than 0 and at most 1"),
-        ("cluster.cost.resale_ratio=2", "cluster.cost.resale_ratio", "is 2; a number of at least 0 and at most 1"),
-        ("cluster.site.pue=0.9", "cluster.site.pue", "is 0.9; a number of at least 1"),
+        ("cluster.cost.device_price_usd=-1", "cluster.cost.device_price_usd", "is -1; expected a number of at least 0"),
+        (
+            "cluster.cost.utilisation=1.2",
+            "cluster.cost.utilisation",
+            "is 1.2; expected a number of more than 0 and at most 1",
+        ),
+        (
+            "cluster.cost.resale_ratio=2",
+            "cluster.cost.resale_ratio",
+            "is 2; expected a number of at least 0 and at most 1",
+        ),
+        ("cluster.site.pue=0.9", "cluster.site.pue", "is 0.9; expected a number of at least 1"),
     ],
 )
 def test_values_out_of_their_range_are_refused(change: str, path: str, said: str) -> None:
@@ -70,7 +78,7 @@ def test_values_out_of_their_range_are_refused(change: str, path: str, said: str
 
 
 def test_wrong_options_and_files_say_what_is_wrong(tmp_path: Path) -> None:
-    assert problems_of(RECIPE, years=0)[0][1].startswith("--years is 0; a whole number of at least 1")
+    assert problems_of(RECIPE, years=0)[0][1].startswith("--years is 0; expected a whole number of at least 1")
     assert problems_of(RECIPE, per_year=-2)[0][1].startswith("--per-year is")
     assert problems_of([str(tmp_path / "none.yaml")])[0][1].startswith("there is no file")
     for text, path in (

@@ -48,7 +48,7 @@ def test_a_misspelt_name_leads_to_the_one_that_was_meant(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "where", "message", "hint"),
     [
-        ("slow_devices:\n  - device: 1\n    factor: fast\n", "d.yaml:3:5", "a number is needed", "write factor: <"),
+        ("slow_devices:\n  - device: 1\n    factor: fast\n", "d.yaml:3:5", "expected a number", "write factor: <"),
         ("slow_devices:\n  - {device: 1, factor: 2}\n  - {device: 1}\n", "d.yaml:3:5", "has no value", "write factor"),
         ("steps: 9\n\nslow_node:\n  - {node: 1}\n", "d.yaml:3:1", "unknown key `slow_node`", "`slow_nodes`"),
         ("steps: 0\n", "d.yaml:1:1", "`steps` is 0", "write steps: 1"),

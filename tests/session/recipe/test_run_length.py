@@ -115,9 +115,9 @@ def test_epochs_of_text_follow_the_prepared_tokens(text: str, capfd: pytest.Capt
         (["train.tokens=51200", "train.max_steps=7"], "contradiction", "train.max_steps", r"train.tokens` \(100 steps"),
         (["train.epochs=2", "data=text", "data.path=gone"], "unknown_length", "train.epochs", "gone does not exist"),
         (["train.epochs=2", "data=mixture"], "unsupported", "train.epochs", "have epochs of different lengths"),
-        (["train.tokens=-5"], "out_of_range", "train.tokens", "at least 1 is needed"),
-        (["train.epochs=0"], "out_of_range", "train.epochs", "more than 0 is needed"),
-        (["train.tokens=many"], "wrong_type", "train.tokens", "a whole number or null is needed"),
+        (["train.tokens=-5"], "out_of_range", "train.tokens", "at least 1"),
+        (["train.epochs=0"], "out_of_range", "train.epochs", "more than 0"),
+        (["train.tokens=many"], "wrong_type", "train.tokens", "expected a whole number or null"),
         (["train.tokens=5", "batching.global_batch_size=x"], "wrong_type", "batching.global_batch_size", "is 'x'"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_damaged_matrix_is_refused_with_the_line() -> None:
         parse_matrix(run_together, "topology.txt")
     with pytest.raises(MachineError, match="GPU2, GPU3"):
         parse_matrix("\n".join(published("rtx_4090").splitlines()[:3]), "topology.txt")
-    with pytest.raises(MachineError, match=r"topology.txt:2: the row of GPU0 has 3 links; 4 are needed"):
+    with pytest.raises(MachineError, match=r"topology.txt:2: the row of GPU0 has 3 links; expected 4"):
         parse_matrix(published("rtx_4090").replace("PHB     0-15    0               N/A", "", 1), "topology.txt")
     with pytest.raises(MachineError, match=r"topology\.txt contains no GPU matrix"):
         parse_matrix("Failed to initialize NVML: Driver/library version mismatch\n", "topology.txt")

@@ -165,7 +165,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         if kind != stat.S_IFREG:
-            raise unreadable(path, f"is {_KINDS.get(kind, 'not a regular file')}; a regular file is needed")
+            raise unreadable(path, f"is {_KINDS.get(kind, 'not a regular file')}; expected a regular file")
         return os.fdopen(descriptor, "rb")
     # An interrupt must not leave the descriptor open either.
     except BaseException:
@@ -233,7 +233,7 @@ def read_object(path: Path) -> JsonObject:
     """Return the JSON object in `path`. Raises the errors of `read_json`."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise unreadable(path, f"holds {show_kind(content)}; a JSON object is needed")
+        raise unreadable(path, f"holds {show_kind(content)}; expected a JSON object")
     return content
 
 
@@ -244,9 +244,9 @@ def read_field(path: Path, content: JsonObject, name: str, kind: type[T]) -> T: 
 def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object:
     """Return a field of an object in `path`. Raises UnreadableFileError if it is missing or has another kind."""
     if name not in content:
-        raise unreadable(path, f"has no `{name}`; {describe_kind(kind)} is needed")
+        raise unreadable(path, f"has no `{name}`; expected {describe_kind(kind)}")
     if not is_kind(content[name], kind):
-        raise unreadable(path, f"has {show_kind(content[name])} as `{name}`; {describe_kind(kind)} is needed")
+        raise unreadable(path, f"has {show_kind(content[name])} as `{name}`; expected {describe_kind(kind)}")
     return content[name]
 
 
@@ -351,7 +351,7 @@ def _pass(text: str, start: int, mark: str, line: int) -> tuple[int, int]:
     at, line = _skip_space(text, start, line)
     if text[at : at + 1] != mark:
         found = _excerpt(text, at) if at < len(text) else "the end of the file"
-        raise JsonArrayError(f"`{mark}`{' or `]`' * (mark == ',')} is needed instead of {found}", line)
+        raise JsonArrayError(f"expected `{mark}`{' or `]`' * (mark == ',')}, found {found}", line)
     return _skip_space(text, at + 1, line)
 
 
@@ -404,7 +404,7 @@ def find_fault(stated: object) -> VersionFault | None:
     if isinstance(stated, str):
         why = f"has an unknown `{VERSION_KEY}`, {shown} (known: {known})"
     else:
-        why = f"has {shown} as `{VERSION_KEY}`; text is needed"
+        why = f"has {shown} as `{VERSION_KEY}`; expected text"
     return VersionFault(UNKNOWN_VERSION, why, f'write {VERSION_KEY}: "{CURRENT_VERSION}"')
 
 

@@ -41,7 +41,7 @@ from trainspec_cli.recipe.user_code import (
 )
 from trainspec_cli.recipe.user_code import source_files as files_of
 
-ALLOWED = "text, {'text': text} or a list of token ids is needed"
+ALLOWED = "expected text, {'text': text} or a list of token ids"
 ID_TYPE: Dtype = "uint32"
 MAX_ID = 2**31 - 1
 TextWriter = Callable[[DataSpec, Path], None]
@@ -104,7 +104,7 @@ def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
     with user_code_errors(extension, "when it was called", RecipeError):
         made = call(**data.options)
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
-        message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}; documents are needed"
+        message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}; expected documents"
         raise RecipeError(Problem("wrong_type", message, extension.path, "yield them one by one"))
     given: Iterator[Any] = iter(made)
     while True:
@@ -247,14 +247,14 @@ class OwnTokenizer:
         with user_code_errors(self._extension, "in `decode`", self._error):
             text = self._inner.decode(list(ids))
         if not isinstance(text, str):
-            raise self._refuse(f"decodes to {type(text).__name__}; text is needed")
+            raise self._refuse(f"decodes to {type(text).__name__}; expected text")
         return text
 
     def _number(self, name: str, largest: int) -> int:
         value = getattr(self._inner, name, None)
         if not isinstance(value, int) or not 0 <= value <= largest:
             got = "no" if value is None else f"{value!r} as"
-            raise self._refuse(f"has {got} `{name}`; a whole number from 0 to {largest} is needed")
+            raise self._refuse(f"has {got} `{name}`; expected a whole number from 0 to {largest}")
         return value
 
     def _refuse(self, what: str) -> RecipeError | WorkerError:

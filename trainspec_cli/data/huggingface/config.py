@@ -264,7 +264,7 @@ def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
         value = given[key]
         in_range = not isinstance(value, (int, float)) or 0 <= value < math.inf
         if not is_kind(value, kind) or not in_range:
-            message = f"{where} has {show_kind(given[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0"
+            message = f"{where} has {show_kind(given[key])} as `{key}`; expected {describe_kind(kind)}, not below 0"
             wrong.append(Problem("wrong_type", message, "init.from", hint, file=where))
     if wrong:
         raise RecipeError(wrong)

@@ -69,7 +69,7 @@ def read_model(file: Path) -> JsonObject:
     """Return the `model` section that `file` describes. Raises RecipeError, UnreadableFileError."""
     config = read_yaml(file)
     if not isinstance(config, dict):
-        raise _refuse(file, f"holds {show_kind(config)}; keys and values are needed")
+        raise _refuse(file, f"holds {show_kind(config)}; expected keys and values")
     for key, (default, allowed) in _FIXED.items():
         if config.get(key, default) not in allowed:
             found = show_kind(config.get(key, default))
@@ -79,7 +79,7 @@ def read_model(file: Path) -> JsonObject:
     for name in names:
         value = config[name]
         if not is_kind(value, kinds[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**53):
-            raise _refuse(file, f"has {show_kind(value)} as `{name}`; {describe_kind(kinds[name])} is needed")
+            raise _refuse(file, f"has {show_kind(value)} as `{name}`; expected {describe_kind(kinds[name])}")
     given: Any = {name: config[name] for name in names}
     sizes = LitgptSizes(**given)
     if sizes.intermediate_size is None or sizes.n_head < 1 or sizes.padding_multiple < 1:

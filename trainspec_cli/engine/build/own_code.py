@@ -136,7 +136,7 @@ def load_loss(
         if isinstance(whole_T, Tensor):
             got = "a tensor without a gradient" if has_form else f"a tensor of shape {tuple(whole_T.shape)}"
         if not has_form or not whole_T.requires_grad:
-            what = f"returned {got} for {tokens} tokens; their losses are needed, of shape ({tokens},)"
+            what = f"returned {got} for {tokens} tokens; expected their losses, of shape ({tokens},)"
             hint = "return each token's loss (reduction='none'); the engine computes the mean"
             raise refused(extension, what, hint)
         parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])

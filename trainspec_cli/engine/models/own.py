@@ -87,7 +87,7 @@ class BlockMaker:
         with user_code_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
             block = self._call(self.model.hidden_size, layer, **arguments(self.model.options))
         if not isinstance(block, nn.Module):
-            what = f"returned {type(block).__name__}; a torch.nn.Module is needed"
+            what = f"returned {type(block).__name__}; expected a torch.nn.Module"
             raise refused(self.extension, what, code="wrong_type")
         for message, hint in _faults(block):
             raise refused(self.extension, f"made a block whose {message}", hint)

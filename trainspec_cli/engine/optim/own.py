@@ -82,7 +82,7 @@ def build_own_optimizer(
             made = call(groups, lr=optim.lr, **arguments(optim.options))
         if not isinstance(made, torch.optim.Optimizer):
             message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}"
-            raise RecipeError(Problem("wrong_type", f"{message}; a torch.optim.Optimizer is needed", extension.path))
+            raise RecipeError(Problem("wrong_type", f"{message}; expected a torch.optim.Optimizer", extension.path))
         return made
 
     device = shares[0].local.device if shares else torch.device("cpu")
@@ -287,7 +287,7 @@ def _forms_of(extension: Extension, optimizer: torch.optim.Optimizer, parameter:
             got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             message = (
                 f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
-                f"{tuple(parameter.shape)}; tensors of the parameter's shape and single numbers are needed"
+                f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
             )
             raise RecipeError(Problem("unsupported", message, extension.path))
         found[name] = StateForm.of(value)

@@ -458,7 +458,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     problems = []
     for key, value in wanted.items():
         if value <= 0:
-            message = f"{chip.name}: `{key}` is {value:g}; more than 0 is needed"
+            message = f"{chip.name}: `{key}` is {value:g}; expected more than 0"
             problems.append(Problem("out_of_range", message, f"cluster.accelerator.{key}"))
     if problems:
         raise RecipeError(problems)

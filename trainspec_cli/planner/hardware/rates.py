@@ -209,7 +209,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
             try:
                 content = read_yaml(path)
                 if not isinstance(content, dict):
-                    raise unreadable(path, f"holds {show_kind(content)}; `key: value` lines are needed", line=1)
+                    raise unreadable(path, f"holds {show_kind(content)}; expected `key: value` lines", line=1)
                 if odd := [key for key in content if not isinstance(key, str)]:
                     line = _line_of(path, str(odd[0]))
                     raise unreadable(path, f"has a key that is no text: {odd[0]!r}", line=line)

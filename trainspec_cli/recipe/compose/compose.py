@@ -654,7 +654,7 @@ def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
         if isinstance(pool, str):
             short = SHORT.fullmatch(pool.strip())
             if short is None:
-                message = f"`{path}` is {pool}; accelerator*nodes or accelerator*nodes x devices per node is needed"
+                message = f"`{path}` is {pool}; expected accelerator*nodes or accelerator*nodes x devices per node"
                 problems.append(Problem("wrong_type", message, path, "write it as h100_sxm*8x8, without spaces"))
                 continue
             numbers = {key: int(text) for key, text in short.groupdict().items() if key != GROUP and text}

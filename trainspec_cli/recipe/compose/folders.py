@@ -263,7 +263,7 @@ def _read(path: Path, shown: str) -> YamlFile:
     if root is None:
         return YamlFile(Origin(shown, 1, 1), {}, (), "", None)
     if not isinstance(root, yaml.MappingNode):
-        raise RecipeError(_origin(root, shown).problem("bad_yaml", "a file of `key: value` lines is needed"))
+        raise RecipeError(_origin(root, shown).problem("bad_yaml", "expected a file of `key: value` lines"))
     problems = list(_check_keys(root, shown))
     if problems:
         raise RecipeError(problems)

@@ -266,7 +266,7 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
             if not part.is_own:
                 yield from _source_path(part.source, part.path, f"data.{group}.{name}")
             if part.weight <= 0:
-                message = f"`data.{group}.{name}.weight` is {part.weight:g}; a number greater than 0 is needed"
+                message = f"`data.{group}.{name}.weight` is {part.weight:g}; expected a number greater than 0"
                 yield Problem("out_of_range", message, f"data.{group}.{name}.weight")
 
 
@@ -320,7 +320,7 @@ def uncertainty(spec: RunSpec) -> Iterator[Problem]:
                 message = f"`{path}` does not match a number of `cluster.{section}`"
                 yield Problem(code="unknown_key", path=path, message=message, hint=f"type ~{path}")
             elif factor < 1:
-                message = f"`{path}` is {factor:g}; a factor of at least 1 is needed (2: between half and twice)"
+                message = f"`{path}` is {factor:g}; expected a factor of at least 1 (2: between half and twice)"
                 hint = f"set {path}={1 / factor:g}" if factor > 0 else ""
                 yield Problem("out_of_range", message, path, hint)
 
@@ -341,7 +341,7 @@ def half_precision(spec: RunSpec) -> Iterator[Problem]:
     for section, chip in chips.items():
         if chip.bf16_tflops == chip.fp16_tflops == 0:
             path = f"{section}.bf16_tflops"
-            message = f"`{path}` and `{section}.fp16_tflops` are 0; one of them is needed"
+            message = f"`{path}` and `{section}.fp16_tflops` are 0; expected a value for one of them"
             yield Problem("missing_value", message, path, "set it to the rate in the chip's data sheet")
 
 
@@ -437,7 +437,7 @@ def known_backends(spec: RunSpec) -> Iterator[Problem]:
         path = f"kernels.{op}"
         allowed = (AUTO, *KERNELS[op])
         if backend not in allowed:
-            message = f"`{path}` is {backend!r}; {', '.join(allowed[:-1])} or {allowed[-1]} is needed"
+            message = f"`{path}` is {backend!r}; expected {', '.join(allowed[:-1])} or {allowed[-1]}"
             near = closest(backend, allowed)
             yield Problem("wrong_choice", message, path, f"did you mean {path}={near}?" if near else "")
 

@@ -424,7 +424,7 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
     devices."""
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
-        message = f"`{TIERS}` has one tier, `{described[0].name}`; a scale-up domain and a network are needed"
+        message = f"`{TIERS}` has one tier, `{described[0].name}`; expected a scale-up domain and a network"
         yield Problem("missing_value", message, TIERS, "add the tier that connects the domains, or set fabric=flat")
     for place, tier in enumerate(described):
         if tier.devices is None and 0 < place < len(described) - 1:
@@ -486,7 +486,7 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
         path = "cluster.fabric.planes.planes"
         message = (
             f"`{path}` is {found.planes}: a switch of {found.switch_tbit_per_s:g} Tbit/s would have {radix:g} ports of "
-            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; a whole, even number is needed"
+            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; expected a whole, even number"
         )
         yield Problem(
             "not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide evenly"

@@ -286,7 +286,7 @@ def _source(data: DataSpec | PartSpec, where: str, built_in: Sequence[str]) -> I
             hint = f"set {where}.path=null {where}.options.path={data.path}"
             yield Problem("unsupported", message, f"{where}.path", hint)
     elif data.source not in built_in:
-        message = f"`{where}.source` is {data.source}; {', '.join(built_in)}, or user-defined code is needed"
+        message = f"`{where}.source` is {data.source}; expected {', '.join(built_in)}, or user-defined code"
         yield Problem("wrong_choice", message, f"{where}.source", f"set {where}.source=jsonl, or another of these")
     elif data.options:
         message = f"`{where}.options` is for a user-defined source, but `{where}.source` is {data.source}"
@@ -328,12 +328,12 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
 
 def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -> Problem:
     if isinstance(value, tuple):
-        message = f"`{path}` is {list(value)}; numbers of {allowed.describe()} are needed"
+        message = f"`{path}` is {list(value)}; expected numbers of {allowed.describe()}"
         return Problem("out_of_range", message, path)
-    kind = f"{value}; a whole number" if isinstance(value, int) else f"{value:g}; a number"
+    found = f"{value}; expected a whole number" if isinstance(value, int) else f"{value:g}; expected a number"
     fits = value <= allowed.low and allowed.includes_low
     hint = f"set {path}={allowed.low:g} or more" if fits else ""
-    return Problem("out_of_range", f"`{path}` is {kind} of {allowed.describe()} is needed", path, hint)
+    return Problem("out_of_range", f"`{path}` is {found} of {allowed.describe()}", path, hint)
 
 
 def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
@@ -462,7 +462,7 @@ def times(spec: RunSpec) -> Iterator[Problem]:
         return
     limit_s = time_limit_s(str(slurm.time))
     if limit_s is None:
-        message = f"`{path}` is `{slurm.time}`, which is not a Slurm time; {TIME_FORMS} is needed"
+        message = f"`{path}` is `{slurm.time}`, which is not a Slurm time; expected {TIME_FORMS}"
         yield Problem("bad_time", message, path, f"for two hours, set {path}=2:00:00 (2:00 means two minutes)")
     elif limit_s <= slurm.warn_s:
         read = f"{limit_s:g} s" + (" (a plain number is minutes)" if str(slurm.time).isdigit() else "")
@@ -478,7 +478,7 @@ def memory(spec: RunSpec) -> Iterator[Problem]:
     text = spec.cluster.slurm.mem
     path = f"{PREFIX}.mem"
     if text is not None and not _MEMORY.fullmatch(str(text)):
-        message = f"`{path}` is `{text}`; a whole number with K, M, G or T is needed"
+        message = f"`{path}` is `{text}`; expected a whole number with K, M, G or T"
         yield Problem("bad_size", message, path, f"set {path}=64G, for example, or {path}=0G for all memory of a node")
 
 
@@ -491,7 +491,7 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
         return
     found = _GPUS.fullmatch(str(text))
     if found is None:
-        message = f"`{path}` is `{text}`; a type and number such as h100:8, a number or a type is needed"
+        message = f"`{path}` is `{text}`; expected a type and number such as h100:8, a number or a type"
         hint = f"to select the option that requests GPUs, set {PREFIX}.gpu_request=gres"
         yield Problem("bad_gpus", message, path, hint)
     elif slurm.gpu_request == "none":
@@ -518,7 +518,7 @@ def container(spec: RunSpec) -> Iterator[Problem]:
         parts = mount.split(":")
         if not all(parts) or len(parts) > 3:
             path = f"{PREFIX}.container_mounts"
-            message = f"`{path}` has `{mount}`; OUTSIDE:INSIDE or OUTSIDE:INSIDE:OPTIONS is needed"
+            message = f"`{path}` has `{mount}`; expected OUTSIDE:INSIDE or OUTSIDE:INSIDE:OPTIONS"
             yield Problem("bad_mount", message, path, "such as /data:/data:ro; separate several by commas")
     for name in slurm.container_env:
         if not _VARIABLE.fullmatch(name):

@@ -107,7 +107,7 @@ def read_data_dir(run: RunDir) -> str | None:
     """Return the folder with the run's data; None for generated data."""
     data_dir = read_run_record(run).data_dir
     if isinstance(data_dir, Absent):
-        raise unreadable(run.run_json, "has no `data_dir`; text or null is needed")
+        raise unreadable(run.run_json, "has no `data_dir`; expected text or null")
     return data_dir
 
 
@@ -189,7 +189,7 @@ def read_section(run: RunDir, name: str) -> JsonObject:
     UnreadableFileError."""
     section = read_plan_outline(run).spec.get(name) or {}
     if not isinstance(section, dict):
-        raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; an object is needed")
+        raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; expected an object")
     return section
 
 

@@ -74,7 +74,7 @@ class NodeOptions:
     def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-            raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; HOST:PORT is needed", hint=hint))
+            raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; expected HOST:PORT", hint=hint))
         if not 0 <= self.node_rank < nodes + spares:
             beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
             message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"

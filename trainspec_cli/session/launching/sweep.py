@@ -27,7 +27,7 @@ def read_sweep(sweep: str) -> tuple[str, list[str]]:
     key, _, text = sweep.partition("=")
     values = [value for part in text.split(",") if part for value in _expand(part, sweep)]
     if not key or not values:
-        message = f"--sweep is `{sweep}`; a key and its values are needed"
+        message = f"--sweep is `{sweep}`; expected a key and its values"
         raise RecipeError(Problem("usage", message, hint="such as --sweep cluster.num_nodes=1,2,4,8"))
     return key, values
 

@@ -118,7 +118,7 @@ def _field(content: Mapping[str, object], key: str, kind: type) -> Any:
 
 def _words(listed: object) -> tuple[str, ...]:
     if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
-        raise DamagedRecordError(f"has {listed!r} where a list of words is needed")
+        raise DamagedRecordError(f"has {listed!r}; expected a list of words")
     return tuple(listed)
 
 

@@ -65,7 +65,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
             Check(
                 "disk",
                 "warn",
-                f"{found}; space for {to_write} is needed, to keep the old ones and write the next",
+                f"{found}; a run needs space for {to_write} of them: it keeps the old ones while it writes the next",
                 advice,
             )
         )

@@ -289,7 +289,7 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
     if wrong is None and len(links) == len(columns):
         return cells
     found = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
-    message = f"{where}: the row of {name} has {found}; {len(columns)} are needed, such as NV18, PIX, PXB, NODE or SYS"
+    message = f"{where}: the row of {name} has {found}; expected {len(columns)}, such as NV18, PIX, PXB, NODE or SYS"
     raise MachineError(
         Problem("bad_matrix", message, hint=f"give the unchanged output of `{COMMAND}`", environment=True)
     )

@@ -147,7 +147,7 @@ def _arguments(tree: ast.Module, called: str) -> list[tuple[str, ast.expr]]:
     """Return the keyword arguments of the only call of `called`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == called]
     if len(calls) != 1:
-        raise ValueError(f"it calls {called} {len(calls)} times; exactly one call is needed")
+        raise ValueError(f"it calls {called} {len(calls)} times; expected exactly one call")
     return [(argument.arg or "**", argument.value) for argument in calls[0].keywords]
 
 

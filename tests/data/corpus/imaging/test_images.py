@@ -109,7 +109,7 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 def test_a_file_of_another_shape_is_named(folder):
     np.save(folder / "ant" / "0.npy", np.zeros((5, 5), dtype=np.uint8))
-    with pytest.raises(MachineError, match=r"ant/0.npy has shape \(5, 5, 1\); \(H, W, 3\)"):
+    with pytest.raises(MachineError, match=r"ant/0.npy has shape \(5, 5, 1\); expected \(H, W, 3\)"):
         find_samples(spec(folder), MODEL)
 
 

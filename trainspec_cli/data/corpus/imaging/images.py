@@ -85,7 +85,7 @@ class ImageFolder:
             pixels = pixels[:, :, None]
         if pixels.ndim != 3 or 0 in pixels.shape or pixels.shape[2] != self.model.in_channels:
             wanted = f"(H, W, {self.model.in_channels}), or (H, W) if model.in_channels is 1"
-            raise MachineError(f"{path} has shape {pixels.shape}; {wanted} is needed", code="wrong_shape")
+            raise MachineError(f"{path} has shape {pixels.shape}; expected {wanted}", code="wrong_shape")
         return pixels.transpose(2, 0, 1).astype(np.float32)
 
     def _read(self, path: Path) -> np.ndarray:
