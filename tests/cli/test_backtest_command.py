@@ -66,7 +66,7 @@ def test_the_plot_holds_a_dot_a_run(table: Path, tmp_path: Path, capsys: pytest.
 
 def test_a_missing_table_ends_with_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["backtest", str(tmp_path / "none.csv")]) == 2
-    assert "there is no file" in capsys.readouterr().err
+    assert "no such file: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

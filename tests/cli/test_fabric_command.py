@@ -138,7 +138,7 @@ def test_files_of_another_cluster_are_read_without_gpu_and_slurm(
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        (["--gpus", "nothing.txt"], 4, "there is no file nothing.txt"),
+        (["--gpus", "nothing.txt"], 4, "no such file: nothing.txt"),
         (["--gpus", "topology.txt"], 4, "topology.txt contains no GPU matrix"),
         (["--topology", "bin/nvidia-smi"], 4, "no BlockName=..."),
         (["--measured", "topology.txt"], 4, "is not JSON"),

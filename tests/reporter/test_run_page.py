@@ -182,7 +182,7 @@ def test_a_run_without_steps_has_a_page(fake_run: Any) -> None:
     fake_run.start()
     page = render_run_page(collect(fake_run.dir.root, running=True))
     assert_alone(page)
-    assert "No step was made yet." in page and "the run is in progress" in page
+    assert "No steps yet." in page and "the run is in progress" in page
 
 
 def test_steps_that_took_no_time_have_a_page(fake_run: Any) -> None:

@@ -130,7 +130,7 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
             CadenceEvent(
                 step=4, interval_steps=1200, blocked_s=1.0, drag_s=2.0, written_s=9.0, step_time_s=1.0, mtbf_s=7200.0
             ),
-            "step 4: from here a checkpoint every 1,200 steps: one costs 3.0 s and is whole in 9.0 s; "
+            "step 4: from here a checkpoint every 1,200 steps: one costs 3.0 s and is complete after 9.0 s; "
             "a failure is expected every 2 h 0 min",
         ),
         (
@@ -145,7 +145,7 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
                 failures=1,
                 observed_s=120.0,
             ),
-            "step 4: from here a checkpoint every 60 steps: one costs 3.0 s and is whole in 9.0 s; "
+            "step 4: from here a checkpoint every 60 steps: one costs 3.0 s and is complete after 9.0 s; "
             "a failure is expected every 25 min 0 s, by 1 in 2 min 0 s and the cluster's figure",
         ),
         (
@@ -158,7 +158,7 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
         ),
         (
             RecoveryEvent(step=4, change="retried", group=None, stall_s=None, lost_steps=0),
-            "step 4: the step was made again",
+            "step 4: the step was repeated",
         ),
     ],
 )  # fmt: skip

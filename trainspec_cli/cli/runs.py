@@ -28,7 +28,7 @@ from trainspec_cli.session.runs.find import collect_run, runs_here, status_of_ru
 
 HEADINGS = ("recipe", "name", "status", "step", "loss", "age", "path", "differs")
 COPIES_HEADINGS = ("size", "step", "on disk", "status", "run")
-LIMITS_HEADINGS = ("model", "layout", "device", "memory ran out with", "taken instead", "age", "run")
+LIMITS_HEADINGS = ("model", "layout", "device", "out of memory with", "used instead", "age", "run")
 
 DAY_S = 86_400.0
 UNKNOWN, GONE = "unknown", "gone"

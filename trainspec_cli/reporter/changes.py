@@ -26,7 +26,7 @@ MANY = 8
 RECOVERY_KINDS = {
     "left": "left",
     "joined": "came back",
-    "retried": "the step was made again",
+    "retried": "the step was repeated",
     "restart": "the run restarted",
 }
 
@@ -148,7 +148,7 @@ def _size_of_buckets(bucket_bytes: int) -> str:
 
 
 def describe_memory(event: MemoryEvent) -> RunChange:
-    """`step 30: micro-batches of 4 samples from here on: memory ran out: ...; no step lost`."""
+    """`step 30: micro-batches of 4 samples from here on: out of memory: ...; no step lost`."""
     lost = f"{event.lost_steps} step{'s' if event.lost_steps > 1 else ''} lost" if event.lost_steps else "no step lost"
     how = "after a new start" if event.restarts else "in place"
     taken = f"{_group(event.group)}{event.taken.describe(event.failed)}"

@@ -63,7 +63,7 @@ def curves_section(report: Report) -> str:
     )
     lines = [LineSeries(kind, name, points, len(points) <= MARKED_POINTS) for kind, name, points in curves if points]
     if not lines:
-        return section("Loss", _beside(report) or "No step was made yet.", "")
+        return section("Loss", _beside(report) or "No steps yet.", "")
     legend = render_legend([Segment(line.kind, line.label, 0.0, "") for line in lines])
     return section("Loss", _beside(report), render_curves(lines, "step", "loss") + legend)
 

@@ -163,7 +163,7 @@ def _describe_cadence(event: CadenceEvent) -> str:
     if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
         failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
     whole = format_duration(event.written_s)
-    cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is whole in {whole}"
+    cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is complete after {whole}"
     return f"step {event.step}: from here a checkpoint every {event.interval_steps:,} steps: {cost}; {failures}"
 
 

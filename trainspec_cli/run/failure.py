@@ -207,7 +207,8 @@ def describe_exit(code: int) -> str:
         return f"ended with exit code {code} without a report"
     name = signal.Signals(-code).name
     if -code == signal.SIGKILL:
-        return f"was killed by {name}; if memory ran out, the kernel did it: try a smaller batching.micro_batch_size"
+        advice = "perhaps by the kernel because memory ran out: try a smaller batching.micro_batch_size"
+        return f"was killed by {name}; {advice}"
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
         return f"crashed in native code ({name})"
     return f"was ended by {name}"

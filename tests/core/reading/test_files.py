@@ -64,7 +64,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, path: str) -> None:
     with pytest.raises(MissingFileError) as error:
         read_bytes(tmp_path / path)
     (problem,) = error.value.problems
-    assert (problem.code, problem.message) == ("missing_file", f"there is no file {tmp_path / path}")
+    assert (problem.code, problem.message) == ("missing_file", f"no such file: {tmp_path / path}")
     assert isinstance(error.value, (FileNotFoundError, MachineError))
 
 

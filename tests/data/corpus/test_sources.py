@@ -160,7 +160,7 @@ def test_a_file_that_goes_before_it_is_read_is_named(tmp_path):
         data = DataSpec(seq_len=8, source=source, path=str(tmp_path / name))
         files = find_files(data)
         (tmp_path / name).unlink()
-        with pytest.raises(MachineError, match=rf"there is no file .*{name}"):
+        with pytest.raises(MachineError, match=rf"no such file: .*{name}"):
             list(documents(data, files))
 
 

@@ -80,7 +80,7 @@ def test_values_out_of_their_range_are_refused(change: str, path: str, said: str
 def test_wrong_options_and_files_say_what_is_wrong(tmp_path: Path) -> None:
     assert problems_of(RECIPE, years=0)[0][1].startswith("--years is 0; expected a whole number of at least 1")
     assert problems_of(RECIPE, per_year=-2)[0][1].startswith("--per-year is")
-    assert problems_of([str(tmp_path / "none.yaml")])[0][1].startswith("there is no file")
+    assert problems_of([str(tmp_path / "none.yaml")])[0][1].startswith("no such file: ")
     for text, path in (
         ("years: 4\n", "runs"),
         ("runs: []\n", "runs"),

@@ -220,8 +220,8 @@ def test_a_launch_begins_with_what_fitted_before(
     after = from_plain(Plan, json.loads(out)["plan"])
     assert (after.memory_setting, after.grad_accum_steps) == (taken, 4)
     assert after.memory_ladder[0] == taken
-    assert "memory ran out here before with micro-batches of 8 samples" in err
-    assert "this run begins with micro-batches of 2 samples (trainspec runs --clear-limits forgets that)" in err
+    assert "ran out of memory before with micro-batches of 8 samples" in err
+    assert "this run starts with micro-batches of 2 samples (trainspec runs --clear-limits forgets that)" in err
     assert run([*arguments, "scheduler=off", "--json"]) == 0
     off = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
     assert (off.micro_batch_size, off.memory_ladder) == (8, ())

@@ -153,7 +153,7 @@ def open_regular(path: Path) -> BinaryIO:
         # Opening a named pipe would wait forever for a writer; its kind is known only after opening.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingFileError(Problem("missing_file", f"there is no file {path}", file=str(path))) from error
+        raise MissingFileError(Problem("missing_file", f"no such file: {path}", file=str(path))) from error
     except PermissionError as error:
         closed = ClosedFileError(Problem("closed_file", f"no permission to read {path}", environment=True))
         closed.filename = str(path)

@@ -119,7 +119,7 @@ def _read_wanted(wanted: str) -> str:
     file = expand(wanted)
     if not exists(file):
         hint = how_to_copy(wanted) or _HINT
-        raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", hint))
+        raise RecipeError(Problem("missing_file", f"no such file: {file.absolute()}", "data.chat_template", hint))
     return _read_template(file)
 
 

@@ -149,7 +149,7 @@ class PassesOutOfMemory(Exception):  # noqa: N818 - as above
     """A rank ran out of memory in a forward or backward pass, so no rank can have made the step's update."""
 
     def __init__(self, samples: int):
-        super().__init__(f"memory ran out in the forward or backward of {samples} samples at a time")
+        super().__init__(f"out of memory in the forward or backward of {samples} samples at a time")
         self.samples = samples
 
 
@@ -180,7 +180,7 @@ def describe_cause(cause: BaseException) -> str:
 def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
     """Return the error that ends this process; the supervisor restarts the run if a setting is left to try."""
     failed = shortage.failed
-    message = f"memory ran out with {failed.describe()}: {describe_cause(cause)}"
+    message = f"out of memory with {failed.describe()}: {describe_cause(cause)}"
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
     if tried:
         message += f"; tried before: {'; '.join(one.describe() for one in tried)}"
@@ -200,7 +200,7 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
 
 
 Made = TypeVar("Made")
-NOT_SAVED = "memory ran out, and the state could not be saved: the run continues from an earlier checkpoint"
+NOT_SAVED = "out of memory, and the state could not be saved: the run continues from an earlier checkpoint"
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
@@ -282,7 +282,7 @@ class MemoryRelief:
                     failed=shortage.failed,
                     taken=taken,
                     restarts=False,
-                    reason=f"memory ran out: {describe_cause(cause)}",
+                    reason=f"out of memory: {describe_cause(cause)}",
                     used_bytes=shortage.used_bytes,
                     limit_bytes=shortage.limit_bytes,
                     group=self._run.group_field,

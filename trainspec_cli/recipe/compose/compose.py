@@ -353,7 +353,7 @@ class Selection:
     def _unknown_option(self, group: str, option: str, origin: Origin | None, key: str) -> Problem:
         if group in OWN_FILES and option.endswith(SUFFIX):
             code = "missing_file"
-            message = f"there is no file {show_path(self.cwd / expand(option), self.cwd)}"
+            message = f"no such file: {show_path(self.cwd / expand(option), self.cwd)}"
             hint = f"write it, or choose an option by name: `trainspec explain {group}` lists them"
         elif former := FORMER_OPTIONS.get((group, option)):
             code = "unknown_option"

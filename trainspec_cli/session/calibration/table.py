@@ -14,7 +14,7 @@ from trainspec_cli.core.reading.files import exists, read_text
 def read_rows(file: Path) -> list[dict[str, str]]:
     """Return the rows by column name. Raises RecipeError for a file that is not a table of runs."""
     if not exists(file):
-        raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
+        raise RecipeError(Problem(code="missing_file", message=f"no such file: {file}", file=str(file)))
     try:
         lines = csv.DictReader(io.StringIO(read_text(file), newline=""))
         rows = [_row(row) for row in lines]

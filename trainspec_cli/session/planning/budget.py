@@ -75,7 +75,7 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
 def read_portfolio(file: Path) -> Portfolio:
     """Read a file of runs. Raises RecipeError with every mistake and its line."""
     if not exists(file):
-        raise RecipeError(Problem("missing_file", f"there is no file {file}", file=str(file)))
+        raise RecipeError(Problem("missing_file", f"no such file: {file}", file=str(file)))
     read = read_yaml(file, Path.cwd())
     portfolio, problems = build(Portfolio, read.values())
     if not problems:

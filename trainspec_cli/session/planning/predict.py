@@ -154,7 +154,7 @@ def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -
         before = plan.memory_setting.describe()
         now = changed.memory_setting.describe(plan.memory_setting)
         forget = "trainspec runs --clear-limits forgets that"
-        console.report(f"memory ran out here before with {before}: this run begins with {now} ({forget})")
+        console.report(f"this machine ran out of memory before with {before}: this run starts with {now} ({forget})")
     return replace(changed, changes=tuple(_known_change(plan, change, machine) for change in plan.changes))
 
 

@@ -268,7 +268,7 @@ def _check_own_file(path: Path) -> None:
     try:
         found = path.lstat()
     except OSError as error:
-        raise RecipeError(Problem("missing_file", f"there is no file {path}: {error.strerror}")) from error
+        raise RecipeError(Problem("missing_file", f"no such file: {path}: {error.strerror}")) from error
     if stat.S_ISLNK(found.st_mode):
         hint = f"name the file itself: {path.resolve()}"
         raise RecipeError(Problem("not_trusted", f"{path} is a link", hint=hint, file=str(path)))

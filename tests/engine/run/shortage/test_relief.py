@@ -119,7 +119,7 @@ def test_an_error_without_a_message_is_named_in_the_reason(start: Start) -> None
 
     trainer.relief.make_step(TrainProgress(), attempt)
     (written,) = read_events(context.run_dir.directives)
-    assert written["reason"] == "memory ran out: MemoryError"
+    assert written["reason"] == "out of memory: MemoryError"
     trainer.relief.close()
     trainer.coordinator.leave()
     trainer.watch.close()
