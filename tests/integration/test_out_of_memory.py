@@ -143,3 +143,26 @@ def test_a_worker_that_the_kernel_kills_goes_on_with_less_memory(
     assert given and all(one["was_killed"] and one["restarts"] for one in given)
     assert [event["step"] for event in steps(run)] == [1, 2]
     assert {event["samples"] for event in steps(run)} == {LARGE_SAMPLES}
+
+
+@pytest.mark.slow
+def test_the_allocator_of_a_device_ends_a_step_and_the_run_continues_with_half_the_samples(
+    trainspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    """0.1 GiB hold the model and 128 samples at a time, but not 256. No fault is injected: the device's allocator has
+    no room for a tensor of the forward or backward pass."""
+    monkeypatch.setitem(environment, "TRAINSPEC_DEVICE", "emulated")
+    monkeypatch.setitem(environment, "TRAINSPEC_EMULATED", "memory_gib=0.1")
+    recipe = ("recipe=tiny", "precision=fp32", "cluster.devices_per_node=2", "train.max_steps=3")
+    batch = ("batching.global_batch_size=512", "batching.micro_batch_size=256")
+    ended = trainspec("launch", *recipe, *batch, "checkpoint.interval_steps=null", "run.dir=run")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    assert [event["step"] for event in steps(run)] == [1, 2, 3]
+    directives = list(read_events(run.directives))
+    assert {(one["type"], one["lost_steps"]) for one in directives} == {("memory", 0)}
+    assert (directives[0]["failed"]["micro_batch_size"], directives[-1]["taken"]["micro_batch_size"]) == (256, 128)
+    monkeypatch.delitem(environment, "TRAINSPEC_EMULATED")
+    monkeypatch.delitem(environment, "TRAINSPEC_DEVICE")
+    report = json.loads(trainspec("report", "run", "--json").stdout)
+    assert [one["taken"] for one in report["memory"]] == [one["taken"] for one in directives]
