@@ -58,7 +58,7 @@ batch."""
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The size of one step."""
+    """Size and learning rate of one step."""
 
     samples: int
     """Samples of a step, over all ranks and replica groups."""
