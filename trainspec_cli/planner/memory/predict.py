@@ -454,9 +454,9 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 # into account.
 #
 # On published runs, the ratio of the measured to the predicted peak is approximately log-normal (`trainspec backtest`,
-# 135 measured peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from another
-# source is that source's mean plus the run's deviation. The mean m of ln(measured / predicted) is the mean of the
-# sources' means, and its variance s^2 is the variance within a source plus that between sources. A predicted peak M
+# 135 measured peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from
+# another source is that source's mean plus the run's deviation. The mean m of ln(measured / predicted) is the mean of
+# the sources' means, and its variance s^2 is the variance within a source plus that between sources. A predicted peak M
 # therefore fits a limit L with probability
 #
 #     P = Phi((ln(L / M) - m) / s)

@@ -233,7 +233,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
-        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to order it by token
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # for ordering it by token
     q, k, v = (swap(tape, y) for y in (q, k, v))
     return swap(tape, causal_core(tape, q, k, v, seq))
 
