@@ -148,9 +148,7 @@ def join(
                     run_agent(run, generation, node, begin)
                 served = generation
                 deadline = time.monotonic() + RESULT_TIMEOUT_S
-            except (
-                MachineError
-            ) as error:  # the record may belong to an earlier start, whose first node no longer responds
+            except MachineError as error:  # perhaps from an earlier start, whose first node no longer responds
                 refusal = error
         time.sleep(RETRY_S)
     if not served:

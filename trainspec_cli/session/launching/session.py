@@ -158,9 +158,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
     check_detachable(session)
     run = write_down(session)
     log_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
-    process = spawn_resume(
-        run, [], force=force, environment={PROBE: "off"}
-    )  # the machine is probed below, with visible output
+    process = spawn_resume(run, [], force=force, environment={PROBE: "off"})  # probed below, with visible output
     stop_requested = False
     # A progress bar takes over sys.stdout, so a console that shows nothing must not have one.
     shows = console is not None and not console.quiet
@@ -218,9 +216,7 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
     machine = session.machine
 
     def layouts(home: Plan) -> Layouts:
-        from trainspec_cli.balance.other_layout import (
-            OtherLayouts,
-        )  # it loads numpy, and is only needed once a rank is slow
+        from trainspec_cli.balance.other_layout import OtherLayouts  # loads numpy; only needed once a rank is slow
 
         return OtherLayouts.of_plan(home, machine)
 
