@@ -98,9 +98,7 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(text)
     except BaseException as error:
-        if (
-            isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        ):  # these are the library's exceptions
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # exceptions of the library
             raise ValueError(str(error)) from error
         raise
 
