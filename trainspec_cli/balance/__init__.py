@@ -1,1 +1,2 @@
-"""The live scheduler outside the engine, and simulations of how much its decisions recover on a disturbed cluster."""
+"""The live scheduler (outside the engine), and simulations of how much time its decisions recover on a disturbed
+cluster."""

@@ -1,8 +1,8 @@
-"""The supervisor's part of the scheduler: follow a run's speeds, and propose another layout if that pays.
+"""The supervisor's part of the scheduler: track the speeds of a run's ranks, and propose another layout if that pays
+off.
 
 The workers measure and report their speeds. The planner, which runs only here, finds the fastest layout at these
-speeds. The workers change to it between two steps (messages: `run/channel/messages.py`).
-"""
+speeds. The workers switch to it between two steps (messages: `run/channel/messages.py`)."""
 
 from __future__ import annotations
 
@@ -31,29 +31,30 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 
 MEASURED_STEPS = 5
-"""Number of latest steps whose median is the current step time."""
+"""The current step time is the median of this many latest steps."""
 
 
 class Layouts(Protocol):
-    """The layouts that a run may have, with the one in force and the planned one."""
+    """The layouts available to a run, including the current one and the planned one."""
 
     def after(self, layout: Layout, micro_batch_size: int) -> Layouts:
-        """Return the same layouts with this one in force."""
+        """Return the same layouts with this one as the current layout."""
 
     def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
-        """Return the layout that is worth a change at these paces by global rank, or None; if all paces are 1, the
-        planned layout."""
+        """Return the layout that is worth switching to, given each global rank's pace; None if there is none. If all
+        paces are 1, return the planned layout."""
 
 
 def decides_layouts(plan: Plan) -> bool:
-    """Return whether the scheduler may change the run's layout; replica groups and sites keep theirs."""
+    """Return whether the scheduler may change the run's layout. Runs with replica groups or several sites keep
+    theirs."""
     scheduler = plan.spec.scheduler
     alone = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     return scheduler.mode != "off" and "layout" in scheduler.may_change and alone and plan.world_size > 1
 
 
 class LayoutAdvisor:
-    """Proposes layouts. Call `look` periodically; the search runs in a thread, and nothing waits for it."""
+    """Proposes layouts. Call `look` periodically. The search runs in a separate thread, and nothing waits for it."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class LayoutAdvisor:
         mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`layouts` creates the finder of other layouts for a plan; it is called at the first slow rank."""
+        """`layouts` creates the search for other layouts of a plan; it is called when the first slow rank appears."""
         self._run = run
         self._plan = plan
         self._make = layouts
@@ -76,13 +77,13 @@ class LayoutAdvisor:
         self._home = plan
         """The plan with the layout that the run returns to."""
         self._layouts: dict[Layout, Layouts] = {}
-        """Finders of other layouts, by the layout that the run returns to."""
+        """Searches for other layouts, keyed by the layout that the run returns to."""
         self._timing = LayoutScheduler(patience_s(plan.spec.scheduler.mode))
         self._is_over = False
         self._begin()
 
     def _begin(self) -> None:
-        """Reset at a start of the workers, which may run on other devices at other speeds."""
+        """Reset when the workers start, because they may run on other devices at other speeds."""
         spec = self._plan.spec
         self._paces = PaceTracker(spec.scheduler.change)
         domain_ranks = spec.cluster.scaleup_devices or self._plan.devices_per_node
@@ -90,20 +91,20 @@ class LayoutAdvisor:
         self._in_force: Layout | None = None
         """Layout of the last report; None from a change until the next report."""
         self._changed_to: Layout | None = None
-        """Layout of the latest change in this start."""
+        """Layout of the latest change since this start."""
         self._wanted: Callable[[], LayoutProposal | None] | None = None
         """The next search to run."""
         self._searching: Future[LayoutProposal | None] | None = None
         self._proposed: Layout | None = None
-        """The latest proposed layout, until it is in force or refused."""
+        """The latest proposed layout, until it takes effect or is rejected."""
         self._watched: DirectiveEvent | None = None
         """The change whose effect is being measured."""
         self._is_usual = True
         """True if all ranks and links have their usual speed."""
         self._home_s = math.inf
-        """Measured time of a step in the planned layout at usual speeds."""
+        """Measured step time in the planned layout at usual speeds."""
         self._lost: AchievedEvent | None = None
-        """Effect of the change to the layout in force, if it was no gain."""
+        """Effect of the change to the current layout, if that change was not an improvement."""
         self._step = 0
         self._new_steps = 0
         self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -111,8 +112,8 @@ class LayoutAdvisor:
         self._timing.want(None)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Process new events and reports, and send a proposal that is due. The run does not depend on this: a failure
-        is passed to `report` once, and nothing more is proposed."""
+        """Process new events and reports, and send a proposal if one is due. The run does not depend on this: a failure
+        is passed to `report` once, and no further layouts are proposed."""
         if self._is_over:
             return
         try:
@@ -125,13 +126,13 @@ class LayoutAdvisor:
             if self._searching is not None and self._searching.done():
                 found = self._searching.result()
                 self._searching = None
-                if self._wanted is None:  # otherwise speeds have changed since, and the next search decides
+                if self._wanted is None:  # otherwise speeds have changed since then, and the next search decides
                     self._timing.want(found)
             if self._searching is None and self._wanted is not None:
                 self._searching = self._executor.submit(self._wanted)
                 self._wanted = None
             self._propose()
-        except Exception as error:  # any fault, including a bug in the search, must not end the training
+        except Exception as error:  # no fault, not even a bug in the search, may end the training
             self._is_over = True
             report(f"the search for other layouts has ended: {type(error).__name__}: {error}")
 
@@ -140,7 +141,7 @@ class LayoutAdvisor:
     def _process(self, event: Event) -> None:
         match event:
             case StartEvent():
-                if event.world_size != self._plan.world_size:  # a node was left out
+                if event.world_size != self._plan.world_size:  # a node was dropped
                     self._plan = self._home = read_plan(self._run)
                     self._layouts.clear()
                 self._begin()
@@ -161,22 +162,22 @@ class LayoutAdvisor:
                     self._timing.refuse(_layout(event.layout))
                     self._proposed = None
             case AchievedEvent() if self._watched and event.number == self._watched.number:
-                # A layout that was no gain is not proposed again, and `_consider_home` returns to the planned one.
+                # A layout that brought no gain is not proposed again, and `_consider_home` returns to the planned one.
                 layout = _layout(self._watched.layout)
                 self._watched = None
                 if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
                     self._lost = event
                     self._timing.refuse(layout)
 
-    # The best layout for them
+    # The best layout for the reported speeds
 
     def _process_speeds(self, report: SpeedsReport) -> None:
         if self._changed_to not in (None, report.layout):
-            return  # the report was sent before the change
+            return  # the report predates the change
         paces = self._paces.note(report.layout, report.even_s)
         links = self._links.note(report.layout, report.links)
         self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
-        # A change of layout that the recipe plans makes its layout the planned one.
+        # A layout change that the recipe schedules makes the new layout the planned one.
         planned = [change for change in self._plan.changes if _is_alike(change.layout, report.layout)]
         if planned and not self._is_home:
             self._home = self._plan.with_layout(planned[-1])
@@ -194,14 +195,14 @@ class LayoutAdvisor:
     def _find(
         self, home: Plan, report: SpeedsReport, paces: Sequence[float], links: LinkPaces
     ) -> LayoutProposal | None:
-        """Return the layout that is worth a change; called in the thread of the search."""
+        """Return the layout that is worth switching to; called in the search thread."""
         layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
-        # Assume even shares, because the search finds the shares itself.
+        # Assume even sample shares, because the search finds the shares itself.
         even = math.ceil(sum(report.samples) / len(report.samples))
         return layouts.after(report.layout, math.ceil(even / report.micro_batches)).propose(paces, links)
 
     def _propose(self) -> None:
-        """Send the proposal that is due to rank 0."""
+        """Send the pending proposal to rank 0."""
         steps = self._new_steps
         self._new_steps = 0
         if not steps or self._in_force is None:
@@ -217,7 +218,7 @@ class LayoutAdvisor:
             self._mail.send(Proposal(self._number, self._in_force, due), rank=0)
 
     def _consider_home(self, step_s: float) -> None:
-        """Request the planned layout if it was measured to be faster than the present one, whose step takes
+        """Request the planned layout if it was measured to be faster than the current one, whose steps take
         `step_s`."""
         layout = self._in_force
         home = self._home.layout.describe()
@@ -249,7 +250,7 @@ def _home(plan: Plan, step_s: float, expected_s: float, reason: str) -> LayoutPr
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:
-    """Return whether two layouts differ at most in the cut into stages."""
+    """Return whether two layouts are the same except for their split of the layers into stages."""
     return replace(one, stage_layers=other.stage_layers) == other
 
 

@@ -22,7 +22,7 @@ Slowdown = Annotated[float, Range(1, 1000, includes_low=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class Spell:
-    """First step and number of steps of an event; null lasts to the end of the run."""
+    """First step and number of steps of an event; with null, it lasts until the end of the run."""
 
     from_step: PositiveInt = 1
     """Steps are counted from 1."""
@@ -72,7 +72,7 @@ class NarrowLink(Spell):
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Spell):
-    """A node is absent, and with it its replica group."""
+    """A node, and with it its replica group, is absent."""
 
     node: NonNegativeInt
 
@@ -89,7 +89,7 @@ class ByChance:
     longest_s: PositiveFloat
     least_factor: Slowdown
     most_factor: Slowdown
-    """Factors are uniform between `least_factor` and `most_factor`."""
+    """Factors are uniformly distributed between `least_factor` and `most_factor`."""
     network_share: Fraction = 0.0
     """The fraction of events that slow a node's network; the others slow a device."""
 
@@ -142,7 +142,7 @@ class Disturbance:
 
 
 def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:
-    """Return a draft, with UNKNOWN for wrong values, and every problem with its path below `path`."""
+    """Return a draft, in which wrong values are replaced by UNKNOWN, and every problem with its path below `path`."""
     draft, problems = build(Disturbance, content, f"{path}.")
     draft, wrong = _forget_out_of_range(draft, f"{path}.")
     return draft, [*problems, *wrong, *(_inside_out(draft, path) if not problems and not wrong else ())]
@@ -177,7 +177,7 @@ def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
 def check_cluster(
     disturbance: Disturbance, path: str, num_nodes: int, devices_per_node: int, replica_groups: int, min_groups: int
 ) -> Iterator[Problem]:
-    """Yield a problem for each event on a device or node that the cluster lacks, or that never takes effect."""
+    """Yield a problem for each event that never takes effect, or whose device or node does not exist in the cluster."""
     devices = num_nodes * devices_per_node
     for kind in ("slow_devices", "slow_nodes", "narrow_links", "leaves"):
         for number, event in enumerate(getattr(disturbance, kind)):
@@ -219,7 +219,8 @@ def _check_leaves(
 
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:
-    """Return the replica groups that run on a node: one that spans whole nodes, or several on the node."""
+    """Return the replica groups that run on a node: one group that spans several complete nodes, or several groups on
+    the node."""
     first = node * replica_groups // num_nodes
     end = -(-(node + 1) * replica_groups // num_nodes)
     return range(first, end)

@@ -1,4 +1,4 @@
-"""The optimum on a disturbed cluster: shares based on the true speeds, in real numbers and in whole samples."""
+"""The optimum on a disturbed cluster: sample shares based on the true speeds, both real-valued and in whole samples."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def best_step(
     *,
     keeps_micro_batches: bool,
 ) -> Ideal:
-    """Return the shortest step of `samples` over the present groups, for any shares and any number of micro-batches of
-    at most `largest_micro_batch` samples; `even` is each group's usual division."""
+    """Return the shortest time of a step of `samples` over the present groups, for any shares and any number of
+    micro-batches of at most `largest_micro_batch` samples. `even` is each group's usual division."""
     ranks = sum(group.size for group in groups)
     _, each_s = cluster.lines(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
     rates = [float((1 / each_s[group.rows]).sum()) for group in groups]
-    # samples, and micro-batches
+    # samples and micro-batches
     whole = np.zeros((2, cluster.ranks))
     real = np.zeros((2, cluster.ranks))
     for group, own in zip(groups, weighted_counts(samples, rates), strict=True):
@@ -78,7 +78,7 @@ def best_step(
 
 
 def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> Iterator[int]:
-    """Yield micro-batch counts in whole turns, from the smallest possible to twice the usual count."""
+    """Yield micro-batch counts that are multiples of `turns`, from the smallest possible to twice the usual count."""
     fewest = math.ceil(math.ceil(samples / (largest * ranks)) / turns) * turns
     most = max(2 * usual, fewest + turns)
     stride = max(1, math.ceil((most - fewest) / turns / TRIED)) * turns
@@ -90,12 +90,13 @@ def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> 
 def _in_reals(
     cluster: Cluster, condition: Condition, group: RankRows, samples: float, number: int, largest: int
 ) -> tuple[float, Floats]:
-    """Return the seconds of a step and the real-valued shares with which all ranks finish together."""
+    """Return the duration of a step in seconds and the real-valued shares with which all ranks finish at the same
+    time."""
     lines = cluster.lines(condition, number, samples / group.size)
     fixed_s, each_s = (part[group.rows] for part in lines)
     low_s = float(fixed_s.min())
     high_s = float((fixed_s + number * largest * each_s).max())
-    # The samples that ranks finish by a common time grow with that time, so it is found by bisection.
+    # The number of samples that ranks finish by a common time grows with that time, so bisection finds it.
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
         held = float(np.clip((middle_s - fixed_s) / each_s, 0, number * largest).sum())
@@ -115,7 +116,7 @@ def _speeds(cluster: Cluster, condition: Condition, group: RankRows, number: int
 def _group_s(
     cluster: Cluster, condition: Condition, group: RankRows, counts: Floats, number: int, *, in_step: bool = False
 ) -> float:
-    """Return the seconds of a step of one group alone."""
+    """Return the duration in seconds of a step of one group alone."""
     division = np.zeros((2, cluster.ranks))
     division[:, group.rows] = counts, np.full(group.size, number)
     return cluster.seconds(condition, *division, in_step=in_step).total_s

@@ -1,4 +1,4 @@
-"""A planned run as the simulation sees it, in each possible layout, and its steps with any division of the samples."""
+"""A planned run as seen by the simulation, in each possible layout, and its steps with any division of the samples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trainspec_cli.recipe.keys.training import BatchingSpec
 from trainspec_cli.recipe.results.plan import Candidate, LayoutProposal
 
 READ_S = 1.0
-"""Assumed time to read the text of a step that was not read ahead."""
+"""Assumed time to read the text of a step that was not prefetched."""
 
 
 @dataclass(frozen=True)
 class DisturbedJob:
-    """A planned run as the simulation sees it, in one layout."""
+    """A planned run as seen by the simulation, in one layout."""
 
     cluster: Cluster
     layout: Layout
@@ -47,14 +47,14 @@ class DisturbedJob:
     change: float
     """The smallest relative change of a speed that is confirmed."""
     change_s: float
-    """Seconds that a change of shares costs, limited to `COST_STEPS`."""
+    """Cost in seconds of changing sample shares, capped at `COST_STEPS` steps."""
     keeps_micro_batches: bool
     num_nodes: int
     devices_per_node: int
     shares_change: bool = True
-    """True if the scheduler may change the ranks' and groups' shares."""
+    """Whether the scheduler may change the sample shares of ranks and groups."""
     layouts: JobLayouts | None = None
-    """The cuts and layouts that the run may change to; None if it keeps its own."""
+    """The layer splits and layouts that the run may change to; None if it keeps the current ones."""
 
     def interval(self, step_s: float) -> int:
         """Return the number of steps of `step_s` between two exchanges of the ranks' speeds."""
@@ -68,13 +68,13 @@ class DisturbedJob:
 
 
 def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> DisturbedJob:
-    """Return the job of a candidate that was planned for this spec."""
+    """Return the job of a candidate planned for this spec."""
     setup = setup_of(candidate, spec, machine)
     _, number = one_group(spec, candidate.layout)
     most = largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
     job = _job_of(spec, setup, number, most)
     if number > 1 or spec.resilience.keeps_layout:
-        return job  # replica groups and sites keep their layout
+        return job  # runs with replica groups or sites keep their layout
     others = OtherLayouts.of_candidate(spec, candidate, machine)
     return replace(job, layouts=JobLayouts(spec, others, others.memory.largest_stage_layers(setup)))
 
@@ -110,7 +110,7 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
 
 @dataclass(frozen=True)
 class JobLayouts:
-    """The cuts and layouts that a simulated run may change to."""
+    """The layer splits and layouts that a simulated run may change to."""
 
     spec: RunSpec
     others: OtherLayouts
@@ -118,7 +118,7 @@ class JobLayouts:
     """Maximum number of layers on a pipeline rank; None if no layers move."""
 
     def layer_scheduler(self, job: DisturbedJob) -> LayerScheduler | None:
-        """Return the scheduler of layers for the layout in force."""
+        """Return the scheduler that moves layers, for the current layout."""
         if self.most_layers is None or "layers" not in self.spec.scheduler.may_change:
             return None
         times = self.others.steps.layer_times(self.others.present)
@@ -128,11 +128,11 @@ class JobLayouts:
         return self.others.propose(paces, links) if "layout" in self.spec.scheduler.may_change else None
 
     def best_cut(self, paces: Sequence[float], links: LinkPaces) -> Counts | None:
-        """Return the best cut into stages at these paces; None for the even cut."""
+        """Return the best layer split at these paces; None for the even one."""
         return self.others.in_present(Paces(paces, links)).setup.layout.stage_layers
 
     def with_cut(self, counts: Counts) -> DisturbedJob:
-        """Return the job with another cut into stages."""
+        """Return the job with another layer split."""
         present = self.others.present
         layout = with_stages(present.layout, counts)
         return self._job(replace(present, layout=layout), self.others.memory.largest_micro_batch(present))
@@ -147,8 +147,8 @@ class JobLayouts:
         return replace(_job_of(self.spec, setup, 1, largest), layouts=layouts)
 
     def pause_s(self, after: JobLayouts, step_s: float) -> float:
-        """Return the duration in seconds of a change to another cut or layout: the transfer of a rank's state over the
-        links between all ranks, and an allowance for building the new stages and a slower first step."""
+        """Return the duration in seconds of a change to another layer split or layout: the transfer of a rank's state
+        over the links between all ranks, and an allowance for building the new stages and a slower first step."""
         before = self.others.present
         setup = after.others.present
         fabric = setup.fabric
@@ -175,7 +175,7 @@ def assign_samples(portions: Sequence[Portion], divisions: Sequence[Division]) -
 def seconds_of(
     job: DisturbedJob, condition: Condition, present: Sequence[int], taken: Sequence[RankCounts]
 ) -> StepSeconds:
-    """Return the times of a step; ranks of absent groups process no samples."""
+    """Return the durations in a step; ranks of absent groups process no samples."""
     counts, micro_batches = np.zeros((2, job.cluster.ranks))
     for group, own in zip(present, taken, strict=True):
         counts[job.groups[group].rows], micro_batches[job.groups[group].rows] = own.counts, own.micro_batches

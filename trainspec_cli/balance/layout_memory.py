@@ -1,4 +1,5 @@
-"""Memory limits for other layouts of a run: in the layout, during the change to it, and for the ranks' layers."""
+"""Memory limits for a run's other layouts: in the layout itself, during the change to it, and for the layers of each
+rank."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
 
 class LayoutMemory:
-    """The memory of setups that differ only in layout and micro-batches."""
+    """Memory use of setups that differ only in layout and micro-batches."""
 
     def __init__(self, scheduler: SchedulerSpec, recompute: str):
         self._scheduler = scheduler
@@ -35,7 +36,8 @@ class LayoutMemory:
         return fullest_bytes <= memory_limit_bytes(setup.fabric.chip)
 
     def may_fit(self, setup: Setup) -> bool:
-        """Return whether a layout with an even cut fits by the rough estimate of the planner's search."""
+        """Return whether a layout with an even layer split fits, according to the rough estimate of the planner's
+        search."""
         peak_bytes = peak_of(setup, self._layers.of(setup, self.recompute))
         return peak_bytes <= SLACK * memory_limit_bytes(setup.fabric.chip)
 
@@ -49,7 +51,8 @@ class LayoutMemory:
     # Micro-batches
 
     def most_samples(self, setup: Setup) -> int:
-        """Return the largest micro-batch that the recipe allows, in samples; `auto` allows twice the setup's own."""
+        """Return the largest micro-batch that the recipe allows, in samples; `auto` allows twice the setup's own
+        size."""
         usual = int(setup.micro_batch_size)
         wanted = self._scheduler.max_micro_batch_size
         return 2 * usual if wanted == AUTO else max(usual, int(wanted))
@@ -64,7 +67,7 @@ class LayoutMemory:
     # Stages
 
     def room(self, setup: Setup) -> Room:
-        """Return a rough limit on the layers of each pipeline rank, from the growth of the estimate per layer."""
+        """Return a rough limit on the number of layers per pipeline rank, from the growth of the estimate per layer."""
         room = room_within(setup, self.of_stages(setup))
         wanted = self._scheduler.max_stage_layers
         layers = setup.model.num_layers
@@ -73,7 +76,7 @@ class LayoutMemory:
         return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
 
     def largest_stage_layers(self, setup: Setup) -> int | None:
-        """Return the maximum number of layers that fit on any pipeline rank; None if no layers can move."""
+        """Return the maximum number of layers that fits on every pipeline rank; None if no layers can move."""
         if setup not in self._stages:
             self._stages[setup] = largest_stage(
                 setup.layout,
@@ -86,12 +89,12 @@ class LayoutMemory:
     # The change to another layout
 
     def may_move(self, before: Setup, after: Setup) -> bool:
-        """Return whether every rank can hold its old and its new state together during the change."""
+        """Return whether every rank can hold its old and new state at the same time during the change."""
         limit_bytes = memory_limit_bytes(before.fabric.chip)
         olds = self.of_stages(before)
         news = self.of_stages(after)
-        # Pipeline ranks are contiguous. If they are cut into len(olds) * len(news) equal parts, each part has one old
-        # stage and one new stage.
+        # Pipeline ranks are contiguous. If they are divided into len(olds) * len(news) equal parts, each part has one
+        # old stage and one new stage.
         places = range(len(olds) * len(news))
         pairs = {(olds[place // len(news)], news[place // len(olds)]) for place in places}
         return all(
@@ -101,8 +104,8 @@ class LayoutMemory:
         )
 
     def moved_bytes(self, before: Setup, after: Setup) -> float:
-        """Return the most bytes of state that any rank receives: those of its new layers if only the cut changes,
-        otherwise all of its state."""
+        """Return the largest number of state bytes that any rank receives. These are its new layers if only the layer
+        split changes, and otherwise its complete state."""
         old = before.layout
         new = after.layout
         states = [_state_bytes(stage) for stage in self.of_stages(after)]
@@ -114,7 +117,7 @@ class LayoutMemory:
 
 
 def even_room(num_layers: int, most: Sequence[int]) -> Room:
-    """Return the room of pipeline ranks that hold at most `most` layers each, whichever these are."""
+    """Return the room of pipeline ranks that hold at most `most` layers each, regardless of which layers these are."""
     return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 

@@ -1,8 +1,7 @@
-"""Simulate the live run: the decisions of `balance.decisions`, based on measured times with noise.
+"""Simulate the live run: the decisions of `balance.decisions`, based on noisy measured times.
 
-Every rank's tracker measures the rank's compute times. The scheduler of each replica group reads the confirmed speeds
-as often as the engine exchanges them, and a change applies from the next step, as in the engine's `StepScheduler`.
-"""
+Each rank's tracker measures its compute times. The scheduler of each replica group reads the confirmed speeds as often
+as the engine exchanges them. As in the engine's `StepScheduler`, a change takes effect in the next step."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from trainspec_cli.balance.job import DisturbedJob, RankCounts, assign_samples, 
 from trainspec_cli.balance.live_layouts import LiveLayouts
 from trainspec_cli.recipe.results.forecast import SimulatedDecision
 
-# The situation in each step of a disturbed run, independent of decisions, and the optimum for it.
+# The conditions in each step of a disturbed run, independent of decisions, and the optimum for them.
 
 
 @dataclass(frozen=True)
@@ -74,20 +73,20 @@ class Situations:
         return Situation(events, present, samples, even_s, self._ideal(events, present, samples, even_s))
 
     def _ideal(self, events: Sequence[Event], present: Sequence[int], samples: int, even_s: float) -> Ideal:
-        """Return the optimum over the shares in the planned layout, in its best cut, and in the layout that is worth a
-        change. The plan is assumed to be good: a gain that would make another layout faster than an undisturbed step
-        does not count."""
+        """Return the optimum over sample shares in the planned layout, in its best layer split, and in the layout that
+        is worth a change. The plan is assumed to be good: gains that would make another layout faster than an
+        undisturbed step are not counted."""
         if not events:
             return Ideal(even_s, even_s)
         own = _best_step(self._job, events, present, samples)
-        least_s = self.at(0).even_s if self._job.layouts else 0.0  # no event holds before the first step
+        least_s = self.at(0).even_s if self._job.layouts else 0.0  # no event is in effect before the first step
         others = [_best_step(job, events, present, samples) for job in self._others(events)]
         whole_s = min([own.whole_s, *(max(least_s, one.whole_s) for one in others)])
         real_s = min([own.real_s, *(max(least_s, one.real_s) for one in others)])
         return Ideal(min(even_s, whole_s), min(even_s, whole_s, real_s))
 
     def _others(self, events: Sequence[Event]) -> Iterator[DisturbedJob]:
-        """Yield the job in its best cut and in its best other layout, if they exist."""
+        """Yield the job with its best layer split and in its best other layout, if they exist."""
         layouts = self._job.layouts
         cluster = self._job.cluster
         paces = cluster.paces(events).tolist()
@@ -126,12 +125,12 @@ class LiveGroup:
             job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
         )
         self.division = self._scheduler.division
-        """The division in force; a decision applies from the next step."""
+        """The current division; a decision takes effect in the next step."""
         self.due: ShareChange | None = None
         self.rate = 0.0
 
     def begin_step(self) -> ShareChange | None:
-        """Return the change that this step begins with."""
+        """Return the change that takes effect at the start of this step."""
         change = self.due
         self.due = None
         self.division = self._scheduler.division
@@ -139,7 +138,7 @@ class LiveGroup:
 
     def end_step(self, taken: RankCounts, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
         """Record the times measured by each stage (inner) of each rank (outer). The speeds exchanged in a step are
-        those from before it."""
+        those known before it."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
@@ -165,7 +164,7 @@ class LiveRun:
     """The simulated run with the scheduler."""
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
-        """`interval`: steps between two exchanges of the ranks' speeds."""
+        """`interval`: number of steps between two exchanges of the ranks' speeds."""
         self._job = job
         self._noise = disturbance.noise
         self._interval = interval
@@ -179,7 +178,7 @@ class LiveRun:
         self.decisions: list[SimulatedDecision] = []
 
     def make_step(self, step: int, situation: Situation) -> float:
-        """Return the seconds that the step takes."""
+        """Return the duration of the step in seconds."""
         present = situation.present
         self._welcome(present)
         moved = self._layouts.begin_step() if self._layouts else None
@@ -202,20 +201,20 @@ class LiveRun:
         return seconds.total_s + paid_s
 
     def _welcome(self, present: tuple[int, ...]) -> None:
-        """Start the groups that have returned; they know no speeds yet."""
+        """Start the groups that have returned, without known speeds."""
         for group in set(present) - set(self._present):
             self._groups[group] = LiveGroup(self._job, group, self._interval)
         self._present = present
 
     def _adopt(self, job: DisturbedJob) -> None:
-        """Continue in another cut or layout, where speeds are learnt again."""
+        """Continue with another layer split or layout, where speeds are learnt again."""
         self._job = job
         self._groups = {0: LiveGroup(job, 0, self._interval)}
         self._conditions = {}
         self._made = None
 
     def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
-        """Return the shares on which the present groups agree."""
+        """Return the sample shares on which the present groups agree."""
         present = situation.present
         rates = group_weights([self._groups[group].rate for group in present], self._job.change)
         before = self._weights
@@ -233,8 +232,8 @@ class LiveRun:
     def _make(
         self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
     ) -> tuple[list[RankCounts], StepSeconds, Floats]:
-        """Return the samples of each group, the step's true times, and the compute times of each stage and rank with
-        usual links. The latest result is cached, because most steps are like the one before."""
+        """Return the samples of each group, the step's true durations, and the compute times of each stage and rank
+        with links at their usual speed. The latest result is cached, because most steps are like the previous one."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
             if situation.events not in self._conditions:

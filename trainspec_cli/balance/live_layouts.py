@@ -1,9 +1,8 @@
-"""The simulated live run's decisions on its layout: layers that move between stages, and other layouts.
+"""Layout decisions of the simulated live run: layers that move between stages, and other layouts.
 
-`balance.decisions` and the planner's search decide on measured speeds, as in `advisor.py` and the engine. Each device
-knows its own compute time, without waits for devices that work on the same samples: a device that no event slows has
-its usual time, and a slowed device has the measured time of its group.
-"""
+As in `advisor.py` and the engine, `balance.decisions` and the planner's search decide on measured speeds. Each device
+knows its own compute time, without waits for devices that work on the same samples. A device that no event slows has
+its usual time, and a slowed device has the measured time of its group."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from trainspec_cli.recipe.results.forecast import SimulatedDecision
 from trainspec_cli.recipe.results.plan import LayoutProposal
 
 STEP = 0.05
-"""Paces are rounded to multiples of this, because a finer difference would not change the result of a search."""
+"""Paces are rounded to multiples of this, because finer differences would not change the result of a search."""
 
 
 class Measures(Protocol):
@@ -34,7 +33,7 @@ class Measures(Protocol):
 
     @property
     def division(self) -> Division:
-        """The division in force."""
+        """The current division."""
 
     def stage_speeds(self) -> list[list[Speed | None]]:
         """Return the speed of each stage (inner) of each data-parallel rank (outer)."""
@@ -42,14 +41,14 @@ class Measures(Protocol):
 
 @dataclass(frozen=True)
 class Moved:
-    """A change to another cut or layout before the next step."""
+    """A change to another layer split or layout before the next step."""
 
     job: DisturbedJob
     change: LayerChange | LayoutProposal
     pause_s: float
 
     def decision(self, step: int, seconds: StepSeconds) -> SimulatedDecision:
-        """Return the decision, with the measured times of the step after it."""
+        """Return the decision, including the measured times of the step after it."""
         change = self.change
         if isinstance(change, LayerChange):
             layers = ", ".join(map(str, change.stage_layers))
@@ -95,10 +94,10 @@ class LiveLayouts:
         self._undisturbed = cluster.condition(())
         slowed = cluster.paces(self._events) > 1
         self._waiting = (cluster.of_devices(cluster.condition(self._events).compute) > 1) & ~slowed
-        """Devices that no event slows but that wait for a slowed one."""
+        """Devices that no event slows but that wait for a slowed device."""
 
     def begin_step(self) -> Moved | None:
-        """Return the change that this step begins with."""
+        """Return the change that takes effect at the start of this step."""
         due = self._due
         self._due = None
         if due is not None:
@@ -135,11 +134,11 @@ class LiveLayouts:
         self._due = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
 
     def _want(self, speeds: Sequence[Sequence[Speed]], taken: RankCounts) -> None:
-        """Search for the best layout at the paces of devices and links, if these have changed."""
+        """Search for the best layout at the current paces of devices and links, if these have changed."""
         cluster = self._job.cluster
         number = taken.micro_batches
-        # A device's own pace shows only in its compute time with even shares. So the exchanges of layers are
-        # subtracted, and devices that only wait for others keep their usual time.
+        # A device's own pace shows only in its compute time with even sample shares. The exchanges in layers are
+        # therefore subtracted, and devices that only wait for others keep their usual time.
         share = sum(taken.counts) / cluster.ranks
         exchanged_s = [stage.exchanges_s(share, number) for stage in cluster.parts.stages]
         measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T

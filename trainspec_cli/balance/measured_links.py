@@ -1,8 +1,7 @@
-"""Measure the links of a simulated run like a live run: by occasional samples, with noise.
+"""Measure the links of a simulated run as in a live run: with occasional noisy samples.
 
 Only links that an event slows are tracked. The other links of a tier define its usual speed. If events slow all of
-them, each link is compared with its own past.
-"""
+them, each link is compared with its own past."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from trainspec_cli.balance.disturbance import Disturbance, Event, NarrowLink
 from trainspec_cli.planner.time.samples import Tier
 
 Place = tuple[Tier, int]
-"""A node's links of a tier."""
+"""A node's links in a tier."""
 
 
 class MeasuredLinks:
@@ -33,7 +32,7 @@ class MeasuredLinks:
         """`change`: the smallest relative change that is confirmed."""
         self._noise = disturbance.noise
         self._change = change
-        self._random = np.random.default_rng([disturbance.seed, 1])  # independent of the noise of compute times
+        self._random = np.random.default_rng([disturbance.seed, 1])  # independent of the noise in compute times
         self._num_nodes = num_nodes
         self._per_node = devices_per_node
         self._places: tuple[Place, ...] = tuple(
@@ -55,8 +54,8 @@ class MeasuredLinks:
         self._times = SampleTimes(self._change)
 
     def note(self, step: int, step_s: float, interval: int, cluster: Cluster, events: Sequence[Event]) -> None:
-        """Record a step of `step_s`, with a sample if one is due. `interval`: steps between two reports of the ranks'
-        speeds."""
+        """Record a step of `step_s`, including a sample if one is due. `interval`: number of steps between two reports
+        of the ranks' speeds."""
         if not self._places:
             return
         if step < self._due:

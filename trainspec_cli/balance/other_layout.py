@@ -1,9 +1,8 @@
-"""Find the fastest layout for a run with slow ranks among all layouts that the planner knows and the engine can change
+"""Find the fastest layout for a run with slow ranks, among all layouts that the planner knows and the engine can switch
 to.
 
-The search is an exact branch and bound: it visits layouts in order of a lower bound over all shares and cuts, until
-that bound reaches the fastest step found.
-"""
+The search is an exact branch and bound: it visits layouts in order of a lower bound over all sample shares and layer
+splits, until that bound reaches the fastest step found."""
 
 from __future__ import annotations
 
@@ -36,18 +35,18 @@ from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES
 from trainspec_cli.recipe.rules.run import describe_other_blocks, measurable_noise
 
 WORTHWHILE = 0.1
-"""The layout changes if that saves at least this fraction of a step, because the layouts' planned times are rough."""
+"""The layout changes if that saves at least this fraction of a step. The margin is needed because planned times are
+rough."""
 
 
 class OtherLayouts:
-    """The layouts that a run may change to. One object per run caches what does not depend on speeds."""
+    """The layouts that a run may switch to. One object per run caches everything that does not depend on speeds."""
 
     def __init__(
         self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
     ):
-        """`setup`: the setup of the layout in force. `samples`: samples of a step; by default the batch size used for
-        most of the run.
-        `is_rough`: planned times are only a rough description of these devices, such as a CPU."""
+        """`setup`: setup of the current layout. `samples`: samples per step; by default the batch size used for most of
+        the run. `is_rough`: planned times describe these devices only roughly, for example on a CPU."""
         self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
         self._keeps = spec.model.unit == "samples"
@@ -65,33 +64,32 @@ class OtherLayouts:
 
     @classmethod
     def of_plan(cls, plan: Plan, machine: Machine, samples: int | None = None) -> OtherLayouts:
-        """Return the layouts of a run on this machine's devices; the layout of `plan` is in force."""
+        """Return the layouts of a run on this machine's devices; the layout of `plan` is the current one."""
         spec = replace(plan.spec, kernels=plan.kernels)
         is_rough = not this_machine.is_known(plan, machine)
         return cls(spec, this_machine.setup_of(plan, machine), plan.recompute, samples, is_rough=is_rough)
 
     @classmethod
     def of_candidate(cls, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> OtherLayouts:
-        """Return the layouts of a planned run; the layout of `candidate` is in force."""
+        """Return the layouts of a planned run; the layout of `candidate` is the current one."""
         return cls(spec, setup_of(candidate, spec, machine), candidate.recompute)
 
     def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
-        """Return the layouts of the same run, with the given one in force. The run returns to its planned layout when
-        all ranks are equally fast."""
+        """Return the layouts of the same run, with the given one as the current layout. The run returns to its planned
+        layout when all ranks are equally fast."""
         changed = copy(self)  # shares the caches
         changed.present = self.setup_of(layout, micro_batch_size)
         return changed
 
     def propose(self, paces: Sequence[float], links: LinkPaces | None = None) -> LayoutProposal | None:
-        """Return the layout with the shortest expected step, if it is worth the change; None if no layout is, or all
-        ranks are equally fast.
+        """Return the layout with the shortest expected step, if it is worth the change; None if there is no such
+        layout, or if all ranks are equally fast.
 
         `paces`: slowdown of each global rank's compute; the median, and paces within `scheduler.change` of it, count as
-        usual. `links`: slowdown of exchanges, unless they are as fast as planned. Savings that another layout would
-        also bring on equally fast ranks do not count, because the plan already took them into account.
-        """
+        usual. `links`: slowdown of exchanges; by default they are as fast as planned. Savings that another layout would
+        also bring on equally fast ranks do not count, because the plan has already considered them."""
         if self._spec.resilience.keeps_layout:
-            return None  # replica groups and sites exchange parameters by position, which a layout determines
+            return None  # replica groups and sites exchange parameters by position, which depends on the layout
         relative = equalise_paces(paces, self._spec.scheduler.change)
         if set(relative) == {1.0} and (links is None or links.is_usual):
             return self._go_home()
@@ -132,8 +130,8 @@ class OtherLayouts:
 
     @cached_property
     def others(self) -> tuple[Setup, ...]:
-        """Return every layout and size of micro-batches from the planner's search that the engine builds and that may
-        fit, with uncut layers."""
+        """Return every layout and micro-batch size from the planner's search that the engine supports and that may fit,
+        without a layer split."""
         wanted = replace(open_layout(self._spec), stage_layers=None)
         batching = replace(self._spec.batching, global_batch_size=self._samples)
         fabric = self._template.fabric
@@ -151,7 +149,7 @@ class OtherLayouts:
         )
 
     def _fastest(self, paces: Paces, before_s: float) -> PacedStep | None:
-        """Return the fastest other layout that is worth the change from a step of `before_s`."""
+        """Return the fastest other layout that is worth a change from steps of `before_s`."""
         best = None
         enough_s = before_s * (1 - WORTHWHILE)
         own = axes_of(self.present.layout)
@@ -172,25 +170,25 @@ class OtherLayouts:
         return best
 
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> PacedStep | None:
-        """Return the step in another layout if it takes less than `enough_s`, is worth the change from a step of
-        `before_s`, and the engine can change to it."""
+        """Return the step in another layout if it takes less than `enough_s`, is worth a change from steps of
+        `before_s`, and the engine can switch to it."""
         worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
         found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
         return found if found and self.memory.may_move(self.present, found.setup) else None
 
     def _expected_s(self, step: PacedStep) -> float:
-        """Return the expected time of a step in another layout. If planned times are rough, that layout is assumed to
-        be planned no faster than the present one."""
+        """Return the expected time of a step in another layout. If planned times are rough, that layout's planned time
+        is assumed to be no shorter than the current one's."""
         return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
 
     def _faster_anyhow(self, setup: Setup) -> float:
-        """Return the planned speedup of another layout over the present one on ranks of usual speed, at least 1. It
-        does not count as a gain, because the present layout was chosen despite it."""
+        """Return the planned speedup of another layout over the current one on ranks of usual speed, at least 1. It
+        does not count as a gain, because the current layout was chosen despite it."""
         uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
     def is_legal(self, setup: Setup) -> bool:
-        """Return whether the engine builds the layout and can load the present state in it, by the same rules as for
+        """Return whether the engine supports the layout and can load the current state in it, by the same rules as for
         `scheduler.changes`."""
         key = setup.layout, setup.grad_accum
         if key not in self._legal:
@@ -202,10 +200,10 @@ class OtherLayouts:
             )
         return self._legal[key]
 
-    # A layout with its best cut and shares
+    # A layout with its best layer split and sample shares
 
     def in_present(self, paces: Paces) -> PacedStep:
-        """Return the step in the layout in force, with the best cut that the scheduler may choose."""
+        """Return the step in the current layout, with the best layer split that the scheduler may choose."""
         found = self._best_cut([self.present, *self._moved(paces)], self.present, paces, inf)
         assert found is not None, "it is in force, so that its cut fits"
         return found
@@ -217,8 +215,8 @@ class OtherLayouts:
             yield from self._cuts(self.present, paces, even_room(layers, [most] * self.present.layout.pp))
 
     def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> PacedStep | None:
-        """Return the step in an uncut layout, with the planned cut or, if each rank has one stage, a cut by the paces.
-        None if it does not fit or takes `enough_s` or more."""
+        """Return the step in a layout without a layer split, using the planned split or, if each rank has one stage, a
+        split based on the paces. None if it does not fit or takes `enough_s` or longer."""
         if setup not in self._cut:
             self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
         planned = self._cut[setup]
@@ -229,14 +227,14 @@ class OtherLayouts:
         return self._best_cut(setups, None, paces, enough_s)
 
     def _cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Setup]:
-        """Yield the setup with the cuts that suit the paces."""
+        """Yield the setup with the layer splits that suit the paces."""
         for counts in self.steps.cuts(setup, paces, room):
             yield replace(setup, layout=with_stages(setup.layout, counts))
 
     def _best_cut(
         self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float
     ) -> PacedStep | None:
-        """Return the fastest step of less than `enough_s` among the cuts that fit, as the cut in force does."""
+        """Return the fastest step of less than `enough_s` among the layer splits that fit; the current split fits."""
         tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
         best = None
         for hoped in sorted(tried, key=lambda step: step.step_s):
@@ -244,7 +242,7 @@ class OtherLayouts:
                 break
             if hoped.setup != in_force and not self.memory.fits(hoped.setup):
                 continue
-            # `hoped` has the largest micro-batches that the recipe allows, `step` the largest that fit.
+            # `hoped` assumes the largest micro-batches that the recipe allows, `step` the largest that fit.
             step = self.steps.best(hoped.setup, paces, self.memory.largest_micro_batch(hoped.setup))
             if step.step_s < enough_s:
                 best = step
@@ -253,7 +251,7 @@ class OtherLayouts:
 
 
 def axes_of(layout: Layout) -> Layout:
-    """Return the layout without its cut, and without settings that have no effect because an axis is 1."""
+    """Return the layout without its layer split, and without settings that have no effect because an axis is 1."""
     if layout.dp_shard == 1:
         layout = replace(layout, zero_stage=1)
     if layout.pp == 1:
@@ -264,6 +262,6 @@ def axes_of(layout: Layout) -> Layout:
 
 
 def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
-    """Return the paces relative to the median, with 1 for all paces that differ from it by at most `change`."""
+    """Return the paces relative to the median. All paces that differ from it by at most `change` become 1."""
     usual = median_low(paces)
     return tuple(1.0 if abs(pace / usual - 1) <= change else pace / usual for pace in paces)

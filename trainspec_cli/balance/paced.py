@@ -1,4 +1,5 @@
-"""A layout's steps on ranks of measured speeds: with the best shares and cut, and a lower bound on their time."""
+"""A layout's steps on ranks with measured speeds: with the best sample shares and layer split, and a lower bound on
+their time."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 @dataclass(frozen=True)
 class PacedStep:
-    """A step on ranks of measured speeds."""
+    """A step on ranks with measured speeds."""
 
     setup: Setup
-    """The layout, including its cut into stages."""
+    """The layout, including its split into stages."""
     division: Division
     step_s: float
     largest_micro_batch: int
@@ -66,7 +67,7 @@ class Paces:
 
     def rows(self, layout: Layout) -> tuple[Floats, Floats, Floats]:
         """Return the distinct kinds of data-parallel ranks: the sum of their pipeline ranks' speeds, the smallest of
-        their paces, and the number of each kind."""
+        their paces, and the number of ranks of each kind."""
         key = layout.pp, layout.tp * layout.cp
         if key not in self._rows:
             grid = self.grid(layout)
@@ -77,7 +78,7 @@ class Paces:
 
 
 class PacedSteps:
-    """The planner's `steps` on ranks of measured speeds, with `samples` in each step."""
+    """The planner's `steps` on ranks with measured speeds, with `samples` samples per step."""
 
     def __init__(self, steps: Steps, samples: int, *, keeps_micro_batches: bool):
         """`keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm)."""
@@ -87,8 +88,8 @@ class PacedSteps:
         self._planned_s: dict[tuple[Layout, float], float] = {}
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
-        """Return the step in the setup's layout and cut, with the best shares in micro-batches of at most `largest`
-        samples. It is never shorter than the planned cut on ranks of usual speed."""
+        """Return the step in the setup's layout and layer split, with the best sample shares in micro-batches of at
+        most `largest` samples. It is never shorter than a step with the planned split on ranks of usual speed."""
         layout = setup.layout
         fabric = setup.fabric
         parts = assemble_parts(setup, *self._once_and_twice(setup), self._steps.eff)
@@ -98,11 +99,11 @@ class PacedSteps:
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
-        # Equal ranks share one object, because thousands of ranks have only a few distinct speeds.
+        # Ranks of equal speed share one object, because even thousands of ranks have only a few distinct speeds.
         kinds, places = np.unique(np.stack([(fixed_s / number), each_s]), axis=1, return_inverse=True)
         known = [Speed(fixed, each) for fixed, each in kinds.T.tolist()]
         speeds = [known[place] for place in places.ravel().tolist()]
-        # The live scheduler would choose the same division at these speeds, by the same function.
+        # The live scheduler would choose the same division at these speeds, because it calls the same function.
         division = best_division(
             even, self._samples, speeds, largest, parts.gradients_each_s, keeps_micro_batches=self._keeps
         ).division
@@ -115,7 +116,8 @@ class PacedSteps:
         return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
-        """Yield the best cuts into one stage per rank, by the slowest rank of each stage and by their mean."""
+        """Yield the best layer splits with one stage per rank, judged by the slowest rank of each stage and by the
+        mean."""
         grid = paces.grid(setup.layout)
         times = self.layer_times(setup)
         for own in (grid.max(1), grid.mean(1)):
@@ -127,28 +129,28 @@ class PacedSteps:
         return planned_times(self._steps.micro_batch(setup), setup)
 
     def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
-        """Return a micro-batch of the setup's size and one twice that size."""
+        """Return a micro-batch of the setup's size and one of twice that size."""
         twice = replace(setup, micro_batch_size=2 * setup.micro_batch_size)
         return self._steps.micro_batch(setup), self._steps.micro_batch(twice)
 
     def bound_s(self, setup: Setup, paces: Paces, largest: int) -> float:
-        """Return a lower bound on the seconds of a step in the setup's layout, for any cut and any shares: the compute
-        of all ranks together, without waits, in micro-batches of `largest` samples."""
+        """Return a lower bound on the duration of a step in seconds in the setup's layout, for any layer split and any
+        sample shares: the compute of all ranks together, without waits, in micro-batches of `largest` samples."""
         compute_s, comm_s = self._least_each_s(setup, largest)
         speeds, least, numbers = paces.rows(setup.layout)
         rates = np.minimum(speeds / compute_s, setup.layout.pp / (least * compute_s + comm_s))
         return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._steps.eff))
 
     def planned_s(self, setup: Setup) -> float:
-        """Return the planner's seconds for a step on ranks of usual speed; layers are cut as if all were average,
-        unless the setup specifies the cut."""
+        """Return the planner's duration of a step in seconds on ranks of usual speed. Unless the setup specifies the
+        layer split, layers are divided as if all were average."""
         key = setup.layout, setup.micro_batch_size
         if key not in self._planned_s:
             self._planned_s[key] = self._steps.step_s(setup)
         return self._planned_s[key]
 
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
-        """Return the minimum times of a sample's forward and backward pass through the full model: compute, and
+        """Return the minimum times of a sample's forward and backward pass through the full model: compute time, and
         exchanges in layers."""
         once, twice = self._once_and_twice(setup)
         size = setup.micro_batch_size
@@ -173,7 +175,7 @@ class PacedSteps:
 
 def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
     """Return a lower bound on the time of a sample in micro-batches of `most` samples, from the line through the times
-    of `size` and of twice as many samples."""
+    of `size` and twice as many samples."""
     return once_s / size - fixed_part_s(once_s, twice_s) * (1 / size - 1 / most)
 
 

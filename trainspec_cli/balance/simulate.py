@@ -11,7 +11,7 @@ from trainspec_cli.balance.live import LiveRun, Situations
 from trainspec_cli.recipe.results.forecast import SimulatedPace, Simulation
 
 WORTH_REPORTING = 1e-3
-"""If less than this fraction of the time can be recovered, no recovered share is reported."""
+"""If less than this fraction of the time can be recovered, no recovered fraction is reported."""
 
 
 def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:

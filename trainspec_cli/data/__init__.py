@@ -1,1 +1,2 @@
-"""Conversion of text and images to token shards; tokenizers; import and export of other tools' weights."""
+"""Conversion of text and images to token shards; tokenizers; import and export of weights in the formats of other
+tools."""

@@ -1,1 +1,1 @@
-"""Computes what a run will need before anything runs. Arithmetic only, without torch."""
+"""Predicts what a run will need before anything runs. It uses only arithmetic, without torch."""

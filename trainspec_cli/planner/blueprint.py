@@ -1,10 +1,9 @@
-"""Predict the time of an exchange by each algorithm (alpha-beta model), and choose the best.
+"""Predict the time of an exchange with each algorithm (alpha-beta model), and choose the best one.
 
-As a hierarchical all-reduce, S bytes over g ranks inside each of n elements take 2 (g-1)/g S/B_in + 2 (n-1)/n S/(g
+A hierarchical all-reduce of S bytes over g ranks inside each of n elements takes 2 (g-1)/g S/B_in + 2 (n-1)/n S/(g
 B_out) plus the latency of each step (Thakur et al. 2005 for each tier). A flat ring takes 2 (N-1)/N S divided by the
 rate of rings through the slowest tier, plus a latency for each of its 2 (N-1) steps. A double binary tree (Sanders et
-al. 2009) sends all bytes up and down, and its latency grows logarithmically.
-"""
+al. 2009) sends all bytes up and down, and its latency grows logarithmically."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from trainspec_cli.recipe.results.blueprint import (
 )
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How many times all bytes travel around the ring."""
+"""Number of times that all bytes travel around the ring."""
 TREE_RATE = 0.92
 """A tree's bandwidth relative to a ring's, as in NCCL (NVIDIA/nccl src/graph/tuning.cc)."""
 
@@ -51,16 +50,17 @@ class Level:
     """One tier of a multi-tier algorithm."""
 
     joined: int
-    """Number of elements of the tier below in one element; in the first tier, of ranks."""
+    """Number of elements of the tier below in one element; for the first tier, the number of ranks."""
     below: int
-    """The group's ranks inside an element of the tier below, which have already divided the bytes among themselves."""
+    """Number of the group's ranks inside an element of the tier below, which have already divided the bytes among
+    themselves."""
     bytes_per_s: float
     """Bandwidth of one device."""
     hop_s: float
 
 
 def levels_of(group: Group, eff: Efficiency) -> list[Level]:
-    """Return the tiers that the group's ranks are spread over, innermost first."""
+    """Return the tiers over which the group's ranks are spread, innermost first."""
     rates = (group.link_bytes_per_s, group.nic_bytes_per_s, *(tier.bytes_per_s for tier in group.outer))
     spans = ((group.per_domain, group.link_latency_s), *group.spans)
     insides = (1, group.per_domain, *(tier.ranks for tier in group.outer))
@@ -73,7 +73,8 @@ def levels_of(group: Group, eff: Efficiency) -> list[Level]:
 
 
 def times_of(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> dict[Algorithm, float]:
-    """Return the seconds of one exchange with each applicable algorithm. The hierarchical one needs several tiers."""
+    """Return the duration of one exchange in seconds with each applicable algorithm. The hierarchical algorithm needs
+    several tiers."""
     if operation == "all_to_all":
         return {"direct": all_to_all_s(group, message_bytes, 1, eff)}
     if operation == "send":
@@ -92,8 +93,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
     else:
         times["direct"] = passes * reduce_scatter_s(group, message_bytes, eff)
     if len(levels) > 1:
-        # A ring in each tier: first inside an element, then across elements among ranks with the same number, on their
-        # share of the bytes. With gloo, the ranks of each tier exchange their parts in one step.
+        # A ring in each tier: first inside an element, then across elements, among ranks in the same position, each
+        # with its part of the bytes. With gloo, the ranks of each tier exchange their parts in one step.
         total_s = 0.0
         for level in levels:
             is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
@@ -104,7 +105,7 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
             total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
         times["hierarchical"] = total_s
     if operation == "all_reduce" and not group.speaks_gloo:
-        # A chain inside each domain and a double binary tree over the domains, up and down.
+        # A chain inside each domain and a double binary tree over the domains, both up and down.
         hops_s = 0.0
         for level in levels:
             is_chain = level.below == 1 and group.per_domain > 1
@@ -115,8 +116,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
 
 
 def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
-    """Return b* = sqrt(S a B), capped at all bytes: larger buckets expose more of the last one, smaller ones incur the
-    latency a more often."""
+    """Return b* = sqrt(S a B), but at most all bytes. Larger buckets expose more of the last exchange, and smaller ones
+    incur the latency a more often."""
     latency_s = min(times_of(group, operation, 1.0, eff).values())
     return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
 
@@ -124,21 +125,21 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges in one step of the rank with the most parameters: bytes, count and fastest algorithm of
+    """Return the exchanges per step of the rank with the most parameters: the bytes, count and fastest algorithm of
     each."""
     layout = setup.layout
     found: list[Exchange] = []
 
     def add(axis: str, name: str, operation: Operation, size: float, per_step: float, *, buckets: bool = False) -> None:
-        """`name`: a group of `axis_groups`. `buckets`: gradients or parameters, which are exchanged in buckets during
-        computation."""
+        """`name`: a group of `axis_groups`. `buckets`: whether these are gradients or parameters, which are exchanged
+        in buckets during computation."""
         group = groups[name]
         if group.size <= 1 or size <= 0 or per_step <= 0:
             return
         bucket_bytes = best_bucket_bytes(group, operation, size, eff) if buckets else None
         message_bytes = bucket_bytes or size
         times = times_of(group, operation, message_bytes, eff)
-        # Among equally fast algorithms the first is chosen, which is the flat ring if available.
+        # Among equally fast algorithms, the first is chosen, which is the flat ring if available.
         algorithm = min(times, key=lambda one: times[one])
         found.append(
             Exchange(
@@ -202,7 +203,7 @@ def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
     return (sum(size * times for size, times in sent) / number if number else 0.0), number
 
 
-# Axis orders that permuting entire nodes can produce, and their groups.
+# Axis orders that can be produced by permuting entire nodes, and their groups.
 #
 # Ranks are numbered with tp innermost, then cp, dp_shard, dp_replicate, and pp outermost; a node has consecutive ranks.
 # Reordering the axes outside a node only moves nodes: rank numbers, and thus the run, do not change.
@@ -226,14 +227,13 @@ DENSE = {
 }
 """Group -> the axes along which its ranks differ."""
 EXPERT_AXES = ("tp", "cp", "dp_shard")
-"""Expert parallelism spans all of these axes, so with experts they keep their order."""
+"""Expert parallelism spans all of these axes, so they keep their order if there are experts."""
 
 
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
-    """Return the axes with more than one rank, innermost first; an axis that crosses a node's border is split in two.
+    """Return the axes with more than one rank, innermost first. An axis that crosses a node boundary is split in two.
 
-    None if nodes do not contain complete parts of an axis, so that moving nodes does not move axes.
-    """
+    None if nodes do not contain complete parts of an axis, in which case moving nodes does not move axes."""
     order: list[Extent] = []
     left = per_node
     for axis in reversed(MESH_AXES):
@@ -247,7 +247,7 @@ def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
 
 
 def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
-    """Yield the axis orders that moving nodes can produce, innermost first, starting with the usual one."""
+    """Yield the axis orders that can be produced by moving nodes, innermost first, starting with the usual one."""
     usual = usual_order(layout, per_node)
     if usual is None:
         return
@@ -259,7 +259,7 @@ def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
 
 
 def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:
-    """Return the groups of each axis if the axes have this order. The order covers all ranks."""
+    """Return the groups of each axis for this order of the axes, which covers all ranks."""
     groups = axis_groups(layout, fabric, eff)
     for name, members in DENSE.items():
         groups[name] = group_with(fabric, groups[name].size, partial(_inside, order, members), eff)
@@ -274,7 +274,7 @@ def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Effi
 
 
 def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> int:
-    """Return the number of a group's ranks inside an element with this many consecutive devices."""
+    """Return how many of a group's ranks are inside an element with this many consecutive devices."""
     ranks = 1
     stride = 1
     for extent in order:
@@ -285,7 +285,7 @@ def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> in
 
 
 def node_places(usual: Sequence[Extent], order: Sequence[Extent], per_node: int) -> tuple[int, ...]:
-    """Return, by node number, each node's position among the nodes sorted by tier; ranks within a node keep their
+    """Return each node's position, by node number, among the nodes sorted by tier. Ranks within a node keep their
     order."""
     outside = _outside(usual, per_node)
     strides = {}
@@ -320,7 +320,7 @@ WORTH = 1e-3
 """Nodes are moved only if that saves at least this fraction of a step."""
 NCCL_DOCS = "NVIDIA NCCL user guide, environment variables"
 LARGEST_MESSAGE = 4_294_967_295
-"""The largest size in the example tuner's table, which stands for "any size"."""
+"""The largest size in the example tuner's table, which means "any size"."""
 COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 SMALLEST_TUNED = 2**10
 LARGEST_TUNED = 2**32
@@ -331,17 +331,17 @@ class _Placed:
     """The step with one order of the axes."""
 
     order: tuple[Extent, ...] | None
-    """None: only the usual order is possible."""
+    """None if only the usual order is possible."""
     groups: Mapping[str, Group]
     once: MicroBatch
     step_s: float
 
 
 def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
-    """Choose the order of the axes over the nodes that has the shortest planned step, and each exchange's algorithm.
+    """Choose the order of the axes over the nodes with the shortest planned step, and the algorithm of each exchange.
 
-    To replace the usual order, another one must be faster by a thousandth. No exchange is slower than with a flat ring.
-    """
+    Another order replaces the usual one only if it is faster by at least a thousandth. No exchange is slower than with
+    a flat ring."""
     fabric = setup.fabric
     layout = setup.layout
     tried = [_place(setup, order, eff) for order in orders(layout, fabric.devices_per_node)]
@@ -351,7 +351,7 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         best = usual
     exchanges = exchanges_of(setup, best.once, best.groups, fabric, eff)
     moved = best is not usual
-    # The scale-up domain and the tiers beyond it, up to the one that contains every device.
+    # The scale-up domain and the tiers above it, up to the one that contains every device.
     domain = ("scale-up domain", fabric.scaleup_devices, fabric.link_gb_per_s * 8)
     tiers: list[BlueprintTier] = []
     for name, devices, gbit_per_s in (domain, *((tier.name, tier.devices, tier.gbit_per_s) for tier in fabric.network)):
@@ -369,7 +369,7 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         exchanges=exchanges,
         settings=tuple(_settings(fabric, spec)),
         tuner=tuple(_tuner_rows(fabric, best.groups, exchanges, eff)) if _has_nccl(fabric) else (),
-        # The order of nodes matters if an element of a tier has several nodes, but not all.
+        # The order of nodes matters if an element of a tier contains several nodes, but not all of them.
         sorts_nodes=any(fabric.devices_per_node < size < fabric.num_devices for size in sizes),
     )
 
@@ -383,8 +383,8 @@ def _place(setup: Setup, order: tuple[Extent, ...] | None, eff: Efficiency) -> _
 
 
 def _axes(order: Sequence[Extent]) -> tuple[str, ...]:
-    """Return the axes' names, outermost first; an axis that crosses a node's border appears twice, for the parts inside
-    and outside."""
+    """Return the axes' names, outermost first. An axis that crosses a node boundary appears twice: for the part inside
+    a node and for the part across nodes."""
     names = [extent.axis for extent in reversed(order)]
     return tuple(name for place, name in enumerate(names) if place == 0 or names[place - 1] != name)
 
@@ -394,7 +394,7 @@ def _has_nccl(fabric: Fabric) -> bool:
 
 
 def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
-    """Yield the variables that NCCL's documentation recommends for the described fabric; nothing else is set."""
+    """Yield the variables that NCCL's documentation recommends for the described fabric. Nothing else is set."""
     if not _has_nccl(fabric):
         return
     if spec.nic_wiring == "rails":
@@ -409,14 +409,14 @@ def _tuner_rows(
     fabric: Fabric, groups: Mapping[str, Group], exchanges: Sequence[Exchange], eff: Efficiency
 ) -> Iterator[TunerRow]:
     """Yield rows for all-reduces across nodes: a tree up to the size where it stops being faster than the ring. The
-    last row covers everything else with the example tuner's default, a ring."""
+    last row covers everything else with a ring, the example tuner's default."""
     nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
     seen: set[tuple[int, int]] = set()
     for exchange in exchanges:
         group = groups.get(exchange.axis)
         if exchange.operation != "all_reduce" or group is None or not group.crosses:
             continue
-        # A scale-up domain may have several nodes.
+        # A scale-up domain may contain several nodes.
         nodes = min(group.size, group.domains * min(nodes_per_domain, group.per_domain))
         limit = tree_until_bytes(group, eff)
         if limit and (nodes, group.size) not in seen:

@@ -1,9 +1,8 @@
 """Infer the posterior of a few parameters from a few step times: Gauss-Newton in logarithms, with a Laplace interval.
 
-The model is hierarchical: every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
+The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
 shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
-clusters differ to which the shipped values were not fitted, so that four runs change only what they measure.
-"""
+clusters differ that were not used to fit the shipped values. Four runs therefore change only what they measure."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
 
 PACE = "pace"
-"""Factor on all step times of the cluster, regardless of what bounds them."""
+"""Factor on all step times of the cluster, regardless of what limits them."""
 NINE_IN_TEN = 1.645
-"""Standard deviations to either side that contain 90% of a normal distribution."""
+"""Number of standard deviations on either side that contain 90% of a normal distribution."""
 STEP = 0.02
 """Step size in a parameter's logarithm for numerical derivatives."""
 ITERATIONS = 6
 OUTLYING = 3.0
-"""Number of deviations above which an error counts linearly (Huber)."""
+"""Errors larger than this many deviations count linearly (Huber)."""
 TAUGHT = 0.98
 """A parameter whose deviation stays above this fraction of the prior's was not determined by the data."""
 
@@ -43,12 +42,12 @@ class Observation:
     """Maps the parameters' factors (relative to the shipped values) to seconds."""
     measured_s: float
     group: str
-    """Observations of one group share an error."""
+    """Observations in one group share an error."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviations, in logarithms."""
+    """Standard deviations of logarithms."""
 
     parameter: float
     pace: float
@@ -69,7 +68,7 @@ class Posterior:
         return tuple(math.sqrt(row[place]) for place, row in enumerate(self.covariance))
 
     def known_within(self, slopes: Sequence[float], spread: Spread) -> float:
-        """Return the factor within which a step time of another group is known with 90% probability. `slopes`: the
+        """Return the factor within which a step time of another group is known with 90% probability. `slopes`:
         derivatives of that step time."""
         pairs = zip(slopes, self.covariance, strict=True)
         doubt = sum(own * sum(a * b for a, b in zip(row, slopes, strict=True)) for own, row in pairs)
@@ -112,7 +111,7 @@ def infer(observations: Sequence[Observation], names: Sequence[str], spread: Spr
 
 def choose(slopes: Sequence[Any], spread: Spread, number: int) -> list[int]:
     """Return the indices of `number` trials that together reduce the uncertainty most (greedily D-optimal). `slopes`:
-    the derivatives of each trial's observations with respect to all parameters, with the pace last."""
+    derivatives of each trial's observations with respect to all parameters, with the pace last."""
     import numpy as np
 
     width = slopes[0].shape[1]
@@ -161,7 +160,7 @@ def _slopes(observations: Sequence[Observation], names: Sequence[str], theta: An
     return np.stack(columns, axis=1)
 
 
-# Measured steps as observations: for GPUs by the planner's efficiencies, for a CPU by the parts of a step.
+# Measured steps as observations: on GPUs through the planner's efficiencies, on a CPU through the parts of a step.
 
 
 EFFICIENCIES = tuple(Efficiency().as_dict())
@@ -175,14 +174,15 @@ TIMES = (
     *("kernel_s", "launch_s", "collective_latency_s", "hop_latency_s", "step_s", "step_graphed_s"),
     *("exponentials", "issue"),
 )
-"""Dividing all rates by a number and multiplying all times by it multiplies the step time by it; the other efficiencies
+"""Dividing all rates by a number and multiplying all times by it multiplies the step time by it. The other efficiencies
 are relative to these."""
 GPU_SPREAD = Spread(parameter=0.1, pace=0.08, group=0.09, noise=0.05)
-"""91% of the sources that were not used for fitting are within the 90% intervals (tests/bench/calibration.py)."""
+"""91% of the sources that were not used for the fit lie within their 90% intervals (tests/bench/calibration.py)."""
 CPU_SPREAD = Spread(parameter=0.3, pace=0.3, group=0.05, noise=0.05)
-"""Predicted CPU steps are assumed to err by a third, because of other load; runs of one layout differ by 5%."""
+"""Predicted CPU steps are assumed to be off by a third because of other load. Runs with the same layout differ by
+5%."""
 LEAST_SHARE = 0.02
-"""Parts of a step below this fraction are noise and are not used."""
+"""Parts that take less than this fraction of a step are noise and are not used."""
 LARGEST = 0.98
 
 

@@ -1,5 +1,5 @@
-"""Rank a recipe's layouts on a cluster, and count the refused ones by reason; plan the other recovery mode, and give
-advice for a run that does not fit."""
+"""Rank a recipe's layouts on a cluster, and count the rejected ones by reason. Also plan the other recovery mode, and
+advise on a run that does not fit."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ from trainspec_cli.recipe.rules.check import BUILT, KERNEL_RULES, apply, check
 SHOWN = 10
 
 COUNTED = 40
-"""Largest number of layouts whose memory is counted tensor by tensor."""
+"""Maximum number of layouts whose memory is counted tensor by tensor."""
 SLACK = 1.1
-"""How far above the limit the search's rough estimate of a layout may be; the exact count then decides whether it
+"""How far the search's rough estimate of a layout may exceed the limit; the exact count then decides whether the layout
 fits."""
 TRIED = 4
-"""The same as `COUNTED`, for layouts of one complexity."""
+"""The same as `COUNTED`, for layouts of the same complexity."""
 ERR = 1.02
 """The search's estimate of the expected step time differs from the exact one by less than this factor."""
 
@@ -76,9 +76,8 @@ ERR = 1.02
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
     """Search every axis that `spec` leaves open.
 
-    Raises RecipeError if neither the cluster nor the machine names the accelerator, or if the engine refuses a pinned
-    part of the layout.
-    """
+    Raises RecipeError if neither the cluster nor the machine names the accelerator, or if the engine rejects a pinned
+    part of the layout."""
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     search = search_of(spec, fabric, eff)
@@ -114,7 +113,7 @@ def capacity_of(
     considered: int,
     usual: Candidate | None = None,
 ) -> CapacityPlan:
-    """Return a plan with the model's figures, which are the same in every layout."""
+    """Return a plan with the model's properties, which are the same in every layout."""
     return CapacityPlan(
         params=workload.count_params(spec.model),
         adapter_params=workload.adapter_params(spec.model, spec.lora),
@@ -138,7 +137,8 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits among the first `most`, which are counted tensor by tensor, or None."""
+    """Return the best layout that fits among the first `most`, which are counted tensor by tensor; None if there is
+    none."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -146,11 +146,10 @@ def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTE
 def choose_candidates(
     search: Search, spec: RunSpec, eff: Efficiency, shown: int, most: int = COUNTED
 ) -> list[Candidate]:
-    """Return the best layouts that fit when every tensor is counted, since the search's estimate is only rough; if none
-    fits, the best of those that do not.
+    """Return the best layouts that fit when every tensor is counted, because the search's estimate is only rough. If
+    none fits, return the best of those that do not.
 
-    Layouts are counted until the next one's estimate is worse by more than the estimate's error.
-    """
+    Layouts are counted until the next one's estimate is worse by more than the estimate's error."""
     candidates: list[Candidate] = []
     for item in islice(search.best(), most):
         known = _fitting(candidates)
@@ -166,7 +165,7 @@ def choose_candidates(
 
 
 def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return a layout counted tensor by tensor. Results are cached, since the fastest, simplest, usual and safest
+    """Return a layout counted tensor by tensor. Results are cached, because the fastest, simplest, usual and safest
     layout may be the same."""
     if found.setup not in search.counted:
         search.counted[found.setup] = candidate_of(found, spec, eff)
@@ -174,13 +173,13 @@ def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) ->
 
 
 def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Efficiency) -> Candidate:
-    """Return the simplest of the layouts that are about as fast as the fastest (predictions cannot tell them apart) and
-    at least as likely to fit; among equally simple ones, one with few pipeline stages."""
+    """Return the simplest of the layouts that are at least as likely to fit as the fastest one and about as fast
+    (predictions cannot tell them apart). Among equally simple ones, prefer few pipeline stages."""
     limit_s = ABOUT * fastest.expected_step_s
     sure = min(fastest.fit_probability, SURELY)
 
     def count(found: Estimated) -> Candidate | None:
-        """Return the layout counted tensor by tensor, if it may replace the fastest."""
+        """Return the layout counted tensor by tensor, if it may replace the fastest one."""
         candidate = counted(search, found, spec, eff)
         is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
         return candidate if is_good else None
@@ -197,12 +196,11 @@ def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Effi
 
 
 def find_usual(search: Search, candidates: Sequence[Candidate], spec: RunSpec, eff: Efficiency) -> Candidate | None:
-    """Return the layout that an expert would start from, for comparison; it has no context parallelism.
+    """Return the layout that an expert would start from, for comparison. It has no context parallelism.
 
-    The state is sharded over all devices if that needs no recomputation. Otherwise tensor parallelism fills a node,
+    The state is sharded over all devices if that needs no recomputation. Otherwise, tensor parallelism fills a node,
     pipeline stages span nodes, and the rest is data-parallel with ZeRO-1 (arXiv:2104.04473, section 3, and the guides
-    of Megatron-LM and NeMo).
-    """
+    of Megatron-LM and NeMo)."""
     node = search.template.fabric.scaleup_devices
 
     def is_usual(layout: Layout, *, sharded: bool) -> bool:
@@ -225,8 +223,8 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
-    """Return the layout that is most likely to fit among those whose step is at most 10% longer than the best one's:
-    the best one if it surely fits, otherwise the fastest that does. None if nothing fits."""
+    """Return the layout that is most likely to fit among those whose step takes at most 10% longer than the best one's.
+    This is the best one if it surely fits, otherwise the fastest that does. None if nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
     if candidates[0].fit_probability >= SURELY:
@@ -293,7 +291,7 @@ def software_of(spec: RunSpec, sharding: Sharding) -> Software:
 
 
 def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
-    """Return the software for each way of sharding; equal ones share one object, since searches cache results by
+    """Return the software for each type of sharding. Equal ones share one object, because searches cache results by
     object."""
     found: dict[Software, Software] = {}
     softwares = {sharding: software_of(spec, sharding) for sharding in SHARDINGS}
@@ -306,7 +304,7 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     peak_bytes = max(stage.total_bytes for stage in stages)
     limit_bytes = memory_limit_bytes(chip)
     sized_steps = []
-    # Layout and micro-batch stay the same; only the number of micro-batches changes.
+    # The layout and micro-batch size stay the same; only the number of micro-batches changes.
     for samples in sizes_to_predict(spec):
         sized = replace(setup, grad_accum=micro_batches_of(setup.layout, setup.micro_batch_size, samples))
         sized_steps.append(SizedStep(samples, estimate_step(sized, eff)))
@@ -343,8 +341,8 @@ def rate_candidate(
     tokens_per_s = main_size(spec) * sample_tokens(spec) / time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
     mfu = tokens_per_s * model_flops / devices / peak_flops
-    # Recomputed forward FLOPs relative to those of forward and backward. The backward of frozen weights takes half as
-    # long.
+    # Recomputed forward FLOPs relative to those of forward and backward. The backward through frozen weights takes half
+    # as long.
     recomputed = setup.recompute
     attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
     products = model_flops - attention
@@ -388,8 +386,8 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
-    """Return the size of the largest micro-batch that fits and that the scheduler may give to a fast rank: up to
-    `wanted` (`scheduler.max_micro_batch_size`); if that is auto, up to twice the candidate's."""
+    """Return the size of the largest micro-batch that fits and that the scheduler may assign to a fast rank: up to
+    `wanted` (`scheduler.max_micro_batch_size`) or, if that is auto, up to twice the candidate's size."""
     usual = candidate.micro_batch_size
 
     def fits(size: int) -> bool:
@@ -425,11 +423,11 @@ def sample_tokens(spec: RunSpec) -> int:
 
 
 def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:
-    """Return (the setup with its layers cut by planned times if the recipe leaves that open, each stage's memory).
+    """Return (the setup with its layers split by planned times if the recipe leaves the split open, each stage's
+    memory).
 
-    Uses the best cut if it fits the device, otherwise the best that fits according to the memory estimate, otherwise
-    the even one.
-    """
+    Uses the best layer split if it fits the device, otherwise the best that fits according to the memory estimate,
+    otherwise the even one."""
     if not is_open(setup.layout, setup.model):
         return setup, predict_memory(setup, recompute)
     groups = axis_groups(setup.layout, setup.fabric, eff)
@@ -445,12 +443,12 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
 
 PREDICTED_SIZES = 6
-"""Number of sizes of a changing batch that are predicted; the others are interpolated."""
+"""Number of sizes of a changing batch for which predictions are made; the others are interpolated."""
 
 
 def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
-    """Return the sizes of a changing batch, smallest first (if there are many: the first, the last and some in
-    between); empty for a constant batch."""
+    """Return the sizes of a changing batch, smallest first; empty for a constant batch. If there are many, return the
+    first, the last and some in between."""
     sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
     if sizes == [spec.batching.global_batch_size]:
         return ()
@@ -462,27 +460,28 @@ def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
 
 
 def main_size(spec: RunSpec) -> int:
-    """Return the batch size that most of the run's samples are trained with; layouts are chosen for it."""
+    """Return the batch size that applies to most of the run's samples. Layouts are chosen for it."""
     phases = run_phases(schedule_batches(spec))
     return max(phases, key=lambda phase: phase.steps * phase.step_samples).step_samples
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
-    """Return whether the recipe leaves anything to the planner and the chip of the detected GPUs is known."""
+    """Return whether the recipe leaves anything to the planner and the detected GPUs' chip is known."""
     choices = (*vars(spec.layout).values(), spec.batching.micro_batch_size, spec.recompute, spec.offload)
     return device == "cuda" and AUTO in choices and chip_of(machine)[0] is not None
 
 
 def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
-    """Return the candidate that `plan` ranks first, with the micro-batches of the run's first step; None if nothing
-    fits."""
+    """Return the candidate that `plan` ranks first, with the number of micro-batches in the run's first step; None if
+    nothing fits."""
     cluster = replace(spec.cluster, accelerator=None, devices_per_node=num_devices)
     best = plan_best(replace(spec, cluster=cluster), machine)
     return best and replace(best, grad_accum_steps=first_micro_batches(spec, best))
 
 
 def first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
-    """Return the number of micro-batches in the run's first step; a candidate has that of the main batch size."""
+    """Return the number of micro-batches in the run's first step. A candidate's own number is for the main batch
+    size."""
     return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
 
 
@@ -522,12 +521,13 @@ def asked_for(layout: Layout) -> LayoutSpec:
 
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
-"""Device counts to try: a power of two times one of these factors, which pipeline stages or the batch can use."""
+"""Device counts to try: a power of two times one of these factors, which can be used for pipeline stages or for the
+batch."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
-    """Return (`spec` on the used nodes, its plan). If the batch does not divide evenly in any layout over all nodes,
-    this is the fastest plan for all nodes or for one of the next smaller counts; the remaining nodes become spares."""
+    """Return (`spec` on the used nodes, its plan). If no layout over all nodes divides the batch evenly, this is the
+    fastest plan for all nodes or for one of the next smaller counts; the remaining nodes become spares."""
     fabric = describe_fabric(spec.cluster, machine)
     whole = plan_capacity(spec, machine)
     samples = spec.batching.global_batch_size
@@ -566,9 +566,8 @@ def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | N
     """Return the best layout of the same run under the other recovery mode: replica groups that shrink and heal
     (`resilience=elastic`), or a restart of all processes.
 
-    The open parts of the recipe are searched again, since each mode has its own best layout. None on a single node, if
-    the recipe wants no recovery, or if nothing fits.
-    """
+    The open parts of the recipe are searched again, because each mode has a different best layout. None on a single
+    node, if the recipe disables recovery, or if nothing fits."""
     if spec.resilience.mode == "none" or spec.resilience.is_one_of_several or spec.cluster.num_nodes == 1:
         return None
     return plan_best(replace(spec, resilience=other_recovery(spec.resilience)), machine)
@@ -580,7 +579,7 @@ def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
 
 
 ADVISED = 16
-"""Number of layouts to count tensor by tensor to find one that fits."""
+"""Maximum number of layouts to count tensor by tensor in search of one that fits."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
 """Rank of the suggested adapters."""
@@ -616,13 +615,13 @@ SINGLE: tuple[Change, ...] = (
     ADAPTERS,
 )
 TOGETHER = ((OPEN, OFFLOADED), (OPEN, ADAPTERS))
-"""Tried if neither of the two is enough alone."""
+"""Tried if neither of the two suffices alone."""
 IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
 """Tried if adapters with an unquantised base do not fit."""
 
 
 def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
-    """Yield changes that make the run fit, the smallest first, and the smallest sufficient number of nodes."""
+    """Yield changes that make the run fit, smallest first, and the smallest sufficient number of nodes."""
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     fitting: set[str] = set()
@@ -651,8 +650,8 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
 
 
 def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
-    """Return the best layout of a changed recipe that fits; None if none fits, if nothing changed, or if the changed
-    recipe is refused."""
+    """Return the best layout of a changed recipe that fits. None if none fits, if nothing changed, or if the changed
+    recipe is rejected."""
     if changed == spec or len(check(changed)) > len(check(spec)):
         return None
     return find_best(search_of(changed, fabric, eff), changed, eff, ADVISED)

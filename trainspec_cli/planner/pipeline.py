@@ -1,9 +1,8 @@
-"""Pipelines: how a model's layers are cut into stages, and the order of each rank's passes. Contains only data and
+"""Pipelines: how a model's layers are split into stages, and the order of each rank's passes. Contains only data and
 arithmetic.
 
 The engine executes these actions, and the planner's memory model replays them. Stages are chunks of consecutive layers,
-numbered along the model; a rank has one stage, or several (interleaved, zbv).
-"""
+numbered along the model. A rank has one stage or several (interleaved, zbv)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
 
 EQUAL = 1e-9
-"""Relative difference below which the heaviest ranks of two cuts count as equal, since times are sums of rounded
-numbers."""
+"""If the heaviest ranks of two layer splits differ by less than this fraction, they count as equal, because times are
+sums of rounded numbers."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +33,30 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory limits for a cut. A rank with an earlier stage keeps activations for more micro-batches, so a layer's
-    bytes depend on the rank."""
+    """Memory limits for a layer split. A rank with an earlier stage keeps activations for more micro-batches, so the
+    bytes of a layer depend on the rank."""
 
     layer_bytes: Sequence[Sequence[float]]
-    """For each pipeline rank, the bytes that each layer of the model would need there."""
+    """For each pipeline rank, the bytes that each layer of the model would need on it."""
     capacity_bytes: Sequence[float]
     """Total bytes that the layers of each pipeline rank may use."""
 
 
 Borders = tuple[int, ...]
-"""The first layer of each stage, followed by the number of layers."""
+"""The first layer of each stage, followed by the total number of layers."""
 
 
 @dataclass(frozen=True)
 class Rank:
     speed: float
     beside_s: float
-    """Seconds of the rest: the embedding, the head, and stages that are already fixed."""
+    """Time in seconds of everything else: the embedding, the head, and stages that are already fixed."""
     bytes_before: Sequence[float]
-    """Cumulative bytes of the layers before each layer, on this rank; empty without a limit."""
+    """Cumulative bytes on this rank of the layers before each layer; empty without a limit."""
     room_bytes: float
 
     def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
-        """Return the last border of a stage that starts at `start` and takes at most `heaviest_s`."""
+        """Return the last possible border of a stage that starts at `start` and takes at most `heaviest_s`."""
         budget_s = heaviest_s * self.speed - self.beside_s
         end = bisect_right(time_before, time_before[start] + budget_s) - 1
         if not self.bytes_before:
@@ -79,7 +78,7 @@ class CutProblem:
     """The pipeline's ranks; `beside_s` includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
     alike: bool
-    """True if all layers take the same time, and the same memory on each rank."""
+    """Whether all layers take the same time, and the same memory on each rank."""
     equal: float
 
     @classmethod
@@ -111,11 +110,11 @@ class CutProblem:
         return [load / rank.speed for load, rank in zip(loads, self.ranks, strict=True)]
 
     def heaviest_s(self, borders: Sequence[int]) -> float:
-        """Return the heaviest rank's time; infinite if a rank's layers do not fit its memory."""
+        """Return the heaviest rank's time; infinite if a rank's layers do not fit into its memory."""
         return inf if self.missing_bytes(borders) else max(self.loads(borders))
 
     def missing_bytes(self, borders: Sequence[int]) -> float:
-        """Return the total number of bytes that the ranks lack."""
+        """Return the total number of bytes by which the ranks exceed their memory."""
         if not self.ranks[0].bytes_before:
             return 0.0
         left = [rank.room_bytes for rank in self.ranks]
@@ -125,12 +124,12 @@ class CutProblem:
         return sum(-size for size in left if size < 0)
 
     def least_s(self) -> float:
-        """Return a lower bound on the heaviest rank's time over all cuts, as if layers were divisible."""
+        """Return a lower bound on the heaviest rank's time over all layer splits, as if layers were divisible."""
         ranks = sorted(self.ranks, key=lambda rank: rank.beside_s / rank.speed)
         work_s = self.time_before[-1]
         speed = 0.0
         least = 0.0
-        for rank in ranks:  # ranks with a lighter fixed part share the layers
+        for rank in ranks:  # the layers go to the ranks with a lighter fixed part
             if speed and rank.beside_s / rank.speed >= work_s / speed:
                 break
             work_s = work_s + rank.beside_s
@@ -139,22 +138,22 @@ class CutProblem:
         return max(least, ranks[-1].beside_s / ranks[-1].speed)
 
 
-# One stage per rank: an exact cut of consecutive layers, by bisecting the heaviest rank's time.
+# One stage per rank: an exact split of consecutive layers, by bisecting the heaviest rank's time.
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Consecutive layers that are cut into one stage for each of several ranks."""
+    """Consecutive layers that are split into one stage for each of several ranks."""
 
     time_before: Sequence[float]
     ranks: Sequence[Rank]
-    """In the order of their stages."""
+    """The ranks in the order of their stages."""
     near: Borders
-    """The cut to keep if it is equally good; its ends are fixed."""
+    """The layer split to keep if it is equally good; its ends are fixed."""
     equal: float
 
     def cut(self) -> Borders | None:
-        """Bisect the heaviest rank's time; each cut that is found lowers the bound to the time of its heaviest rank."""
+        """Bisect the heaviest rank's time. Each split found lowers the bound to the time of its heaviest rank."""
         low = self.least_s() * (1 - self.equal)
         high = self.heaviest_s(self.near)
         if high == inf:
@@ -172,14 +171,14 @@ class Chain:
         return self.walk(high * (1 + self.equal))
 
     def least_s(self) -> float:
-        """Return a lower bound on the heaviest rank's time over all cuts, as if layers and the ranks' fixed parts were
-        divisible."""
+        """Return a lower bound on the heaviest rank's time over all splits, as if layers and the ranks' fixed parts
+        were divisible."""
         layers_s = self.time_before[self.near[-1]] - self.time_before[self.near[0]]
         alike = (layers_s + sum(rank.beside_s for rank in self.ranks)) / sum(rank.speed for rank in self.ranks)
         return max(alike, *(rank.beside_s / rank.speed for rank in self.ranks))
 
     def heaviest_s(self, borders: Borders) -> float:
-        """Return the heaviest rank's time; infinite if a rank's layers do not fit its memory."""
+        """Return the heaviest rank's time; infinite if a rank's layers do not fit into its memory."""
         heaviest = 0.0
         for rank, (start, end) in zip(self.ranks, pairwise(borders), strict=True):
             if rank.bytes_before and rank.bytes_before[end] - rank.bytes_before[start] > rank.room_bytes:
@@ -188,10 +187,9 @@ class Chain:
         return heaviest
 
     def walk(self, heaviest_s: float) -> Borders | None:
-        """Return the cut nearest to `near` whose ranks take at most `heaviest_s`, or None.
+        """Return the split nearest to `near` whose ranks take at most `heaviest_s`; None if there is none.
 
-        Goes stage by stage, keeping the possible borders of each stage and the nearest cut up to that point.
-        """
+        Proceeds stage by stage, keeping the possible borders of each stage and the nearest split up to that point."""
         before = self.time_before
         end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
@@ -217,13 +215,14 @@ class Chain:
 
 
 GAIN = 0.01
-"""The search ignores improvements below this fraction."""
+"""The search ignores improvements smaller than this fraction."""
 MAX_NODES = 4000
 """The search tries at most this many borders, which takes about 10 ms; small models have fewer."""
 
 
 def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
-    """Improve the even cut and a cut proportional to speeds by moving layers; then search for a better one."""
+    """Improve two splits by moving layers: the even one, and one proportional to the ranks' speeds. Then search for a
+    better one."""
     found = [_move_layers(problem, borders) for borders in (even, _proportional(problem))]
     found.append(_Search(problem, min(found, key=problem.heaviest_s)).run())
     least = min(map(problem.heaviest_s, found))
@@ -234,7 +233,7 @@ def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
 
 
 def _proportional(problem: CutProblem) -> Borders:
-    """Give each stage an equal share of what its rank can do within the lower bound, rounded to full layers."""
+    """Give each stage an equal share of what its rank can do within the lower bound, rounded to whole layers."""
     before = problem.time_before
     rounds = len(problem.rank_of_stage) // len(problem.ranks)
     layers = len(before) - 1
@@ -254,8 +253,8 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
     """Repeatedly apply the best move of a layer from one stage to another (the stages in between pass one on), as long
     as that helps.
 
-    A move helps if it reduces the missing memory, or makes the heaviest ranks lighter, compared from the heaviest down.
-    """
+    A move helps if it reduces the missing memory, or if it makes the heaviest ranks lighter, compared from the heaviest
+    down."""
     unit_s = problem.least_s() * problem.equal or 1.0
     missing = problem.missing_bytes(borders)
     best = [round(load / unit_s) for load in sorted(problem.loads(borders), reverse=True)]
@@ -274,10 +273,9 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Yield cuts, with their loads, that shift consecutive borders by one layer and keep every rank within `most_s`.
+    """Yield splits, with their loads, that shift consecutive borders by one layer and keep every rank within `most_s`.
 
-    If memory is sufficient (`most_s` is finite), these cuts make the heaviest rank lighter.
-    """
+    If memory is sufficient (`most_s` is finite), these splits make the heaviest rank lighter."""
     before = problem.time_before
     rank_of = problem.rank_of_stage
     ranks = problem.ranks
@@ -304,7 +302,7 @@ def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tup
 
 
 class _Search:
-    """Branch-and-bound search, stage by stage, up to `MAX_NODES`. If it finishes before that, as it does for small
+    """Branch-and-bound search, stage by stage, up to `MAX_NODES` nodes. If it finishes earlier, as it does for small
     models, the result is within `GAIN` of the best."""
 
     def __init__(self, problem: CutProblem, known: Borders):
@@ -315,7 +313,7 @@ class _Search:
         self.towards = _proportional(problem)
         ranks = problem.rank_of_stage
         self.later = [tuple(set(ranks[stage:])) for stage in range(1, len(ranks) + 1)]
-        """For each stage, the ranks with a later stage."""
+        """For each stage, the ranks that have a later stage."""
 
     def run(self) -> Borders:
         if self.problem.least_s() <= self.bound_s:
@@ -323,8 +321,8 @@ class _Search:
         return self.best
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
-        """Try the borders of the next stage, nearest to the proportional one first. `ranks` include the previous
-        stages."""
+        """Try the borders of the next stage, starting with those nearest to the proportional one. `ranks` include the
+        previous stages."""
         before = self.problem.time_before
         stage = len(borders) - 1
         start = borders[-1]
@@ -342,7 +340,7 @@ class _Search:
             if not left:
                 found = (*borders, place)
                 heaviest_s = self.problem.heaviest_s(found)
-                if heaviest_s <= self.bound_s:  # earlier branches may have lowered it
+                if heaviest_s <= self.bound_s:  # earlier branches may have lowered the bound
                     self.best = found
                     self.bound_s = heaviest_s / (1 + GAIN)
             else:
@@ -353,10 +351,11 @@ class _Search:
         ranks[number] = rank
 
 
-# Cut a model into pipeline stages so that the heaviest rank's work is as small as possible.
+# Split a model into pipeline stages so that the heaviest rank's work is as small as possible.
 #
-# A step takes the heaviest pipeline rank's time for each micro-batch, and each other rank's time once to fill and drain
-# the pipeline; so the heaviest rank matters most (chains-on-chains partitioning: Pinar and Aykanat, JPDC 64, 2004).
+# A step takes the heaviest pipeline rank's time for each micro-batch, plus every other rank's time once, to fill and
+# drain the pipeline. The heaviest rank therefore matters most (chains-on-chains partitioning: Pinar and Aykanat, JPDC
+# 64, 2004).
 # Layers may differ in time (experts, state-space layers, windows), the embedding comes before the first layer and the
 # head after the last one, and ranks may differ in speed. Times are per micro-batch, forward and backward, in seconds or
 # any other unit.
@@ -367,7 +366,7 @@ Counts = tuple[int, ...]
 
 
 def cut_evenly(num_layers: int, stages: int) -> Counts:
-    """Return the same number of layers for all stages, plus one for each of the first stages if some remain."""
+    """Return the same number of layers for all stages, plus one more for the first stages if layers remain."""
     even, spare = divmod(num_layers, stages)
     return tuple(even + (stage < spare) for stage in range(stages))
 
@@ -375,16 +374,16 @@ def cut_evenly(num_layers: int, stages: int) -> Counts:
 def cut_by_times(
     times: LayerTimes, layout: Layout, speeds: Sequence[float] = (), room: Room | None = None, equal: float = EQUAL
 ) -> Counts | None:
-    """Return the layer count of each stage that minimises the heaviest rank's time; None if no cut fits into `room`.
+    """Return the number of layers in each stage that minimises the heaviest rank's time; None if no split fits into
+    `room`.
 
     `speeds`: relative speeds of the pipeline ranks (equal by default); a rank at half speed takes twice as long.
-    `equal`: heaviest ranks that differ by less than this fraction count as equal. Among equal cuts, the one closest to
-    the even cut is chosen, so models with one kind of layer keep the even cut if it is equally good.
+    `equal`: heaviest ranks that differ by less than this fraction count as equal. Among equal splits, the one closest
+    to the even split is chosen. Models with only one kind of layer therefore keep the even split if it is equally good.
 
-    Exact (to `equal`) with one stage per rank; with several (interleaved, zbv) within 5% of the best, and usually
-    exact. Raises ValueError if there are fewer layers than stages, or if `speeds` does not have one value above 0 per
-    rank.
-    """
+    The result is exact (up to `equal`) with one stage per rank. With several (interleaved, zbv), it is within 5% of the
+    best, and usually exact. Raises ValueError if there are fewer layers than stages, or if `speeds` does not have one
+    value above 0 per rank."""
     problem = CutProblem.of(times, layout, speeds, room, equal)
     even = tuple(accumulate(cut_evenly(len(times.layers_s), layout.num_stages), initial=0))
     if problem.alike:
@@ -397,7 +396,7 @@ def cut_by_times(
 
 
 def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speeds: Sequence[float] = ()) -> list[float]:
-    """Return the time of each pipeline rank with this cut, at its speed."""
+    """Return the time of each pipeline rank with this layer split, at its speed."""
     problem = CutProblem.of(times, layout, speeds, None, EQUAL)
     return problem.loads(tuple(accumulate(counts, initial=0)))
 
@@ -406,11 +405,10 @@ def rank_times_s(times: LayerTimes, counts: Sequence[int], layout: Layout, speed
 
 
 def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
-    """Return the exact cut for equal layers, with any number of stages per rank: only the layer counts matter.
+    """Return the exact split for equal layers, with any number of stages per rank: only the numbers of layers matter.
 
     Moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays lighter
-    than the heaviest: if a lighter cut exists, some rank has more layers there than now and can take one.
-    """
+    than the heaviest. If a lighter split exists, some rank has more layers in it than now and can take one."""
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]
@@ -449,10 +447,9 @@ def _exchange(ranks: Sequence[Rank], numbers: Sequence[int], layer_s: float, few
 
 
 def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s: float, most_s: float) -> None:
-    """Move layers from the stages of ranks over `most_s` to the nearest stages of ranks that can take one.
+    """Move layers from the stages of ranks that exceed `most_s` to the nearest stages of ranks that can take one.
 
-    `numbers`: each rank's layer count, which matches `stages`.
-    """
+    `numbers`: each rank's number of layers, which matches `stages`."""
     ranks = problem.ranks
     rank_of = problem.rank_of_stage
     takes = [_load_s(rank, number + 1, layer_s) <= most_s for rank, number in zip(ranks, numbers, strict=True)]
@@ -469,18 +466,18 @@ def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s
 
 
 AS_GOOD = 1e-3
-"""A cut replaces the even one only if it makes the heaviest rank lighter by more than this fraction."""
+"""A layer split replaces the even one only if it makes the heaviest rank lighter by more than this fraction."""
 
 
 def is_open(layout: Layout, model: ModelSpec) -> bool:
-    """Return whether there is something to cut and the recipe leaves the cut open. (Rules refuse more stages than
-    layers.)"""
+    """Return whether there is anything to split and the recipe leaves the layer split open. (Rules reject more stages
+    than layers.)"""
     return layout.pp > 1 and layout.stage_layers is None and layout.num_stages <= model.num_layers
 
 
 def cut(times: LayerTimes, layout: Layout, room: Room | None = None, speeds: Sequence[float] = ()) -> Layout:
-    """Return the layout with the best cut that fits into `room`; unchanged if that is the even cut, or if none fits.
-    `speeds`: the relative speeds of the pipeline ranks, if they differ."""
+    """Return the layout with the best layer split that fits into `room`; unchanged if that is the even split, or if
+    none fits. `speeds`: relative speeds of the pipeline ranks, if they differ."""
     counts = cut_by_times(times, layout, speeds, room=room, equal=AS_GOOD)
     if counts is None or counts == cut_evenly(len(times.layers_s), layout.num_stages):
         return layout
@@ -497,15 +494,15 @@ class Action(NamedTuple):
 
 
 def cut_layers(num_layers: int, layout: Layout) -> tuple[range, ...]:
-    """Return the layers of each stage: as in `stage_layers`, otherwise an even cut with the remaining layers in the
-    first stages."""
+    """Return the layers of each stage: as in `stage_layers` if it is set, otherwise split evenly, with the remaining
+    layers in the first stages."""
     counts = layout.stage_layers or cut_evenly(num_layers, layout.num_stages)
     return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
 
 @lru_cache(maxsize=4096)
 def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """Return the layer count of each pipeline rank over all of its stages."""
+    """Return the number of layers on each pipeline rank, over all of its stages."""
     stages = cut_layers(num_layers, layout)
     return tuple(sum(len(stages[stage]) for stage in layout.stages_of_rank(rank)) for rank in range(layout.pp))
 
@@ -515,7 +512,7 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
     """Return each rank's actions in order: some forwards (the warm-up), then alternating forwards and backwards.
 
     gpipe: all forwards, then all backwards (arXiv:1811.06965). 1f1b: a stage starts with as many forwards as there are
-    stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, `pp` micro-batches of one chunk at a time
+    stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, with `pp` micro-batches of one chunk at a time
     (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
     """
     pp = layout.pp
@@ -550,18 +547,18 @@ def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tu
     """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one pass (forward, input gradients or
     weight gradients).
 
-    `stages`: the stages of each rank. In each tick a rank computes an input gradient that others wait for, otherwise a
-    forward, otherwise a weight pass. At most as many micro-batches as there are ranks are in flight on its first chunk,
-    so it needs no more memory than the fullest stage of 1F1B.
+    `stages`: the stages of each rank. In each tick, a rank computes an input gradient that others are waiting for,
+    otherwise a forward, otherwise a weight pass. The number of micro-batches in flight on its first chunk is at most
+    the number of ranks, so it needs no more memory than the fullest stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
-    forwards = [0] * num_stages  # per stage: micro-batches that have finished the pass
+    forwards = [0] * num_stages  # per stage: number of micro-batches that have finished the pass
     inputs = [0] * num_stages
     weights = [0] * num_stages
     done: dict[Kind, list[int]] = {"forward": forwards, "backward_input": inputs, "backward_weight": weights}
 
     def choose(own: Sequence[int]) -> tuple[Kind, int] | None:
-        """Return a rank's next possible pass. Later stages come first, since more ranks wait for their gradients."""
+        """Return a rank's next possible pass. Later stages come first, because more ranks wait for their gradients."""
         for stage in reversed(own):
             index = inputs[stage]
             if forwards[stage] > index and (stage == num_stages - 1 or inputs[stage + 1] > index):

@@ -1,4 +1,4 @@
-"""Resolve every `auto` in a RunSpec for this machine, giving a Plan."""
+"""Resolve every `auto` in a RunSpec for this machine, which results in a Plan."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ from trainspec_cli.recipe.rules.layout import (
 from trainspec_cli.recipe.rules.run import measurable_noise
 
 MAX_MICRO_BATCH_TOKENS = 8192
-"""`micro_batch_size: auto` chooses the most samples that have at most this many tokens."""
+"""`micro_batch_size: auto` chooses the largest number of samples that have at most this many tokens in total."""
 FILLING = 4
-"""Micro-batches per pipeline stage that `auto` chooses if the batch allows it; stages then wait a fifth of the time."""
+"""Number of micro-batches per pipeline stage that `auto` chooses if the batch allows it; stages then wait for a fifth
+of the time."""
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
-    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide evenly or no rank is left to measure."""
+    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide evenly or if no rank is left for
+    measuring."""
     device = spec.cluster.device
     if device == AUTO:
         device = "cuda" if machine.gpu_names else "cpu"
@@ -53,8 +55,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     if devices_per_node == AUTO:
         processes = len(machine.gpu_names)
         if device != "cuda":
-            # Use as few processes as the layout and the replica groups allow: on CPUs one process with all cores is
-            # faster than several that share them (1.4 times as fast as two in the quickstart on two cores).
+            # Use as few processes as the layout and the replica groups allow. On CPUs, one process with all cores is
+            # faster than several that share them (1.4 times as fast as two, for the quickstart on two cores).
             asked = {axis: size_of(spec.layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")}
             data_parallel = max(asked["dp_replicate"] * asked["dp_shard"], asked["ep"])
             in_all = data_parallel * asked["cp"] * asked["tp"] * asked["pp"] * fixed_groups(spec)
@@ -65,8 +67,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
-    # The data sheet's dense bf16 rate for the detected GPU, or for the one that the recipe names. A derived chip has
-    # none: its rate is a lower bound, against which every run would look efficient.
+    # The data sheet's dense bf16 rate of the detected GPU, or of the GPU named in the recipe. A derived chip has none:
+    # its rate is a lower bound, and relative to it every run would look efficient.
     chip = None
     if device == "cuda" and compute == "bf16" and not is_derived(machine):
         chip = chip_of(machine)[0] if machine.gpu_names else spec.cluster.accelerator
@@ -93,7 +95,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     )
     drafted = replace(drafted, layout=_cut_layers(drafted, machine))
     drafted = replace(drafted, comm=choose_formats(drafted, machine))
-    # The blueprint has the placement and environment of all nodes in the run; it treats replica groups as replicas.
+    # The blueprint contains the placement and environment of all nodes in the run; it treats replica groups as
+    # replicas.
     fabric = spec.cluster.fabric
     blueprint = None
     if drafted.num_nodes > 1 and fabric.tiers:
@@ -106,7 +109,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
 
 
 def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
-    """Resolve the layouts that the recipe changes to. Raises RecipeError in the same cases as `plan`."""
+    """Resolve the layouts that the recipe switches to. Raises RecipeError in the same cases as `plan`."""
     for change, changed in zip(plan.spec.scheduler.changes, changed_specs(plan.spec), strict=True):
         layout = resolve_layout(changed.layout, plan.group_size, f"the layout from step {change.step} on")
         micro_batch_size, grad_accum_steps = resolve_batch(plan.spec, layout)
@@ -118,7 +121,7 @@ def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
 
 
 def _cut_layers(plan: Plan, machine: Machine) -> Layout:
-    """Cut the layers into pipeline stages: by planned times on known GPUs, otherwise by the layers' FLOPs."""
+    """Split the layers into pipeline stages: by planned times on known GPUs, otherwise by the layers' FLOPs."""
     spec = plan.spec
     layout = plan.layout
     if not is_open(layout, spec.model):
@@ -137,8 +140,8 @@ def micro_batch_tokens(plan: Plan) -> float:
 def _choose(
     spec: RunSpec, machine: Machine, device: str, devices_per_node: int
 ) -> tuple[Layout, int, int, int, tuple[Recompute, Offload]]:
-    """Return (layout of a group, groups, micro-batch, gradient accumulation, (recompute, offload)); on known GPUs from
-    a search, if something fits."""
+    """Return (layout of a group, number of groups, micro-batch size, gradient accumulation, (recompute, offload)). On
+    known GPUs, the result comes from a search, if anything fits."""
     best = None
     if is_searched(spec, machine, device):
         best = best_candidate(in_engine_format(spec, machine), machine, devices_per_node)
@@ -169,7 +172,7 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
 
 
 def in_engine_format(spec: RunSpec, machine: Machine) -> RunSpec:
-    """Return the spec with the engine's compute format if the recipe leaves it open: on a GPU without bf16 that is
+    """Return the spec with the engine's compute format if the recipe leaves it open. On a GPU without bf16, this is
     fp32, while the capacity planner would use fp16."""
     if spec.precision.compute != AUTO:
         return spec
@@ -177,8 +180,8 @@ def in_engine_format(spec: RunSpec, machine: Machine) -> RunSpec:
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout") -> Layout:
-    """Resolve the open axes: model parallelism is 1, and the remaining ranks go to dp_shard or, without sharding, to
-    dp_replicate (DDP). `name`: the layout's name in errors."""
+    """Resolve the open axes: those of model parallelism become 1, and the remaining ranks go to dp_shard or, without
+    sharding, to dp_replicate (DDP). `name`: name of the layout in errors."""
     cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
     data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
     replicate = wanted.dp_replicate
@@ -226,7 +229,8 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
 
 
 def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
-    """Return the largest micro-batch that is small enough; a pipeline needs enough micro-batches to fill its stages."""
+    """Return the largest micro-batch size that is small enough: a pipeline needs enough micro-batches to fill its
+    stages."""
     filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
     small_enough = range(1, min(per_rank, MAX_MICRO_BATCH_TOKENS // seq_len) + 1)
     numbers = (math.ceil(per_rank / size) for size in small_enough)
@@ -247,7 +251,7 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
 
 
 def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> LayerTimes:
-    """Return forward FLOPs in place of seconds, since the backward is proportional everywhere."""
+    """Return forward FLOPs instead of seconds, because the backward is proportional to the forward everywhere."""
     layers = layer_works(model, tokens, seq_len, layout)
     kinds = {id(works): sum(work.flops for work in works) for works in layers}
     head = head_work(model, tokens, layout)
@@ -255,8 +259,8 @@ def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout
 
 
 CANDIDATES: tuple[WireFormat, ...] = ("full", "bf16", "int8")
-"""The formats to choose from; if two are equally fast, the first is chosen. int4 raised a tiny llama's loss by up to
-0.44% (docs/benchmarks.md), so it must be set in the recipe."""
+"""The formats to choose from; among equally fast formats, the first one is chosen. int4 raised a tiny llama's loss by
+up to 0.44% (docs/benchmarks.md), so it has to be requested in the recipe."""
 
 
 def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
@@ -264,7 +268,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     comm = plan.spec.comm
     if AUTO not in (comm.gradients, comm.across_nodes):
         return comm.fixed
-    # The reason, if any, why the planner cannot compare the formats' times.
+    # The reason, if any, why the planner cannot compare the times of the formats.
     hindrance = ""
     cluster = plan.spec.cluster
     if plan.device == "cuda" and not is_known(plan, machine):
@@ -279,7 +283,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     def step_s(formats: WireFormats) -> float:
         return estimate_step(replace(setup, software=replace(setup.software, wire=formats)), eff).total_s
 
-    # The formats left open; the first one is uncompressed if possible.
+    # The formats left open; the first choice is uncompressed where possible.
     formats = []
     for inside in CANDIDATES if comm.gradients == AUTO else (comm.gradients,):
         across = CANDIDATES if comm.across_nodes == AUTO else (comm.across_nodes or inside,)

@@ -1,8 +1,8 @@
 """The size and parts of a multi-plane fabric, and the cost of losing a part (arXiv:2605.04333).
 
-A switch of C bits per second has k = C p / R ports at the speed R/p of a NIC's port on one of p planes. Two tiers
-connect k^2/2 NICs with 3 k/2 switches per plane (k of them T0, k/2 T1), three tiers k^3/4 NICs with 5 k^2/4 switches.
-"""
+A switch of C bits per second has k = C p / R ports at R/p, the speed of a NIC's port on one of p planes. Two tiers
+connect k^2/2 NICs with 3 k/2 switches per plane (k of them T0, k/2 T1); three tiers connect k^3/4 NICs with 5 k^2/4
+switches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainspec_cli.recipe.results.blueprint import Part, PlanesFigures, PlanesPl
 
 
 def radix_of(spec: PlanesSpec) -> int:
-    """Return the number of ports of a switch at a plane's speed. The recipe's rules ensure that it is an even
+    """Return the number of ports of a switch at the speed of one plane. The recipe's rules ensure that it is an even
     integer."""
     return round(spec.switch_tbit_per_s * 1e3 * spec.planes / spec.nic_gbit_per_s)
 
@@ -28,9 +28,9 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
     radix = radix_of(spec)
     tiers = spec.switch_tiers
     switches = (3 if tiers == 2 else 5) * spec.planes / radix
-    # Fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks: losing one removes 2/k of
-    # what its NICs can send beyond it in that plane, and sprayed traffic loads all planes equally. Losing a port, a T0
-    # switch or a plane takes one plane from a NIC; losing its transceiver takes all of them.
+    # Fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks. Losing one removes 2/k of
+    # what its NICs can send beyond the switch in that plane, and sprayed traffic loads all planes equally. Losing a
+    # port, a T0 switch or a plane takes one plane from a NIC; losing its transceiver takes all of them.
     link = 2 / radix
     plane = 1 / spec.planes
     lost_speed: dict[Part, float] = {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane}
@@ -49,7 +49,7 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
 
 
 def single_plane(spec: PlanesSpec) -> PlanesSpec:
-    """Return the single-plane fabric of the same switches and NICs: with two tiers if they connect the same number of
+    """Return the single-plane fabric with the same switches and NICs: with two tiers if they connect the same number of
     NICs, otherwise with three."""
     most = size_planes(spec).most_nics
     alone = replace(spec, planes=1, switch_tiers=2)
@@ -57,29 +57,30 @@ def single_plane(spec: PlanesSpec) -> PlanesSpec:
 
 
 def t1_switches(spec: PlanesSpec, nics: int) -> int:
-    """Return the number of switches in a plane's second tier for a job with `nics` NICs: half the number of T0
-    switches, since these use half of their ports as uplinks; one if a single T0 switch connects all NICs."""
+    """Return the number of switches in a plane's second tier for a job with `nics` NICs. It is half the number of T0
+    switches, because these use half of their ports as uplinks; it is one if a single T0 switch connects all NICs."""
     t0_switches = max(1, math.ceil(nics / (radix_of(spec) // 2)))
     return max(1, math.ceil(t0_switches / 2))
 
 
-# A synchronous job on a fabric whose queue pairs spray packets over every plane, while parts of it fail and recover.
+# A synchronous job on a fabric whose queue pairs spray packets over every plane, while parts of the fabric fail and
+# recover.
 #
-# Packets, queues and ECN marks are not simulated: paths are counted by the part that they pass through, and speeds
+# Packets, queues and ECN marks are not simulated: paths are counted by the parts that they pass through, and speeds
 # follow from which ports and links are up. Each NIC sends to one other NIC and receives from one, both beyond its T0
 # switch; all NICs wait for the slowest. The cost of an event grows with the number of failed parts, not with the size
 # of the job.
 
 
 DETECT_S = 0.001
-"""Time from a path's failure until its losses are recognised and other paths in its plane are used. This is an
-estimate, since the papers give no value; the loss until then is 0.2 ms of the 7.6 s that a one-minute port flap
+"""Time from the failure of a path until its losses are recognised and other paths in its plane are used. This is an
+estimate, because the papers do not give a value. The loss until then is 0.2 ms of the 7.6 s that a one-minute port flap
 costs."""
 PROBE_S = 1.0
 """Time between two probes of a path that is assumed to be bad. This is also an estimate: a flapping link is down for a
 minute."""
 ENDS = 2
-"""Each NIC is an endpoint of two queue pairs: the one it sends on, and its sender's."""
+"""Each NIC is an endpoint of two queue pairs: the one on which it sends, and that of the NIC that sends to it."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,13 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """The NIC of a port or a transceiver; its T0 switch follows from it."""
+    """The NIC to which a port or transceiver belongs; its T0 switch follows from it."""
     t0: int = 0
-    """The T0 switch itself, or that of a link."""
+    """The T0 switch itself, or the T0 switch of a link."""
 
 
 class SprayedFabric:
-    """The failed parts of a fabric and the remaining speed."""
+    """The failed parts of a fabric and the speed that remains."""
 
     def __init__(self, spec: PlanesSpec, nics: int):
         self.spec = spec
@@ -109,7 +110,7 @@ class SprayedFabric:
         """(part, plane, number) of each failed part."""
 
     def change(self, failure: Failure, by: int) -> None:
-        # Two failures of one part count once: a part is identified by its plane and its NIC or T0 switch.
+        # Two failures of the same part count once. A part is identified by its plane and its NIC or T0 switch.
         which = failure.nic if failure.part in ("port", "transceiver") else 0
         if failure.part in ("link", "t0_switch"):
             which = failure.t0
@@ -120,8 +121,8 @@ class SprayedFabric:
 
     @property
     def speed(self) -> float:
-        """Return the speed of the slowest NIC. If a plane has no path, the others share its load equally, so the plane
-        with the fewest working links limits the speed."""
+        """Return the speed of the slowest NIC. If a plane has no path, the other planes share its load equally, so the
+        plane with the fewest working links limits the speed."""
         whole = {plane for part, plane, _ in self._down if part == "plane"}
         missing: dict[int, set[int]] = {}
         for part, plane, which in self._down:
@@ -152,11 +153,11 @@ class SprayedFabric:
 
     @property
     def paths_per_plane(self) -> float:
-        """Return the number of entropy values that a queue pair has in each plane."""
+        """Return the number of entropy values of a queue pair in each plane."""
         return self.spec.entropy_values / self.spec.planes
 
     def paths_through(self, part: Part) -> int:
-        """Return the expected number of entropy values, over all queue pairs, whose path passes through one such
+        """Return the expected number of entropy values, over all queue pairs, whose paths pass through one such
         part."""
         ends = {"port": ENDS, "transceiver": ENDS * self.spec.planes, "t0_switch": ENDS * self.nics_per_t0}
         if part in ends:
@@ -174,14 +175,13 @@ class SprayedFabric:
 
 
 def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str = "") -> SprayedEvent:
-    """Simulate the failures for a job with `nics` NICs; a failed transceiver ends it.
+    """Simulate the failures for a job with `nics` NICs. A failed transceiver ends the job.
 
-    A path's losses are recognised as a failure after `DETECT_S`; data lost until then is retransmitted. The paths of a
-    repaired part are used after the next probe.
-    """
+    A path's losses are recognised as a failure after `DETECT_S`; data lost until then is retransmitted. The paths
+    through a repaired part are used after the next probe."""
     fabric = SprayedFabric(spec, nics)
-    # Paths (of all queue pairs together) that lost a packet, or whose port the NIC knows to be down, are not used until
-    # a probe is answered (arXiv:2606.18170).
+    # Paths (of all queue pairs together) that lost a packet, or whose port the NIC knows to be down. They are not used
+    # until a probe is answered (arXiv:2606.18170).
     paths = round(nics * fabric.paths_per_plane * spec.planes)
     bad = 0
     now_s = 0.0
@@ -232,7 +232,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
 
 
 def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, seed: int) -> list[Failure]:
-    """Draw flapping ports at a given rate per hour for the entire job, each at a random NIC and plane."""
+    """Draw flapping ports, at a rate per hour for the entire job, each at a random NIC and plane."""
     chance = random.Random(seed)
     now_s = 0.0
     flaps = []
@@ -243,19 +243,19 @@ def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, 
     return flaps
 
 
-# A multi-plane fabric for a job: its figures, the cost of each failure, and the cost of network failures over a run.
+# A multi-plane fabric for a job: its dimensions, the cost of each failure, and the cost of network failures over a run.
 
 
 REBOOT_S = 300.0
-"""Example downtime of a rebooting switch."""
+"""Example downtime while a switch reboots."""
 DAY_S = 86_400.0
 MONTH_HOURS = 720.0
 MOST_FLAPS = 300.0
-"""Expected number of flaps after which the random simulation ends."""
+"""Expected number of flaps that the random simulation covers at most."""
 
 
 def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
-    """Return the figures of the cluster's fabric for a job with `nics` NICs; None if it has one plane."""
+    """Return the cluster's fabric for a job with `nics` NICs; None if it has only one plane."""
     spec = cluster.fabric.planes
     if spec is None:
         return None
@@ -279,7 +279,7 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
 
 
 def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
-    """Yield one failure of each part, and four ports that flap together, two of them on one NIC."""
+    """Yield one failure of each part, and a flap of four ports at once, two of them on the same NIC."""
     down_s = spec.flap_s
     other = min(nics - 1, nics // 2)
     planes = range(spec.planes)
@@ -300,23 +300,22 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
 
 
 def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the rate of network failures over the entire job that planes survive."""
+    """Return the rate, over the entire job, of network failures that planes survive."""
     fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
     return fraction * nics / (reliability.mtbf_device_hours * 3600)
 
 
 def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the fraction of a run's time that these failures cost: each one takes a plane from the slowest NIC until
+    """Return the fraction of a run's time that these failures cost. Each one takes a plane from the slowest NIC until
     the link is repaired and probed.
 
-    Overlapping dips are counted separately, which overestimates their cost.
-    """
+    Overlapping dips are counted separately, which overestimates their cost."""
     one_s = simulate(spec, nics, [Failure("port", 0.0, spec.flap_s)]).lost_s
     return min(1.0, dips_per_s(spec, reliability, nics) * one_s)
 
 
 def ending_failures(spec: PlanesSpec, reliability: ReliabilitySpec) -> ReliabilitySpec:
-    """Return the failures that still end a job if network failures only cost a dip."""
+    """Return the failures that still end a job if network failures only cause a dip."""
     if spec.planes == 1:
         return reliability
     left = 1 - spec.network_fraction * (1 - spec.fatal_fraction)

@@ -1,4 +1,4 @@
-"""A run as input for the estimators, with every value resolved."""
+"""A run as input to the estimators, with every value resolved."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ RecordT = TypeVar("RecordT", Layout, "Setup")
 
 
 def changed(record: RecordT, **values: object) -> RecordT:
-    """Return the record with changed values. Four times as fast as `dataclasses.replace`, which matters since a search
-    makes tens of thousands of records. Both kinds of record have only fields, without checks."""
+    """Return the record with changed values. This is four times as fast as `dataclasses.replace`, which matters because
+    a search creates tens of thousands of records. Both kinds of record have only fields, without checks."""
     made = object.__new__(type(record))
     vars(made).update(vars(record), **values)
     return made
@@ -27,13 +27,13 @@ def changed(record: RecordT, **values: object) -> RecordT:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Parts of the forward that the backward recomputes, and the layers that do so."""
+    """The parts of the forward that the backward recomputes, and the layers to which this applies."""
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     layers: float = 1.0
-    """Fraction of the layers that recompute."""
+    """Fraction of the layers that are recomputed."""
 
     @property
     def full(self) -> bool:
@@ -51,8 +51,8 @@ RECOMPUTE = {
 
 @dataclass(frozen=True)
 class Software:
-    """The training framework's properties that affect time and memory. Fields without a docstring are the facts with
-    the same names in `FrameworkSpec` and `StateFacts`, for compiled or eager blocks."""
+    """The training framework's properties that affect time and memory. Fields without a docstring have the same meaning
+    as those of the same name in `FrameworkSpec` and `StateFacts`, for compiled or eager blocks."""
 
     counted: bool = True
     fused_attention: bool = True
@@ -60,7 +60,7 @@ class Software:
     fused_kernels: bool = True
     fused_loss: bool = False
     plain_loss: bool = False
-    """True if the loss is not compiled even though the blocks are."""
+    """Whether the loss stays uncompiled even though the blocks are compiled."""
     cut_logit_bytes: float | None = None
     fused_accumulation: bool = True
     overlap_dp: bool = True
@@ -70,22 +70,22 @@ class Software:
     expandable_segments: bool = False
     graphs: bool = False
     grad_bytes: float = 4.0
-    """Bytes per value of a gradient while it is accumulated."""
+    """Bytes per value of a gradient during accumulation."""
     shards_states: bool = True
-    """True: state is sharded according to `zero_stage` over the ranks of dp_shard and cp; False: each replica has
-    everything (DDP)."""
+    """If True, state is sharded according to `zero_stage` over the ranks of dp_shard and cp. If False, each replica has
+    the complete state (DDP)."""
     unshards_pipelines: bool = False
     reduce_bytes: float = 4.0
-    """Bytes per value of an uncompressed gradient that is sent."""
+    """Bytes per value of an uncompressed gradient when it is sent."""
     wire: WireFormats = field(default_factory=WireFormats)
     """Formats of sent gradients and parameters."""
     master_bytes: float = 4.0
     optimizer: KeptState = "adamw"
     moment_bytes: float = 8.0
-    """Bytes of the optimizer's moments per parameter."""
+    """Bytes per parameter for the optimizer's moments."""
     bucket_bytes: float = 0.3 * GIB
     step_bytes: float = 0.0
-    """Bytes per parameter of flat copies that the optimizer uses; they are too large to reuse activation memory."""
+    """Bytes per parameter for flat copies that the optimizer uses, which are too large to reuse activation memory."""
     step_temporary_bytes: float = 0.0
     model_groups: bool = False
     shifted_logits: bool = False
@@ -102,30 +102,32 @@ class Setup:
     seq_len: int
     micro_batch_size: float
     grad_accum: int
-    """Micro-batches per step."""
+    """Number of micro-batches per step."""
     compute: str = "bf16"
     matmul: str = "bf16"
     """Format of the linear layers: bf16, fp8, mxfp8, nvfp4, ..."""
     recompute: Recompute = field(default_factory=Recompute)
     software: Software = field(default_factory=Software)
     trainable: float = 1.0
-    """Fraction of the parameters with gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
+    """Fraction of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight
+    gradients."""
     sharded: float = 1.0
     """Fraction of the parameters that are sharded and gathered: below 1 if the adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
     replica_groups: int = 1
-    """Replica groups among the replicas of `layout`, which exchange gradients once per step; 0: each replica is a
-    group."""
+    """Number of replica groups among the replicas of `layout`, which exchange gradients once per step; 0 if each
+    replica is a group."""
     outer_bytes: float = 0.0
-    """Bytes that an outer optimizer keeps per trained parameter."""
+    """Bytes per trained parameter that an outer optimizer keeps."""
     tabled: bool = False
-    """True for a row in a table of measured runs, timed as when the efficiencies were fitted: the positions of the
-    layer kinds are unknown, so each layer counts as the average, and full recomputation includes the head."""
+    """Whether this is a row in a table of measured runs, timed in the same way as when the efficiencies were fitted.
+    The positions of the layer kinds are then unknown, so each layer counts as the average, and full recomputation
+    includes the head."""
 
     @property
     def group_layout(self) -> Layout:
-        """Return the layout inside each replica group; `layout` if there is only one."""
+        """Return the layout inside each replica group, which is `layout` if there is only one."""
         if self.replica_groups == 1:
             return self.layout
         inside = self.layout.dp_replicate // self.replica_groups if self.replica_groups else 1
@@ -137,7 +139,7 @@ class Setup:
         return self.micro_batch_size * self.seq_len / self.layout.cp
 
 
-# From a framework's facts and a run's choices to the software properties that determine time and memory.
+# Derive the software properties that determine time and memory from a framework's facts and a run's choices.
 
 
 SUM_BYTES: dict[SumFormat, float] = {"compute": 2.0, "fp32": 4.0}
@@ -146,7 +148,7 @@ SUM_BYTES: dict[SumFormat, float] = {"compute": 2.0, "fp32": 4.0}
 def describe_software(
     facts: FrameworkSpec, sharding: Sharding, compiled: bool, accumulate: SumFormat, reduce: SumFormat
 ) -> Software:
-    """Return the framework's properties for a run with this sharding and these formats of gradients."""
+    """Return the framework's properties for a run with this sharding and these gradient formats."""
     state: StateFacts = getattr(facts.states, sharding)
     sums_apart = facts.gradient_copy and accumulate == "fp32"
     copies = 0.0 if facts.steps_from_sums and sums_apart else state.step_copy_bytes
@@ -188,16 +190,16 @@ QUANTISED_BYTES = 2 + 8 / BLOCK
 """Bytes per parameter for the codes of two moments, with two scales per block."""
 UPDATE_BYTES: dict[OptimizerName, float] = {"adamw8bit": 260.0, "muon": 104.0}
 """Memory traffic of an update per value: the reads and writes of all operations in `engine/optim/adamw8bit.py` and, for
-matrices, in `engine/optim/muon.py` without Newton-Schulz, counted from the operations (tests/engine/optim). The single
-kernel of other optimizers reads and writes gradients, weights and moments once."""
+matrices, in `engine/optim/muon.py` without Newton-Schulz, counted by operation (tests/engine/optim). The single kernel
+of other optimizers reads and writes gradients, weights and moments once."""
 STEPS = 5
 WIRE_BYTES = 2.0
-"""Bytes per value of a matrix that is sent to the rank that orthogonalises it, and back."""
+"""Bytes per value for sending a matrix to the rank that orthogonalises it, and back."""
 
 
 @lru_cache(maxsize=256)
 def moment_bytes(model: ModelSpec, optimizer: KeptState, lora: LoraSpec) -> float:
-    """Return the mean bytes of optimizer state per trained parameter."""
+    """Return the mean number of bytes of optimizer state per trained parameter."""
     if isinstance(optimizer, float):
         return optimizer
     if optimizer in ("adamw", "sgd"):
@@ -224,7 +226,7 @@ def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
     """Return the FLOPs of orthogonalising each matrix once: (matrices of all layers without experts, all experts).
 
     For A rows of B values, with A <= B, an iteration computes X X^T and its product with X (2 A^2 B each), and the
-    square of the former (2 A^3): muon (arXiv:2502.16982, section 2.1).
+    square of X X^T (2 A^3): muon (arXiv:2502.16982, section 2.1).
     """
     dense = experts = 0.0
     for layer in model.layer_list:

@@ -1,4 +1,4 @@
-"""Predict a run on this machine (on GPUs with the capacity planner, on CPUs from a probe) and find changes that would
+"""Predict a run on this machine (on GPUs with the capacity planner, on CPUs from a probe), and find changes that would
 make it fit."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DEPARTURES = (
     *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
     *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
 )
-"""Decoder fields that make its arithmetic differ from a llama's."""
+"""Decoder fields that make its arithmetic differ from that of a llama."""
 
 
 def is_predictable(plan: Plan) -> bool:
-    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, no
-    recomputation and only data parallelism. A llama differs from the plain decoder only in sizes and positions."""
+    """Return whether a probe can predict the plan: a llama on the CPU, fully trained, with eager blocks, without
+    recomputation and with data parallelism only. A llama differs from the plain decoder only in sizes and positions."""
     layout = plan.layout
     model = plan.spec.model
     whole = (layout.cp, layout.tp, layout.pp, layout.ep) == (1, 1, 1, 1)
@@ -44,8 +44,8 @@ def is_predictable(plan: Plan) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan that `is_predictable`: its step time, and the peak resident bytes of one process, reached in a
-    step's backward or in the loss before it."""
+    """Predict a plan for which `is_predictable` is true: its step time, and the peak resident bytes of one process. The
+    peak occurs in a step's backward, or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
         **tensor_bytes(plan),
@@ -55,22 +55,23 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
-    """Predict only the tensors of a plan that `is_predictable`, without times, on a machine without a probe."""
+    """Predict only the tensors of a plan for which `is_predictable` is true, without times, on a machine without a
+    probe."""
     return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")
-"""Causes of memory that is not used between two steps."""
+"""Causes of memory use that do not occur between two steps."""
 STATE = ("parameters", "optimizer", "error feedback")
 MOVING_BYTES = 2.0 * 2**26
-"""Bytes of one bucket of moved state (`engine/checkpoint/reshard.py`), and of its messages."""
+"""Bytes of one bucket of state that is moved (`engine/checkpoint/reshard.py`), and of its messages."""
 
 
 def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
-    """Return the most memory that a process needs while its state moves from one layout to another.
+    """Return the maximum memory that a process needs while its state moves from one layout to another.
 
-    In the worst case it holds both states: a rank may receive everything new before it sends anything.
-    """
+    In the worst case, it holds both states, because a rank may receive all of its new state before it sends
+    anything."""
     kept = sum(size for cause, size in before.memory.items() if cause not in PASSING)
     return kept + sum(after.memory.get(cause, 0.0) for cause in STATE) + MOVING_BYTES + sum(before.beside.values())
 
@@ -79,7 +80,7 @@ def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
 
 
 def is_known(plan: Plan, machine: Machine) -> bool:
-    """Return whether the plan runs on GPUs of this machine with a known chip (`chip_of`)."""
+    """Return whether the plan runs on this machine's GPUs and their chip is known (`chip_of`)."""
     return plan.device == "cuda" and chip_of(machine)[0] is not None
 
 
@@ -104,13 +105,13 @@ def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
 
 
 def device_limit_bytes(plan: Plan, machine: Machine) -> float:
-    """Return the bytes that a plan may use on the smallest GPU."""
+    """Return the number of bytes that a plan may use on the smallest GPU."""
     return memory_limit_bytes(setup_of(plan, machine).fabric.chip)
 
 
 def setup_of(plan: Plan, machine: Machine) -> Setup:
-    """Return the plan's setup on the detected GPUs, regardless of the accelerator in the recipe; replica groups are
-    treated as replicas of one layout."""
+    """Return the plan's setup on the detected GPUs, regardless of the recipe's accelerator. Replica groups are treated
+    as replicas of one layout."""
     cluster = replace(plan.spec.cluster, accelerator=None, devices_per_node=plan.devices_per_node)
     template = template_of(plan.spec, describe_fabric(cluster, machine))
     layout = plan.as_one_group.layout
@@ -129,8 +130,8 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
 
 
 def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
-    """Return the seconds of a step by part, as the engine measures them on a GPU: exchanges count as far as the compute
-    stream waits for them, and a pipeline's bubble is a wait for messages."""
+    """Return the duration of a step in seconds by part, as the engine measures it on a GPU. Exchanges count only while
+    the compute stream waits for them, and a pipeline's bubble counts as waiting for messages."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
@@ -152,10 +153,9 @@ Predict = Callable[[Plan], LocalPrediction]
 
 
 def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
-    """Return the first change that makes the plan fit without changing the result; "" if none does.
+    """Return the first change that makes the plan fit without changing the result; "" if there is none.
 
-    `limit_bytes`: memory that one process may use.
-    """
+    `limit_bytes`: memory that one process may use."""
     ranks = plan.layout.data_parallel_size
     per_rank = math.ceil(plan.spec.batching.global_batch_size / (ranks * plan.replica_groups))
     sharded = replace(plan.layout, dp_replicate=1, dp_shard=ranks, zero_stage=3)
@@ -171,20 +171,20 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
 
 # The CPU: step parts and process memory of an eager decoder, from a probe.
 #
-# A step takes the time of a nearly empty model (its blocks, hooks and small collectives), plus the time that grows with
-# sizes: each operation's measured time at its size, minus the cost of the call. The total is scaled to reference models
+# A step takes the time of a nearly empty model (its blocks, hooks and small collectives), plus a time that grows with
+# sizes: each operation's measured time at its size, minus the cost of the call. The total is scaled by reference models
 # that the probe has trained.
 
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 ADAMW_TRAFFIC_BYTES = 28.0
-"""Bytes that AdamW's kernel moves per value: it reads a gradient, and both reads and writes a weight and two
+"""Bytes per value that AdamW's kernel moves: it reads a gradient, and both reads and writes a weight and two
 moments."""
 CAST_BYTES = 6.0
-"""Bytes that a cast from fp32 to bf16 moves per value."""
+"""Bytes per value that a cast from fp32 to bf16 moves."""
 LOSS_BYTES_A_LOGIT = 12
-"""Logits and their softmax in fp32 (2 x 4), and logits and their gradient in bf16 (2 x 2); with fp32 compute a third
-fp32 tensor (4)."""
+"""Logits and their softmax in fp32 (2 x 4), and logits and their gradient in bf16 (2 x 2) or, with fp32 compute, a
+third fp32 tensor (4)."""
 
 
 def _decoder(plan: Plan) -> DecoderModel:
@@ -202,7 +202,7 @@ def block_matrices(model: DecoderModel) -> tuple[int, ...]:
 
 
 def unit_params(plan: Plan) -> tuple[int, int]:
-    """Return the parameters of a block, and those outside the blocks: the two kinds of sharded units."""
+    """Return the number of parameters in a block, and of those outside the blocks: the two kinds of sharded units."""
     model = _decoder(plan)
     block = sum(block_matrices(model)) + 2 * model.hidden_size
     return block, plan.params - model.num_layers * block
@@ -213,21 +213,22 @@ def micro_tokens(plan: Plan) -> int:
 
 
 def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return the seconds of a step by part, named as in the step events.
+    """Return the duration of a step in seconds by part, with the same names as in the step events.
 
-    The curves give the differences between models; the reference models, which the probe trained, give the absolute
-    times. Cold caches and load from other programs slow both equally. Waiting for peers is proportional to their work.
-    """
+    The curves provide the differences between models; the reference models trained by the probe provide the absolute
+    times. Cold caches and load from other programs slow both equally. Waiting for peers is proportional to their
+    work."""
     parts = curve_parts_s(plan, probe)
     references = [(curve_parts_s(one.plan, probe), one.parts_s) for one in probe.references]
     held = {}
     for part, seconds in parts.items():
-        # The ratio of the references' measured time to that from the curves, interpolated linearly in the logarithm.
+        # The ratio of the measured time of the reference models to that from the curves, interpolated linearly in the
+        # logarithm.
         ratios = {own[part]: took[part] / own[part] for own, took in references if own[part] > 0 and took[part] > 0}
         sizes = tuple(sorted(ratios))
         ratio = Curve(sizes, tuple(ratios[size] for size in sizes)).at(min(seconds, sizes[-1])) if ratios else 1.0
         held[part] = seconds * ratio
-    # In addition to the message time, processes wait for each other for a fraction of the time of the passes.
+    # In addition to the message time, processes wait for each other during a fraction of the time of the passes.
     took = probe.large.parts_s
     beyond_s = took["exposed_comm"] - curve_parts_s(probe.large.plan, probe)["exposed_comm"]
     waiting_s = max(0.0, beyond_s) / (took["forward"] + took["backward"]) * (held["forward"] + held["backward"])
@@ -235,7 +236,7 @@ def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def curve_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return the seconds of a step by part, from the curves only."""
+    """Return the duration of a step in seconds by part, based only on the curves."""
     layers = _decoder(plan).num_layers
     parts = {part: own + layers * probe.empty_block_s[part] for part, own in probe.empty_step_s.items()}
     passes_s = zip(_block_passes_s(plan, probe), _outside_passes_s(plan, probe), strict=True)
@@ -250,8 +251,8 @@ def curve_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def _update_s(plan: Plan, probe: MachineProbe) -> float:
-    """Return the seconds of an update, excluding call overhead: measured for AdamW; for other optimizers scaled by
-    memory traffic relative to AdamW's, with Newton-Schulz as matrix products."""
+    """Return the duration of an update in seconds, excluding call overhead. It is measured for AdamW; for other
+    optimizers it is scaled by memory traffic relative to AdamW's, with Newton-Schulz as matrix multiplications."""
     optimizer = plan.spec.optim.kept_state
     model = _decoder(plan)
     usual_s = probe.optimizer.beyond_call(plan.params / plan.layout.dp_shard)
@@ -265,7 +266,7 @@ def _update_s(plan: Plan, probe: MachineProbe) -> float:
 
 
 def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """Return the seconds (forward, backward) of one block on one micro-batch, excluding call overhead."""
+    """Return the times in seconds (forward, backward) of one block on one micro-batch, excluding call overhead."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
     hidden = model.hidden_size
@@ -288,7 +289,7 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
         backward += operation.backward.beyond_call(elements)
     forward += _attention_s(probe.attention_narrow.forward, probe.attention.forward, plan)
     backward += _attention_s(probe.attention_narrow.backward, probe.attention.backward, plan)
-    # Residuals: two sums in the forward; in the backward the sums of their gradients, and of those of q, k, v and of
+    # Residuals: two sums in the forward. In the backward: the sums of their gradients, and those of q, k, v and of
     # gate, up.
     forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
     backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
@@ -296,8 +297,8 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
 
 
 def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
-    """Return the seconds (forward, backward) of embedding, last norm, head and loss. The loss computes its gradients in
-    the forward; the backward scales them."""
+    """Return the times in seconds (forward, backward) of embedding, last norm, head and loss. The loss computes its
+    gradients in the forward; the backward scales them."""
     model = _decoder(plan)
     tokens = micro_tokens(plan)
     hidden = model.hidden_size
@@ -347,8 +348,8 @@ def _planned_links(plan: Plan, probe: MachineProbe) -> tuple[PlannedLink, ...]:
 
 
 def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
-    """Return the seconds of a unit's collectives: parameters are gathered in the compute format, and gradients are
-    reduced in the format `precision.reduce`."""
+    """Return the duration in seconds of a unit's collectives: parameters are gathered in the compute format, and
+    gradients are reduced in the format `precision.reduce`."""
     layout = plan.layout
     seconds = 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
@@ -366,8 +367,8 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
 
 
 def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: MachineProbe) -> float:
-    """Return the seconds of a reduce-scatter. An all-to-all moves as much as an all-gather; encoding moves memory like
-    casts."""
+    """Return the duration of a reduce-scatter in seconds. An all-to-all moves the same amount as an all-gather;
+    encoding moves memory like casts."""
     if chosen == "full":
         return probe.reduce_scatter.at(full_bytes)
     encoding_s = ENCODING_BYTES[chosen] / CAST_BYTES * probe.cast.beyond_call(values)
@@ -375,7 +376,7 @@ def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: Machi
 
 
 def tensor_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes by cause that are the same on every machine, and thus known before a probe."""
+    """Return the bytes by cause that are the same on every machine and therefore known before a probe."""
     found = {"parameters": parameter_bytes(plan), **step_bytes(plan), "checkpoint copy": copy_bytes(plan)}
     if kept := feedback_bytes(_decoder(plan), plan.as_one_group.layout, plan.comm):
         found["error feedback"] = kept
@@ -385,8 +386,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the copy of the state that is being written; the ranks divide their common part among
-    themselves. In host memory there are two copies."""
+    """Return the bytes of the copy of the state while it is written. The ranks divide the part that they have in
+    common. In host memory there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size
@@ -398,15 +399,14 @@ def copy_bytes(plan: Plan) -> float:
 def fragmentation(probe: MachineProbe) -> float:
     """Return the heap fragmentation as a fraction of a step's allocations, measured on the larger reference model.
 
-    The first step's temporaries leave holes that the optimizer's moments fill, so both count.
-    """
+    The temporaries of the first step leave holes that the optimizer's moments fill, so both count."""
     plan = probe.large.plan
     grown_bytes = probe.large.grown_bytes - parameter_bytes(plan)
     return max(0.0, grown_bytes / sum(step_bytes(plan).values()) - 1.0)
 
 
 def parameter_bytes(plan: Plan) -> float:
-    """Return the bytes of parameters: the rank's part in fp32, and the gathered ones in the compute format."""
+    """Return the bytes of parameters: the rank's part in fp32, and the gathered parameters in the compute format."""
     block, outside = unit_params(plan)
     freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside
@@ -414,7 +414,7 @@ def parameter_bytes(plan: Plan) -> float:
 
 
 def step_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes that the first step allocates: the optimizer's moments persist, everything else is freed and
+    """Return the bytes that the first step allocates. The optimizer's moments persist; everything else is freed and
     allocated again."""
     model = _decoder(plan)
     moments = moment_bytes(model, plan.spec.optim.kept_state, plan.spec.lora)
@@ -433,8 +433,8 @@ def step_bytes(plan: Plan) -> dict[str, float]:
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
     """Return the bytes per token that a block saves for its backward: the inputs of norms (twice, in fp32) and of
-    matrices; the attention's q, k, v, output and log-sums; and the feed-forward's gate, its activation, up and their
-    product."""
+    matrices; the attention's q, k, v, output and log-sums; and the feed-forward's gate, its activation, up and the
+    product of the last two."""
     unit = COMPUTE_BYTES[compute]
     norms = 2 * (8 + unit) * model.hidden_size + 8
     attention = unit * model.head_dim * 2 * (model.num_heads + model.num_kv_heads) + 4 * model.num_heads

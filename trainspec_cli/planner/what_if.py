@@ -1,8 +1,7 @@
 """Find what bounds a plan's step, and predict the step after one change, such as faster links or another layout.
 
-GPUs are predicted from the catalogue, a CPU from a probe. Results are fractions and factors to apply to a measured
-step.
-"""
+Predictions for GPUs use the catalogue, those for a CPU use a probe. Results are fractions and factors to apply to a
+measured step."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ Parts = Mapping[str, float]
 
 
 def look_ahead(plan: Plan, machine: Machine, probe: MachineProbe | None) -> Outlook:
-    """Return the planner's view of a run's step on its machine. `probe`: measurements of a machine without GPUs."""
+    """Return the planner's view of a run's step on its machine. `probe`: measurements for a machine without GPUs."""
     whole = plan.as_one_group
     may_change = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     if is_known(whole, machine):
@@ -95,7 +94,7 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
     links = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
     wide = replace(fabric, described=wide_tiers, **links)
     others: list[tuple[str, Setup, Efficiency]] = [
-        # A chip with twice the rates is assumed to halve each kernel's fixed time as well.
+        # A chip with twice the rates is assumed to also halve each kernel's fixed time.
         (FASTER, replace(setup, fabric=replace(fabric, chip=fast_chip)), replace(eff, kernel_s=eff.kernel_s / 2)),
         (WIDER, replace(setup, fabric=wide), eff),
         (SOONER, replace(setup, fabric=near), sooner),
@@ -122,13 +121,13 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
 
 
 def _planned_parts(setup: Setup, eff: Efficiency) -> dict[str, float]:
-    """Return the planned seconds by part; waiting for late ranks is proportional to the work."""
+    """Return the planned time in seconds by part. Waiting for late ranks is proportional to the work."""
     parts = gpu_parts_s(setup, eff)
     return parts | {WAITING: parts["forward"] + parts["backward"]}
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
-"""Suffixes of an accelerator's rates, and of its power, which is scaled too so that the clock does not drop."""
+"""Suffixes of an accelerator's rates, and of its power, which is scaled as well so that the clock does not drop."""
 
 
 def _half(seconds: float | None) -> float | None:
@@ -154,8 +153,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
     basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
-    # What bounds passes and optimizer: the time saved without products and attention, and without the operations that
-    # move memory; the rest is call overhead.
+    # What bounds passes and optimizer: the time saved without matrix multiplications and attention, and without the
+    # operations that move memory. The rest is call overhead.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
@@ -179,17 +178,18 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
 
 
 def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
-    """Return the planned seconds by part; exposed communication excludes waiting, which is proportional to the work."""
+    """Return the planned time in seconds by part. Exposed communication excludes waiting, which is proportional to the
+    work."""
     parts = curve_parts_s(plan, probe)
     known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
     return known | {WAITING: parts["forward"] + parts["backward"]}
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
-    """Return the probe with the time of exchanged bytes, and the latency, multiplied by factors.
+    """Return the probe with the time per exchanged byte, and the latency, multiplied by factors.
 
-    On a busy machine an exchange may have been measured faster than an empty one; its bytes then count as free.
-    """
+    On a busy machine, an exchange may have been measured to be faster than an empty one; its bytes then count as
+    free."""
 
     def changed(curve: Curve) -> Curve:
         call_s = curve.seconds[0]
@@ -210,8 +210,8 @@ def _with_links(probe: MachineProbe, transfers: float, latency: float) -> Machin
 
 
 def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan | None:
-    """Return the plan in the layout that is fastest according to the probe, among those that the engine builds and that
-    fit; None if it is the current one."""
+    """Return the plan in the layout that is fastest according to the probe, among those that the engine supports and
+    that fit; None if it is the current one."""
     wanted = replace(open_layout(plan.spec), cp=1, tp=1, pp=1, ep=1, stage_layers=None)
     space = Space(replace(plan.spec, layout=wanted), plan.world_size, plan.devices_per_node)
     limit_bytes = machine.memory_bytes / plan.devices_per_node
@@ -233,7 +233,7 @@ def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan |
 
 
 def _other(plan: Plan, layout: Layout, micro_batch_size: int, micro_batches: int, recompute: str) -> Plan | None:
-    """Return the plan in another layout; None if all recipe keys are the same."""
+    """Return the plan in another layout; None if all recipe keys stay the same."""
     other = replace(
         plan,
         layout=layout,
@@ -245,7 +245,7 @@ def _other(plan: Plan, layout: Layout, micro_batch_size: int, micro_batches: int
 
 
 def _keys(plan: Plan) -> dict[str, object]:
-    """Return the values that determine a layout, by recipe key."""
+    """Return the values that determine a layout, keyed by recipe key."""
     layout = plan.layout
     names = [*MESH_AXES, "ep", *(["zero_stage"] if layout.dp_shard > 1 else [])]
     names += ["pipeline_schedule", "virtual_stages"] if layout.pp > 1 else []
@@ -254,7 +254,7 @@ def _keys(plan: Plan) -> dict[str, object]:
 
 
 def _describe_change(plan: Plan, other: Plan) -> str:
-    """`another layout: layout.dp_shard=4 layout.tp=2`, in the form of overrides."""
+    """`another layout: layout.dp_shard=4 layout.tp=2`, written as overrides."""
     now = _keys(plan)
     return (
         f"another layout: {' '.join(f'{key}={value}' for key, value in _keys(other).items() if now.get(key) != value)}"

@@ -1,1 +1,2 @@
-"""Frozen dataclasses that describe a run, its rules and its results. Torch-free; every room may import it."""
+"""Frozen dataclasses that describe a run, its rules and its results. They do not import torch, and every other package
+may import them."""

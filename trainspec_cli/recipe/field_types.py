@@ -1,4 +1,4 @@
-"""Types of a recipe's fields: numbers with a range, the largest accepted values, and `auto`."""
+"""Types for the fields of a recipe: numbers with a range, the largest accepted values, and `auto`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Range:
         return above and below
 
     def describe(self) -> str:
-        """Return `at least 1`, or `more than 0 and less than 1`."""
+        """Return text such as `at least 1`, or `more than 0 and less than 1`."""
         low = f"{'at least' if self.includes_low else 'more than'} {self.low:g}"
         high = f"{'at most' if self.includes_high else 'less than'} {self.high:g}"
         return low if math.isinf(self.high) else f"{low} and {high}"
@@ -36,9 +36,9 @@ NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 
 MISSING = "???"
-"""Marks a value that the recipe or the command line must set (Hydra's notation)."""
+"""Marks a value that the recipe or the command line has to set (Hydra's notation)."""
 AUTO: Literal["auto"] = "auto"
-"""A value that the planner resolves before launch. A worker never sees one."""
+"""A value that the planner resolves before launch. Workers never see it."""
 Auto = Literal["auto"]
 AutoInt = PositiveInt | Auto
 Option = bool | int | float | str | tuple[float, ...] | None
@@ -62,7 +62,7 @@ def _range_in(hint: Any) -> Range | None:
 
 LARGEST_WHOLE = 10**15
 LARGEST = 1e30
-"""The limit for numbers that need not be integers."""
+"""Maximum for numbers that need not be integers."""
 
 _NAMES_BY_LARGEST = {
     1_000: ("prediction_layers", "planes"),
@@ -84,7 +84,7 @@ _NAMES_BY_LARGEST = {
     10**12: ("max_steps",),
 }
 LARGEST_OF = {name: largest for largest, names in _NAMES_BY_LARGEST.items() for name in names}
-"""Last word of a key -> its largest value: far beyond any real run, yet small enough that loops over it end."""
+"""Last word of a key -> its largest value: far beyond any real run, yet small enough for loops over it to end."""
 
 
 def largest_of(path: str, value: int | float) -> int | float:

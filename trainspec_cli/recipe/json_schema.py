@@ -1,9 +1,8 @@
 """The meaning of a recipe's keys, and JSON Schemas of recipes, of group files, and of records.
 
-Editors use the schemas to check and complete YAML and to explain its keys. They are written in draft-07, which
+Editors use the schemas to check and complete YAML, and to explain its keys. They are written in draft-07, which
 yaml-language-server supports best. A recipe has no required keys, because composition adds values from other files.
-Dependencies between keys are checked by `trainspec validate`.
-"""
+Dependencies between keys are checked by `trainspec validate`."""
 
 from __future__ import annotations
 
@@ -74,20 +73,20 @@ UNITS = {
 class KeyMeaning:
     key: str
     of: str
-    """The dataclass with the field: different model families have keys with the same name."""
+    """The dataclass that has the field, because different model families have keys with the same name."""
     doc: str
     value: str
     """The allowed values."""
     unit: str
     default: str | None
-    """None if the user must set a value."""
+    """None if the user has to set a value."""
     choices: tuple[str, ...]
     below: tuple[str, ...]
     """The keys of a section."""
 
 
 def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
-    """Yield the meaning of a dotted key below `root`, once per section that has it."""
+    """Yield the meaning of a dotted key below `root`, once for each section that has it."""
     name, _, rest = key.partition(".")
     for field in dataclasses.fields(root):
         if key_of(field) != name:
@@ -128,7 +127,7 @@ def explain_field(owner: type, field: dataclasses.Field[Any], path: str) -> KeyM
 
 @cache
 def docs_of(owner: type) -> Mapping[str, str]:
-    """Return the docstring under each field of a dataclass, from its source."""
+    """Return the docstring under each field of a dataclass, taken from its source."""
     found: dict[str, str] = {}
     for base in reversed(owner.__mro__[:-1]):
         (body,) = ast.parse(inspect.getsource(base)).body
@@ -169,7 +168,7 @@ SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
         {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     ),
 }
-"""Short forms allowed in place of a value; `write_out_pools` and `complete_warmup` expand them."""
+"""Short forms allowed in place of a value, which `write_out_pools` and `complete_warmup` expand."""
 TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null"}
 
 
@@ -195,7 +194,7 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
 
 
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
-    """Return the schema of the files of conf/GROUP, for which `sections_of_group` is not empty."""
+    """Return the schema for the files in conf/GROUP, for which `sections_of_group` is not empty."""
     names = "|".join(map(re.escape, groups))
     entry: JsonObject = {
         "type": "object",
@@ -212,28 +211,28 @@ def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
 
 
 def plain_schema(name: str, section: type) -> JsonObject:
-    """Return the schema of the files of conf/NAME, which are read without defaults and references."""
+    """Return the schema for the files in conf/NAME, which are read without defaults and references."""
     return _SchemaWriter(has_references=False).document(f"an option of conf/{name}", [section], {})
 
 
 def written_sections(roots: Iterable[type]) -> JsonObject:
-    """Return definitions of the input to `from_plain`, by dataclass name: JSON written by trainspec, without references
-    and with every key that has no default."""
+    """Return definitions for the input to `from_plain`, by dataclass name: JSON written by trainspec, without
+    references and with every key that has no default."""
     writer = _SchemaWriter(has_references=False, is_written=True)
     return writer.define(roots)
 
 
 def sections_of_group(group: str) -> list[type]:
-    """Return the dataclasses that a group's option can be; empty if no recipe section has the group's name."""
+    """Return the dataclasses that a group's option can be; empty if no recipe section has the name of the group."""
     path = path_of_group(group)
     return _sections_at(RunSpec, path) if path else []
 
 
 def path_of_group(group: str) -> str:
-    """Return the section that a group's option fills; empty if no recipe section has the group's name.
+    """Return the section that a group's option fills; empty if no recipe section has the name of the group.
 
-    `optim` fills `optim`, `fabric` fills `cluster.fabric`: of several sections, the one nearest to the root.
-    """
+    `optim` fills `optim`, and `fabric` fills `cluster.fabric`: among several sections, the one nearest to the root is
+    chosen."""
     ending = f".{group.replace('/', '.')}"
     paths = [path for path in dict.fromkeys(known_paths(RunSpec)) if f".{path}".endswith(ending)]
     nearest = sorted(paths, key=lambda path: path.count("."))
@@ -257,16 +256,16 @@ def _defaults(description: str, *items: JsonObject) -> JsonObject:
 
 
 class _SchemaWriter:
-    """Writes one schema. Every section below the root becomes a definition, which the keys reference."""
+    """Writes one schema. Every section below the root becomes a definition that the keys reference."""
 
     def __init__(self, *, has_references: bool = True, is_written: bool = False):
-        """`is_written`: the file is JSON written by trainspec, as opposed to YAML written by a person."""
+        """`is_written`: whether the file is JSON written by trainspec, as opposed to YAML written by a person."""
         self._has_references = has_references
         self._is_written = is_written
         self._definitions: JsonObject = {}
 
     def document(self, title: str, roots: list[type], further: JsonObject) -> JsonObject:
-        """Return the schema of a file that is one of `roots`, with the additional keys of `further`."""
+        """Return the schema for a file that is one of `roots`, with the additional keys in `further`."""
         alternatives = [self._section(root, further) for root in roots]
         return {
             "$schema": DRAFT,
@@ -286,8 +285,8 @@ class _SchemaWriter:
         needed: list[JsonValue] = [key_of(field) for field in dataclasses.fields(section) if is_required(field)]
         required: JsonObject = {"required": needed} if self._is_written and needed else {}
         if self._is_written:
-            # Files written by earlier versions contain every key of that version, and `build` accepts removed keys with
-            # the expected value.
+            # Files written by earlier versions contain every key of their version, and `build` accepts removed keys
+            # that have the expected value.
             for (owner, key), former in FORMER_KEYS.items():
                 if owner == section.__name__ and former.always is not None:
                     keys[key] = {"description": f"No longer a setting: {former.why}.", "const": former.always}
@@ -341,7 +340,7 @@ class _SchemaWriter:
 
 
 def _wanted(owner: type, name: str) -> Any:
-    """Return the type that may be written for a key: the field's type, except for words that other rules handle."""
+    """Return the type that may be specified for a key: the field's type, except for words that other rules handle."""
     wanted: Any = hints_of(owner)[name]
     if owner is KernelSpec:
         return Literal[(AUTO, *KERNELS[name])]
@@ -350,7 +349,7 @@ def _wanted(owner: type, name: str) -> Any:
 
 def _any_of(alternatives: list[JsonObject]) -> JsonObject:
     """Return the only alternative, or the union of several. Keywords next to a `$ref` are ignored, so a reference is
-    always put in a union."""
+    always wrapped in a union."""
     if len(alternatives) == 1 and "$ref" not in alternatives[0]:
         return alternatives[0]
     return {"anyOf": [*alternatives]}
@@ -381,8 +380,8 @@ def _default(field: dataclasses.Field[Any]) -> JsonObject:
     return {"default": plain}
 
 
-# Schemas of records, from the annotations that `read_record` uses. They describe what this version writes. Readers are
-# more tolerant than the schemas: they ignore unknown keys and enum values added by later versions.
+# Schemas of records, derived from the annotations that `read_record` uses. They describe what this version writes.
+# Readers are more tolerant than the schemas: they ignore unknown keys, and enum values added by later versions.
 
 
 STATED: JsonObject = {
@@ -406,8 +405,8 @@ def plan_schema(title: str, root: type) -> JsonObject:
 
 
 def record_schema(title: str, record: type, *, left_out: Collection[str] = (), is_versioned: bool = True) -> JsonObject:
-    """Return the schema of a file that holds a record. `left_out`: fields that are not in the file. `is_versioned`: the
-    file states its version; otherwise it has its own schema, under a digest."""
+    """Return the schema of a file that contains a record. `left_out`: fields that are not in the file. `is_versioned`:
+    whether the file states its version; if not, it has its own schema and is protected by a digest."""
     writer = _RecordWriter()
     found = writer.record(record, left_out)
     keys = found["properties"]
@@ -421,8 +420,8 @@ def record_schema(title: str, record: type, *, left_out: Collection[str] = (), i
 def events_schema(
     title: str, base: type, kinds: Mapping[str, type], one_of: Mapping[str, Collection[str]], *, closed: bool = False
 ) -> JsonObject:
-    """Return the schema of a line of an events file. `base` has the fields of all events, `kinds` those of each type,
-    of which at least one of `one_of` must be present. `closed`: the file has no other types."""
+    """Return the schema for a line of an events file. `base` has the fields of all events, `kinds` those of each type,
+    and at least one field of `one_of` must be present. `closed`: whether the file has no other types."""
     writer = _RecordWriter()
     found = writer.record(base, ())
     keys = found["properties"]
@@ -441,7 +440,7 @@ def events_schema(
 
 
 class _RecordWriter:
-    """Writes one schema. Every record below the root becomes a definition, which the keys reference."""
+    """Writes one schema. Every record below the root becomes a definition that the keys reference."""
 
     def __init__(self) -> None:
         self._definitions: JsonObject = {}
@@ -463,13 +462,13 @@ class _RecordWriter:
 
     def refer(self, record: type) -> JsonObject:
         if record.__name__ not in self._definitions:
-            self._definitions[record.__name__] = {}  # as for sections, a record may be recursive
+            self._definitions[record.__name__] = {}  # like a section, a record may be recursive
             self._definitions[record.__name__] = self.record(record, ())
         return {"$ref": f"#/definitions/{record.__name__}"}
 
     def _value(self, annotation: Any) -> JsonObject:
-        """Return the schema of the values that `read_record` accepts for a type. A reference is put in a union with one
-        member, because keywords next to a `$ref` are ignored."""
+        """Return the schema of the values that `read_record` accepts for a type. A reference is wrapped in a union with
+        one member, because keywords next to a `$ref` are ignored."""
         origin = typing.get_origin(annotation)
         members = typing.get_args(annotation)
         if origin is typing.Annotated:

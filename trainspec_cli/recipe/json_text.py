@@ -8,10 +8,9 @@ from typing import Any
 
 
 def json_text(content: object, *, indent: int | None = 2) -> str:
-    """Return `content` as ASCII JSON, which is safe on a terminal and can hold file names in any encoding.
+    """Return `content` as ASCII JSON, which is safe on a terminal and can represent file names in any encoding.
 
-    A non-finite number becomes null, because JSON cannot represent it.
-    """
+    A non-finite number becomes null, because JSON cannot represent it."""
     return json.dumps(finite_or_none(content), indent=indent, allow_nan=False)
 
 

@@ -1,9 +1,8 @@
 """Convert dataclasses to and from plain data: recipes, with all mistakes reported, and records on disk.
 
 A record is a dataclass whose annotations state which values a field may have on disk. Reading tolerates other versions
-but refuses damaged files: unknown keys are ignored, a missing key gets the field's default, and a value of the wrong
-kind raises FieldError.
-"""
+but rejects damaged files: unknown keys are ignored, a missing key gets the field's default, and a value of the wrong
+type raises FieldError."""
 
 from __future__ import annotations
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# Conversion of dataclasses to JSON and back, and a run's digest. Workers read the output of `to_plain` without Hydra.
+# Conversion of dataclasses to JSON and back, and the digest of a run. Workers read the output of `to_plain` without
+# Hydra.
 
 
 class Absent(Enum):
@@ -50,7 +50,7 @@ ABSENT = Absent.ABSENT
 
 
 def to_plain(value: DataclassInstance) -> JsonObject:
-    """Convert a dataclass to JSON values: dicts, lists, numbers, text. Fields set to `ABSENT` are left out."""
+    """Convert a dataclass to JSON values: dicts, lists, numbers, text. Fields set to `ABSENT` are omitted."""
     items = ((key_of(field), getattr(value, field.name)) for field in dataclasses.fields(value))
     return {key: _plain(item) for key, item in items if item is not ABSENT}
 
@@ -76,12 +76,12 @@ def from_plain(cls: type[T], data: object) -> T:
 
 
 def canonical_json(data: object) -> str:
-    """Return JSON that is identical for equal content: sorted keys, no spaces, no NaN."""
+    """Return JSON that is the same for equal content: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(spec: RunSpec) -> str:
-    """Return the sha256 of a spec. The run folder is left out, because its location does not change the run."""
+    """Return the sha256 of a spec. The run folder is excluded, because its location does not change the run."""
     plain = to_plain(spec)
     # A moved or copied run is still the same run.
     plain["run"] = {key: value for key, value in to_plain(spec.run).items() if key != "dir"}
@@ -89,7 +89,7 @@ def digest(spec: RunSpec) -> str:
 
 
 class FieldError(ValueError):
-    """A field is missing or has a value of the wrong kind."""
+    """A field is missing or has a value of the wrong type."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ValueKind:
     name: str
     """The kind's name in error messages."""
     read: Callable[[object], Any]
-    """Returns the value as the record holds it. Raises FieldError for a value of another kind."""
+    """Returns the value as stored in the record. Raises FieldError for a value of the wrong type."""
     schema: JsonObject = dataclasses.field(default_factory=dict, compare=False)
     """The JSON Schema of these values; an empty schema allows anything."""
     section: type | None = None
@@ -148,7 +148,7 @@ PLAIN: dict[Any, ValueKind] = {
     bool: ValueKind("true or false", partial(_exactly, bool), {"type": "boolean"}),
     object: ValueKind("anything", lambda value: value),
 }
-"""Kinds of the fields whose annotation is a plain type."""
+"""Kinds for fields whose annotation is a plain type."""
 
 
 def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
@@ -163,7 +163,7 @@ def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
 
 def _kind_of(annotation: Any) -> ValueKind:
     """Return the kind of value allowed in a field with this annotation. `Absent` in a union means that the key may be
-    missing, as does the field's default."""
+    missing, and so does a default."""
     origin = typing.get_origin(annotation)
     members = typing.get_args(annotation)
     if origin is Annotated:
@@ -185,7 +185,7 @@ def _kind_of(annotation: Any) -> ValueKind:
             lambda value: {key: one.read(inner) for key, inner in _exactly(dict, value).items()},
         )
     if origin is typing.Literal:
-        # A newer version may write words that this one does not know, and its files must stay readable.
+        # A newer version may write words that this version does not know, and its files must stay readable.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
@@ -209,7 +209,7 @@ def _fields_of(cls: type[Any]) -> tuple[_Field, ...]:
 
 
 def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
-    """Build the dataclass `cls` from the values in `plain`. Raises a FieldError that describes the first invalid
+    """Build the dataclass `cls` from the values in `plain`. Raises FieldError, which describes the first invalid
     field."""
     values = {}
     record: Any = cls
@@ -227,9 +227,9 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
     return cls(**values)
 
 
-# A RunSpec is built from a dict, and all wrong keys, types and choices are reported together. This part knows types,
-# not files. `1e3` is a valid integer and `1` a valid float; true and false are neither. Text is never read as a number:
-# if YAML or the command line parsed a value as text, the author meant text or made a mistake.
+# A RunSpec is built from a dict, and all wrong keys, types and choices are reported together. This part deals with
+# types, not with files. `1e3` is a valid integer and `1` a valid float; true and false are neither. Text is never read
+# as a number: if YAML or the command line parsed a value as text, the author meant text or made a mistake.
 
 
 # UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked. Computing
@@ -260,10 +260,10 @@ UNKNOWN: Any = Unknown()
 
 MAX_GUESSES = 3
 MAX_ITEMS = 1_000
-"""The maximum number of items in a list."""
+"""Maximum number of items in a list."""
 MAX_TEXT_CHARS = 100_000
 LISTED_CHARS = 250
-"""The maximum length of a list of a section's keys in a message; `trainspec explain` shows longer ones."""
+"""Maximum length of a list of a section's keys in a message; `trainspec explain` shows longer ones."""
 SHOWN_CHARS = 80
 
 OPTION_SECTIONS = frozenset({
@@ -288,7 +288,7 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     problems: list[Problem] = []
     for key in data:
         former = FORMER_KEYS.get((cls.__name__, str(key)))
-        # An old file may still state a choice that has since become the only behaviour. Accept it, because it is
+        # An old file may still state a choice that has since become the only behaviour. It is accepted, because it is
         # correct.
         if key in fields or (former is not None and former.always == data[key]):
             continue
@@ -296,7 +296,7 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
-        # `???` demands a value even if the field has a default: the recipe's author wants the user to choose.
+        # `???` requires a value even if the field has a default, because the recipe's author wants the user to choose.
         if data.get(key, MISSING) == MISSING and (key in data or is_required(field)):
             values[name] = UNKNOWN
             problems += _missing(hints[name], f"{path}{key}")
@@ -337,9 +337,9 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
             allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
         message = f"`{path}` is {show_value(value)}; expected {allowed}"
         code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
-        # The draft continues with UNKNOWN, so that one check also reports the mistakes in all other keys.
+        # The draft continues with UNKNOWN, so that a single check also reports the mistakes in all other keys.
         return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
-    # Never check rules with numbers that are too large, alone or in a list: loops over them would not end.
+    # Never check rules with numbers that are too large, alone or in a list, because loops over them would not end.
     for number in converted if isinstance(converted, tuple) else (converted,):
         if isinstance(number, (int, float)) and abs(number) > (most := largest_of(path, number)):
             message = f"`{path}` is {show_value(number)}; at most {most:,} is allowed"
@@ -356,8 +356,8 @@ def _build_items(wanted: Any, items: Mapping[Any, object], path: str) -> tuple[d
 
 
 def choose_section(wanted: Any, value: Mapping[str, object]) -> type | None:
-    """Return the dataclass that a mapping fills: among several, the one with the `family` that the mapping names, or
-    the first."""
+    """Return the dataclass that a mapping fills. Among several, it is the one with the `family` named in the mapping,
+    or the first one."""
     sections = sections_of(wanted)
     named = [section for section in sections if value.get("family") in choices_of(hints_of(section).get("family"))]
     return next(iter([*named, *sections]), None)
@@ -406,7 +406,7 @@ def convert(wanted: Any, value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             raise WrongValueError
         if wanted is float and abs(value) > LARGEST:
-            value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, however it is written
+            value = 2 * LARGEST if value > 0 else -2 * LARGEST  # this is reported as too large, however it is written
         # YAML reads 1e3 as a float, but people use it for 1000.
         if wanted is int and value != int(value):
             raise WrongValueError
@@ -419,8 +419,8 @@ def convert(wanted: Any, value: Any) -> Any:
 
 
 def _can_be_written(text: str) -> bool:
-    """Return False for text that is too long or that contains NUL (which would truncate a path) or half a surrogate
-    pair (not UTF-8)."""
+    """Return False for text that is too long, or that contains NUL (which would truncate a path) or half a surrogate
+    pair (which is not UTF-8)."""
     if len(text) > MAX_TEXT_CHARS or "\0" in text:
         return False
     try:
@@ -450,7 +450,7 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     if former is not None:
         message = f"`{path}{key}` is no longer a setting: {former.why}"
         return Problem("unknown_key", message, f"{path}{key}", former.hint)
-    # A model of another family may have the key. That is a better hint than a similar key of this family.
+    # A model of another family may have the key. That is a better hint than a similar key in this family.
     kinds = sections_of(hints_of(RunSpec).get(path[:-1]))
     having = [kind for kind in kinds if key in map(key_of, dataclasses.fields(kind))]
     if families := [str(family) for kind in having for family in choices_of(hints_of(kind).get("family"))]:
@@ -466,7 +466,7 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     tail = "" if isinstance(value, Mapping) else ".".join(names)
     siblings = [key_of(field) for field in dataclasses.fields(cls)]
     near = closest(key, siblings)
-    # Walking all sections takes time, so do it only for a key that resembles none of its neighbours.
+    # Walking all sections takes time, so it is done only for a key that resembles none of its neighbours.
     paths = list(dict.fromkeys(known_paths(RunSpec))) if tail or not near else []
     if tail and f"{path}{near}.{tail}" in paths:
         meant = [f"{path}{near}.{tail}"]
@@ -488,12 +488,11 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
 def _guess(key: str, paths: list[str]) -> list[str]:
     """Guess the intended key if the section is wrong: keys that equal, contain or resemble `key`.
 
-    A name that contains another matching name is left out.
-    """
+    A name that contains another matching name is omitted."""
     names: dict[str, list[str]] = {}
     for known in paths:
         names.setdefault(known.rpartition(".")[2], []).append(known)
-    # A name with up to three letters occurs in too many keys to identify one.
+    # A name of up to three letters occurs in too many keys to identify one.
     within = [name for name in names if len(key) > 3 and key in name]
     holding = [
         known for name in within if not any(other in name for other in within if other != name) for known in names[name]
@@ -512,7 +511,7 @@ def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def only_key_named(name: str) -> str:
-    """Return the only dotted path whose last word is `name`; "" if no path or several paths match."""
+    """Return the only dotted path whose last word is `name`; "" if there is no such path or more than one."""
     found = {path for path in known_paths(RunSpec) if path.rpartition(".")[2] == name}
     return found.pop() if len(found) == 1 else ""
 
@@ -559,7 +558,7 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
     if wanted in (str, str | None) and isinstance(value, (int, float)):
         hint = f"""quote it to make it text: '{path}="{show_value(value)}"'"""
         if isinstance(value, int) and not isinstance(value, bool) and value >= 60:
-            # YAML 1.1 reads 2:00:00 as a base-60 number, so the author did not mean the digits of that number.
+            # YAML 1.1 reads 2:00:00 as a base-60 number, so the author did not intend that number.
             minutes, seconds = divmod(value, 60)
             hours, minutes = divmod(minutes, 60)
             written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

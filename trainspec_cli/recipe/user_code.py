@@ -1,7 +1,6 @@
 """User-defined code named in a recipe: its source is located and checked, and the workers import it.
 
-For an untrusted recipe, `validate` and `plan` report which code it would run without running any of it.
-"""
+For an untrusted recipe, `validate` and `plan` report which code it would run, without running any of it."""
 
 from __future__ import annotations
 
@@ -39,24 +38,24 @@ SHOWN_CHARS = 160
 PACKAGE = Path(__file__).parents[1]
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
-# The extension points: for each, the recipe key, the entry-point group, and how the engine calls the named code.
+# The extension points: for each of them, the recipe key, the entry-point group, and how the engine calls the code.
 
 
 @dataclass(frozen=True)
 class ExtensionKind:
     key: str
-    """The recipe key that names such code."""
+    """The recipe key that specifies such code."""
     group: str
-    """The entry-point group under which installed packages register names."""
+    """The entry-point group in which installed packages register names."""
     positional: tuple[str, ...] = ()
     """The arguments that the engine passes by position."""
     keywords: tuple[str, ...] = ()
     """The arguments that the engine passes by name, in addition to the recipe's options."""
     is_list: bool = False
-    """The key holds a list of references."""
+    """Whether the key contains a list of references."""
 
     def named(self, text: str, options: Collection[str] = ()) -> list[Extension]:
-        """Return the code that the key names; empty if the key has no value."""
+        """Return the code that the key specifies; empty if the key has no value."""
         return [Extension(self, self.key, text, tuple(options))] if text else []
 
 
@@ -87,11 +86,11 @@ class Extension:
 
 
 KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
-"""The extension points, in the order that a run reaches them."""
+"""The extension points, in the order in which a run reaches them."""
 
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:
-    """Yield the user-defined code named in the recipe; nothing if everything it names ships with trainspec."""
+    """Yield the user-defined code named in the recipe; nothing if everything that it names ships with trainspec."""
     for key, part in spec.data.own_parts.items():
         yield Extension(SOURCE, key, part.source, tuple(part.options))
     yield from worker_code_of(spec)
@@ -136,12 +135,12 @@ class Source:
 
 
 def is_reference(text: str) -> bool:
-    """Return whether the text refers to code by file or module rather than by a registered name."""
+    """Return whether the text refers to code by file or module instead of by a registered name."""
     return ":" in text
 
 
 def absolute_reference(text: str, folder: Path) -> str:
-    """Return the text with a relative file resolved against `folder`; unchanged if it names no file."""
+    """Return the text with a relative file resolved against `folder`; unchanged if it does not name a file."""
     if not (is_reference(text) and text.rpartition(":")[0].endswith(SUFFIX)):
         return text
     file, _, name = text.rpartition(":")
@@ -153,7 +152,7 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
     or an unsuitable signature. `built_in`: other allowed values of the key."""
     text = extension.text
     if not is_reference(text):
-        from importlib.metadata import entry_points  # slow to load, and few runs have user-defined code
+        from importlib.metadata import entry_points  # it is slow to load, and few runs have user-defined code
 
         # The names registered by installed packages, with their targets.
         own = {point.name: point.value for point in entry_points(group=extension.kind.group)}
@@ -200,10 +199,9 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
     """Return the modules in the same folder as `file` that it imports directly or indirectly, by top-level name, with
     their source files (for a package, all of them).
 
-    They are found by reading the sources. The standard library and installed packages have priority, so that a file
-    `json.py` in the folder does not replace a library. The current folder has no priority, because it is on the path of
-    only some processes.
-    """
+    They are found by reading the sources. The standard library and installed packages take precedence, so that a file
+    `json.py` in the folder does not replace a library. The current folder does not, because it is on the path of only
+    some processes."""
     path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found: dict[str, tuple[Path, ...]] = {}
     unread = [file]
@@ -231,7 +229,8 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
 @lru_cache(maxsize=4096)
 def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
     """Return the top-level names of all modules that a file imports; empty if it is not Python (importing it reports
-    that). Cached while the file's time and size stay the same, because packages can have many files."""
+    that). The result is cached as long as the file's time and size stay the same, because packages can have many
+    files."""
     try:
         tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -246,8 +245,8 @@ def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """Return the files that make up the code: its own file first, then (if it is named by file) the neighbours that it
-    imports. Empty for a compiled module."""
+    """Return the files that make up the code: its own file first, then (if it is specified by file) the neighbours that
+    it imports. Empty for a compiled module."""
     if source.file is None:
         return []
     beside = () if source.module else neighbours(source.file).values()
@@ -277,10 +276,10 @@ def _find_file(extension: Extension, place: str) -> Path:
 
 
 def _find_module(extension: Extension, module: str, name: str) -> Path | None:
-    """Return the source of a module, or None for a compiled one. This does not import any package."""
+    """Return the source of a module; None for a compiled one. This does not import any package."""
     top, *others = module.split(".")
     spec = None
-    with suppress(ImportError, ValueError):  # a partly imported module has no spec
+    with suppress(ImportError, ValueError):  # a partially imported module has no spec
         spec = importlib.util.find_spec(top)
     if spec is None:
         message = f"`{extension.path}` names the module {module}, but no package {top} is installed"
@@ -330,8 +329,8 @@ def _check_source(extension: Extension, source: Source, file: Path) -> None:
 
 
 def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "") -> str:
-    """Return what to set to name a definition in `file`: the one most similar to `name`, or those that the engine could
-    call. `place`: the file as written by the user."""
+    """Return what to set in order to name a definition in `file`: the one most similar to `name`, or those that the
+    engine could call. `place`: the file as written by the user."""
     names, _ = _names_of(_parse(extension, file))
     callable_names = []
     for own, definition in names.items():
@@ -348,7 +347,7 @@ def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "")
 
 
 def _why_not_callable(extension: Extension, signature: inspect.Signature) -> TypeError | None:
-    """Return the error of the engine's call; None if the signature fits."""
+    """Return the error of the engine's call; None if the signature matches."""
     kind = extension.kind
     try:
         signature.bind(*kind.positional, **dict.fromkeys((*kind.keywords, *extension.options)))
@@ -358,7 +357,7 @@ def _why_not_callable(extension: Extension, signature: inspect.Signature) -> Typ
 
 
 def _check_signature(extension: Extension, source: Source, signature: inspect.Signature) -> None:
-    """Raise RecipeError if the signature does not fit the engine's call."""
+    """Raise RecipeError if the signature does not match the engine's call."""
     error = _why_not_callable(extension, signature)
     if error is None:
         return
@@ -414,7 +413,7 @@ def _signature_of(definition: Definition) -> inspect.Signature | None:
 
 
 def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | None:
-    """Return the signature of `arguments` without the first `skip`, which callers of a method do not pass."""
+    """Return the signature of `arguments` without the first `skip` arguments, which callers of a method do not pass."""
     by_position = [*arguments.posonlyargs, *arguments.args]
     required = len(by_position) - len(arguments.defaults)
     parameters = []
@@ -436,7 +435,7 @@ def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | N
 
 
 class _Default:
-    """A default in a displayed signature; its value does not matter."""
+    """A default in a displayed signature, whose value does not matter."""
 
     def __repr__(self) -> str:
         return "..."
@@ -473,16 +472,15 @@ def load(extension: Extension) -> Callable[..., Any]:
 
 
 def arguments(options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of a recipe as arguments: YAML lists become tuples."""
+    """Return the options of a recipe as arguments; YAML lists become tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 class Neighbours:
-    """An import finder for those modules next to a file named in a recipe that the file imports.
+    """An import finder for the modules that a file named in a recipe imports from its own folder.
 
     It serves only those names, which no library uses. Putting the folder on `sys.path` would also serve names that
-    libraries try to import optionally, from files that nobody has checked.
-    """
+    libraries optionally try to import, from files that nobody has checked."""
 
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}
@@ -504,7 +502,7 @@ class Neighbours:
                 message = f"`{extension.path}`: {file} imports {name}, but the {name} of {first} is already in use"
                 raise RecipeError(Problem("name_taken", message, extension.path, f"rename one {name}"))
         if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # the current folder may also have that name
+            sys.meta_path.insert(0, self)  # the current folder may also contain that name
 
 
 NEIGHBOURS = Neighbours()
@@ -522,15 +520,15 @@ def _import(extension: Extension, source: Source) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
     assert spec is not None and spec.loader is not None, "a file of Python has a loader"
-    # Before the file runs, because its imports come first.
+    # This comes before the file runs, because its imports come first.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, because the file's dataclasses and pickles look up their module there.
+    # This comes before the file runs, because its dataclasses and pickles look up their module there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        # Otherwise the next key that names the file would use a partly executed module as if it were complete.
+        # Otherwise, the next key that names the file would use a partially executed module as if it were complete.
         del sys.modules[name]
         raise
     return module
@@ -575,8 +573,8 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 
 def _user_frame(error: Exception) -> tuple[str, int, str] | None:
-    """Return file, line and function of the innermost frame in the user's code, as opposed to frames of trainspec or of
-    libraries called by it; None if there is none."""
+    """Return file, line and function of the innermost frame in the user's code, as opposed to frames in trainspec or in
+    libraries that it calls; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)

@@ -1,1 +1,1 @@
-"""Reads a run folder and shows what happened and where the time went. Does not import torch."""
+"""Reads a run folder and shows what happened and where the time went. It does not import torch."""

@@ -11,7 +11,8 @@ from trainspec_cli.recipe.results.tables import BacktestReport, ErrorSummary
 
 
 def render_backtest(report: BacktestReport) -> str:
-    """Render the errors over all rows and by source, model and chip; the sweeps; refused rows and assumptions."""
+    """Render the errors overall and by source, model and chip, then the sweeps, the rejected rows and the
+    assumptions."""
     summary = report.summary
     lines = [f"{summary.rows} rows, {summary.predicted} predicted, {summary.refused} refused"]
     if summary.step_time_mape is not None:
@@ -72,7 +73,7 @@ Point = tuple[float, float, str]
 
 
 def render_scatter(points: Sequence[Point]) -> str:
-    """Draw (measured seconds, predicted seconds, group) as an SVG with the zero-error line and its 15% band."""
+    """Draw points (measured seconds, predicted seconds, group) as an SVG, with the zero-error line and its 15% band."""
     low = math.floor(math.log10(min(min(p[0], p[1]) for p in points)))
     high = math.ceil(math.log10(max(max(p[0], p[1]) for p in points)))
     scale = _Scale(low, max(high, low + 1))

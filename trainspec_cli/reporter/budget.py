@@ -52,7 +52,7 @@ def title_of(budget: Budget) -> str:
 
 
 def sentences(budget: Budget) -> Iterator[str]:
-    """Yield the conclusions: the cheapest way, and when buying pays."""
+    """Yield the conclusions: which option is cheapest, and when buying pays off."""
     cheapest = next(way for way in WAYS if way == budget.cheapest)
     yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in total"
     months = budget.break_even_months
@@ -140,7 +140,7 @@ def _tiles(budget: Budget) -> str:
 
 
 def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
-    """Yield when buying pays, as (label, value, unit)."""
+    """Yield when buying pays off, as (label, value, unit)."""
     months = budget.break_even_months
     use = budget.break_even_utilisation
     if months is None:
@@ -154,7 +154,7 @@ def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
 
 
 def _chart(budget: Budget) -> str:
-    """Draw the cash of each way over the months."""
+    """Draw each option's cash flow over the months."""
     lines = [
         LineSeries(LINES[way], NAMES[way], list(enumerate(budget.cumulated_usd[way])), marked=False)
         for way in WAYS
@@ -166,7 +166,7 @@ def _chart(budget: Budget) -> str:
 
 
 def _swings(budget: Budget) -> str:
-    """Draw how much each input changes what buying saves compared with renting by the hour."""
+    """Draw how much each input changes the savings of buying compared with renting by the hour."""
 
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]

@@ -1,4 +1,4 @@
-"""Describe changes to a run made by the scheduler or after a failure: the step, what changed, and why."""
+"""Describe changes to a run, made by the scheduler or after a failure: the step, what changed, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 MANY = 8
-"""Above this number of ranks, shares are summarised instead of being listed."""
+"""Above this number of ranks, sample shares are summarised instead of listed."""
 
 RECOVERY_KINDS = {
     "left": "left",
@@ -36,7 +36,7 @@ class RunChange:
     step: int
     what: str
     why: str
-    """The reason, and the time it cost or saved; may be empty."""
+    """The reason, and the time lost or saved; may be empty."""
 
     @property
     def line(self) -> str:
@@ -58,20 +58,20 @@ def describe_recovery(recovery: Recovery) -> RunChange:
 
 
 def advises_shares(event: DirectiveEvent) -> bool:
-    """Return whether the event only advises shares, without changing them; such advice changes with the machine's
+    """Return whether the event only advises sample shares, without changing them. Such advice varies with the machine's
     load."""
     return not event.applied and event.kind in ("shares", "group_shares")
 
 
 def keeps_shares(event: DirectiveEvent) -> bool:
-    """Return whether advice on shares withdraws the previous advice: a run that only receives advice has even
-    shares."""
+    """Return whether advice on sample shares withdraws earlier advice. A run that only receives advice still has even
+    shares, so advice to keep them is a withdrawal."""
     return advises_shares(event) and max(event.counts) - min(event.counts) <= 1
 
 
 def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEvent]:
-    """Return the directives. Of the advice on each group's shares, only the newest is kept, or none if it is to keep
-    the shares."""
+    """Return the directives without outdated advice. For each group, only the newest advice on its sample shares is
+    kept, or none if that advice is to keep the current shares."""
     listed = list(directives)
     newest = {event.group: place for place, event in enumerate(listed) if advises_shares(event)}
     current = [event for at, event in enumerate(listed) if not advises_shares(event) or newest[event.group] == at]

@@ -18,14 +18,13 @@ def render_chart(
 ) -> str:
     """Draw `points` (x, y) in `width` x `height` cells plus axes.
 
-    Points that share a dot's column are averaged; points that are not finite are skipped. Without points the text is
-    empty.
+    Points in the same dot column are averaged; non-finite points are skipped. Without points, the text is empty.
     """
     first = min((x for x, _ in _finite(points)), default=None)
     last = max((x for x, _ in _finite(points)), default=None)
     if first is None or last is None:
         return ""
-    # Use means rather than samples, so that a single noisy step does not shape a long curve.
+    # Average instead of sampling, so that a single noisy step does not distort a long curve.
     columns = _column_means(_finite(points), width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
     rows = [row.rstrip(chr(_BLANK)) for row in _draw_braille(columns, low, high, width, height)]
@@ -33,8 +32,8 @@ def render_chart(
 
 
 def render_overlay(curves: Mapping[str, Sequence[Point]], *, width: int = 64, height: int = 14, title: str = "") -> str:
-    """Draw several curves on the same axes, each with a different character, and `*` where two meet. Points are
-    averaged as in `render_chart`."""
+    """Draw several curves on the same axes, each with its own character, and `*` where two overlap. Points are averaged
+    as in `render_chart`."""
     finite = {
         mark: sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
         for mark, points in curves.items()
@@ -73,7 +72,8 @@ def _with_axes(
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> Iterator[Point]:
-    """Return the finite points. A long curve is iterated several times instead of being copied into a list."""
+    """Return the finite points lazily. A long curve is iterated over several times instead of being copied into a
+    list."""
     return ((float(x), y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y))
 
 
@@ -90,7 +90,7 @@ def _padded_range(values: Sequence[float]) -> tuple[float, float]:
     """Return the range of the y axis; a flat curve is drawn in the middle."""
     low = min(values)
     high = max(values)
-    # A zero range would cause a division by 0 when heights are scaled.
+    # A zero range would lead to a division by 0 when heights are scaled.
     if low == high:
         pad = abs(low) * 0.1 or 1.0
         return low - pad, high + pad
@@ -98,7 +98,7 @@ def _padded_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _draw_braille(columns: Sequence[float | None], low: float, high: float, width: int, height: int) -> list[str]:
-    """Return rows of braille, top first; neighbouring points are joined by a line."""
+    """Return rows of braille characters, top row first; neighbouring points are connected by lines."""
     cells = [[_BLANK] * width for _ in range(height)]
     dots_high = height * 4
     before: tuple[int, int] | None = None

@@ -39,7 +39,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_result, read_run_record
 
 HELDOUT = ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")
-"""Figures of an evaluation; which of them exist depends on the data."""
+"""Metrics of an evaluation; which of them exist depends on the data."""
 Curve = Sequence[tuple[int, float | None]]
 """(step, value); None where the value was not finite."""
 
@@ -54,13 +54,13 @@ class Report:
     steps: int
     max_steps: int | None
     elapsed_s: float
-    """Time from the first event to the last; pauses between a stop and a resume count."""
+    """Time from the first event to the last, including pauses between a stop and a resume."""
     start_steps: tuple[int, ...]
-    """Steps at which workers started: 0, and the first step of each resume."""
+    """Steps at which the workers started: 0, and the first step after each resume."""
     world_size: int | None
     device_name: str
     params: int | None
-    """Parameters of the base model; a LoRA fine-tune trains `adapter_params`, which are not included."""
+    """Number of parameters of the base model. A LoRA fine-tune trains `adapter_params`, which are not included."""
     adapter_params: int
     final_loss: float | None
     peak_memory_bytes: int | None
@@ -72,10 +72,10 @@ class Report:
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]
-    """Updates that were skipped because they were not finite."""
+    """Steps whose updates were skipped because they were not finite."""
     evaluations: tuple[EvalEvent, ...]
     checkpoints: tuple[CheckpointEvent, ...]
-    """All checkpoints that were written; older ones may have been deleted."""
+    """All checkpoints that have been written; older ones may have been deleted since."""
     sample: SampleEvent | None
     warnings: tuple[WarningEvent, ...]
     missing_ranks: tuple[int, ...]
@@ -83,21 +83,21 @@ class Report:
     directives: tuple[DirectiveEvent, ...] = ()
     """Changes made or advised by the scheduler."""
     achieved: tuple[AchievedEvent, ...] = ()
-    """Results of these changes, each with its directive's number and replica group."""
+    """Effects of these changes, each with its directive's number and replica group."""
     buckets: tuple[BucketsEvent, ...] = ()
     """Bucket sizes that the run chose."""
     memory: tuple[MemoryEvent, ...] = ()
     """Changes made after running out of memory."""
     left_out: tuple[NodesEvent, ...] = ()
-    """Nodes that were left out, or that should be according to advice."""
+    """Nodes that were dropped, or that the scheduler advises dropping."""
     left_out_achieved: tuple[NodesAchievedEvent, ...] = ()
-    """Results of leaving nodes out, each with its event's number."""
+    """Effects of dropping nodes, each with its event's number."""
     links: tuple[LinkRate, ...] = ()
     """The slowest link of each axis, as last recorded."""
     link_changes: tuple[LinkEvent, ...] = ()
     """Links that have become faster or slower."""
     time_s: WallTime = field(default_factory=WallTime)
-    """The wall time of all attempts by part."""
+    """The wall time of all attempts, by part."""
     goodput: float | None = None
     """The productive fraction of the wall time."""
     verdicts: tuple[RunVerdict, ...] = ()
@@ -136,8 +136,8 @@ class Report:
         return {"step": list(steps), **table}
 
     def raise_for_status(self) -> None:
-        """Raise the command line's error for a run that failed, was stopped or was killed; return for one that is done
-        or running."""
+        """Raise the command line's error for a run that failed, was stopped or was killed; return normally if the run
+        is done or still running."""
         if self.status not in ("failed", "stopped", "killed"):
             return
         kinds: dict[int, type[TrainspecError]] = {
@@ -153,7 +153,7 @@ class Report:
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
-    """Read the run folder; for a run that is in progress or was interrupted, return what it has written so far."""
+    """Read the run folder. For a run that is in progress or was interrupted, return what has been written so far."""
     run = RunDir(root)
     log = RunLog(list(read_sound(run.supervisor_events)))
     plan = read_plan_outline(run)
@@ -164,13 +164,13 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     warnings: list[WarningEvent] = []
     begin = first.begin
     world_size = begin.world_size if begin else None
-    # Ranks are read one after another, since the events of thousands of ranks would not fit into memory at once.
+    # Ranks are read one after another, because the events of thousands of ranks would not fit into memory together.
     files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
     for rank, path in files.items():
         history = first if rank == 0 else History()
         for event in read_log(path) if rank else ():
             history.add(event)
-        # Every rank writes its own warnings; the first rank's file has only its own.
+        # Each rank logs its own warnings, so the first rank's file does not contain those of the other ranks.
         warnings += history.warnings
         meter.add(rank, history)
     scheduled = list(read_log(run.directives))
@@ -184,7 +184,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         recipe=read_run_record(run).recipe if run.run_json.exists() else "",
         status=status_of(run, running=running, queued=queued),
         exit_code=result.exit_code if result else None,
-        # A resumed run without new steps still has the steps of its checkpoint.
+        # A resumed run without new steps still has the steps up to its checkpoint.
         steps=loss[-1][0] if loss else begin.step if begin else 0,
         max_steps=plan.total_steps,
         elapsed_s=first.last_time - first.first_time,
@@ -218,7 +218,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
-        # Taken from the plan, which runs of any version have.
+        # Taken from the plan, because runs of every version have one.
         name=name_of(plan.spec),
         lr=lr if any(value is not None for _, value in lr) else (),
         reason=_text(result.reason) if result else "",
@@ -232,10 +232,10 @@ def _text(value: str | Absent) -> str:
 
 
 class RunLog:
-    """Reads the first rank's file (the run's log) event by event, and keeps only figures."""
+    """Reads the first rank's file (the run's log) event by event, and keeps only numbers."""
 
     def __init__(self, marks: Sequence[Event]):
-        """`marks`: the supervisor's marks."""
+        """`marks`: events recorded by the supervisor."""
         self.history, self.time, self.recoveries = History(), RunAccount(marks), RecoveryLog()
         self.links: tuple[LinkRate, ...] = ()
         self.link_changes: list[LinkEvent] = []

@@ -1,4 +1,4 @@
-"""Compare runs: the recipe values that differ, how the runs ended, and their losses in one chart."""
+"""Compare runs: the recipe values that differ, how each run ended, and all losses in one chart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline
 
 MOST_RUNS = len(ascii_uppercase)
-"""Largest number of runs, since each has a letter."""
+"""Largest number of runs, because each run is labelled with a letter."""
 
 
 def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:
-    """Return the comparison as JSON: `values` are the recipe values that differ; a figure that a run lacks is null."""
+    """Return the comparison as JSON. `values` are the recipe values that differ; metrics that a run lacks are null."""
     found: list[JsonObject] = []
     for report, values in zip(reports, _differing_values(reports), strict=True):
         heldout = _heldout(report)
@@ -44,7 +44,7 @@ def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:
 
 
 def render_comparison(reports: Sequence[Report], width: int) -> str:
-    """Draw the comparison; a letter stands for each run in the table and the charts."""
+    """Draw the comparison. In the table and the charts, each run is represented by a letter."""
     letters = ascii_uppercase[: len(reports)]
     values = _differing_values(reports)
     # Run paths are long and similar, so the table and the charts use letters.

@@ -1,5 +1,5 @@
-"""Rich's console, texts and tables for untrusted text: it is never parsed as markup, and control characters are escaped
-before anything is measured, so that columns are wide enough."""
+"""Rich's console, texts and tables for untrusted text. Such text is never parsed as markup, and control characters are
+escaped before widths are measured, so that columns are wide enough."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrintableConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Return the stream below a `PrintableStream`, which would escape rich's own styles."""
+        """Return the stream wrapped by a `PrintableStream`, because the wrapper would escape rich's own styles."""
         file = super().file
         return cast(IO[str], file.rich_proxied_file) if isinstance(file, PrintableStream) else file
 
@@ -38,12 +38,12 @@ class PrintableConsole(Console):
         return super().render_str(printable(plain), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape all rendered text; control segments come from rich itself."""
+        """Escape all rendered text. Control segments are not escaped, because they come from rich itself."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def show(self, drawn: RenderableType) -> None:
-        """Print an object that fills the terminal's width; without trailing spaces in a file or a pipe."""
+        """Print an object that fills the terminal's width. In a file or a pipe, there are no trailing spaces."""
         if self.is_terminal:
             self.print(drawn)
             return
@@ -56,17 +56,16 @@ class PrintableConsole(Console):
         self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def report_each(self, *parts: Iterable[str]) -> None:
-        """Print the lines of all parts like `report`; print nothing, not even an empty line, if there are no lines."""
+        """Print the lines of all parts like `report`. If there are no lines, print nothing, not even an empty line."""
         if lines := [line for part in parts for line in part]:
             self.report(*lines)
 
 
 class RunConsole(PrintableConsole):
-    """A console whose reader may disappear (`| head`), which ends the command with the exit code that a shell would
-    give it.
+    """A console whose reader may disappear (`| head`). The command then ends with the exit code that a shell would
+    report.
 
-    The current run is then stopped in an orderly way, even under `nohup`.
-    """
+    The current run is stopped in an orderly way first, even under `nohup`."""
 
     reader_left = False
     _stop_run: Callable[[], None] | None = None
@@ -80,7 +79,7 @@ class RunConsole(PrintableConsole):
 
     @contextmanager
     def stopping_run_without_reader(self, stop_run: Callable[[], None]) -> Iterator[None]:
-        """Stop the run if the reader disappears during the block."""
+        """Stop the run if the reader disappears within the block."""
         self._stop_run = stop_run
         try:
             yield
@@ -89,12 +88,13 @@ class RunConsole(PrintableConsole):
 
 
 def make_console(*, as_json: bool) -> RunConsole:
-    """Create the console; with `--json` it writes to stderr, because a program reads stdout."""
+    """Create the console. With `--json` it writes to stderr, because stdout is read by a program."""
     return RunConsole(stderr=as_json)
 
 
 def make_progress_console(progress: bool | None) -> RunConsole:
-    """Create the console of a launch from Python. `progress`: None shows it only on a terminal and in a notebook."""
+    """Create the console for a launch from Python. `progress`: None shows progress only on a terminal or in a
+    notebook."""
     # A notebook's kernel shows stdout; rich's own output for notebooks would be one widget per line.
     console = RunConsole(force_jupyter=False)
     in_notebook = "ipykernel" in sys.modules
@@ -104,12 +104,12 @@ def make_progress_console(progress: bool | None) -> RunConsole:
 
 @contextmanager
 def open_run_log(run: RunDir, console: Console) -> Iterator[Console | None]:
-    """Open the log of all starts of the run, which gets the lines even if a terminal shows a bar or is closed. Yields
-    None if the console itself writes to that file. A full disk ends the log, not the run."""
+    """Open the log of all starts of the run. The log receives the lines even if a terminal shows a progress bar or is
+    closed. Yields None if the console itself writes to that file. A full disk ends the log, but not the run."""
     run.logs.mkdir(parents=True, exist_ok=True)
     with run.run_log.open("a", encoding="utf-8") as file:
         is_same = False
-        with suppress(OSError):  # a stream in memory has no file descriptor
+        with suppress(OSError):  # an in-memory stream has no file descriptor
             is_same = os.path.sameopenfile(console.file.fileno(), file.fileno())
         if is_same:
             yield None
@@ -128,7 +128,7 @@ class Text(text.Text):
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
-    """Return a table; a heading that begins with # marks a column of numbers, as on a page
+    """Return a table; a heading that starts with # marks a column of numbers, as on a page
     (`page.parts.text_table`)."""
     table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
     for heading in headings:

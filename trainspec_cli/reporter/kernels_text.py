@@ -1,4 +1,4 @@
-"""Render kernel choices: the measured table, and the kernels that were chosen."""
+"""Render kernel choices: the table of measurements, and the chosen kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 
 
 def render_table(table: KernelTable) -> RenderableType:
-    """Render each backend's time relative to torch's default, its error and its verdict, then the backends that were
-    not tried and why."""
+    """Render each backend's time relative to torch's default, its error and its verdict, followed by the backends that
+    were not tried and the reasons."""
     about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
-    # One missing package excludes many kernels, so they are grouped by reason.
+    # A single missing package rules out many kernels, so they are grouped by reason.
     by_reason: dict[str, dict[str, list[str]]] = {}
     for op, figures in table.figures.items():
         for backend, figure in figures.items():
@@ -62,7 +62,7 @@ def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:
     chosen = []
     for op, backend in kernels.changed.items():
         figure = table.figures.get(op, {}).get(backend) if table is not None else None
-        # A kernel that the recipe names was not necessarily measured.
+        # A kernel named in the recipe was not necessarily measured.
         ratio = "" if figure is None or figure.ratio is None else f" ({figure.ratio:.2f} of the default's time)"
         chosen.append(f"{op} {backend}{ratio}")
     measured = "torch's defaults, which nothing beat" if table is not None else "torch's defaults"

@@ -21,23 +21,23 @@ from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.paths import RunDir
 
 REFRESH_PER_S = 4
-"""Limits the refresh rate, since drawing takes time from the workers on a small machine."""
+"""Maximum refresh rate, because rendering takes time from the workers on a small machine."""
 LINE_S = 10.0
 QUICK_S = 1.0
-"""Work after the last step gets its own line if it takes longer than this."""
+"""Work after the last step gets a separate line if it takes longer than this."""
 XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has learned its language needs fewer bits"
-"""Printed once, with the first evaluation of a text."""
+"""Printed once, with the first evaluation on text."""
 
 
 class ShowProgress(Protocol):
     def __call__(self, phase: str, done: float, rows: int = 0) -> None:
-        """Show a phase, the fraction of all work that is done (0 to 1), and the phase's rows so far."""
+        """Show a phase, the completed fraction of all work (0 to 1), and the number of rows in this phase so far."""
 
 
 @contextmanager
 def showing_progress(console: Console) -> Iterator[ShowProgress]:
-    """Show work that reports its phase and progress. Without a terminal, print a line for each phase, and one with rows
-    and their rate every `LINE_S`."""
+    """Show the progress of work that reports its phase and completed fraction. Without a terminal, print a line for
+    each phase, and every `LINE_S` one with rows and their rate."""
     phase_now = ""
     began_s = 0.0
     shown_s = 0.0
@@ -75,13 +75,14 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
 
 
 class LiveView:
-    """Reads rank 0's events and shows them; call `watch` repeatedly during the run. `log` receives the lines of a
-    console without a terminal."""
+    """Reads rank 0's events and shows them. Call `watch` repeatedly during the run. `log` receives the lines that a
+    console without a terminal would print."""
 
     def __init__(
         self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
     ):
-        """`plan`: None for a user command. `last_bytes`: how many bytes of the existing events to show first."""
+        """`plan`: None for a user command. `last_bytes`: number of bytes at the end of the existing events to show
+        first."""
         interval_steps = plan.spec.train.log_interval_steps if plan else None
         self._tail = EventTail(run.events(0), last_bytes)
         self._progress = Progress(plan.total_steps if plan else None)
@@ -109,20 +110,20 @@ class LiveView:
                 self.show_message(describe_event(event), Text.assemble(*first_text_parts(event)))
             elif self._is_due(event) and (text := describe_event(event)):
                 self.show_message(text)
-            # Explain the figure only once.
+            # Explain the metric only once.
             if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
                 self.show_message(XZ)
                 self._explains_xz = False
             self._show(stop_requested)
-        # Without new events the phase still changes, for example when a stop is requested.
+        # The phase changes even without new events, for example when a stop is requested.
         self._show(stop_requested)
 
     def _is_due(self, event: Event) -> bool:
-        """Return whether to show an event now. Advice on shares is shown at first, then at intervals that double each
-        time."""
+        """Return whether to show an event now. Advice on sample shares is shown immediately the first time, and then at
+        intervals that double each time."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
-        # Advice on shares changes with the machine's load.
+        # Advice on sample shares varies with the machine's load.
         if event.step < self._next_advice_step:
             return False
         self._next_advice_step = 2 * event.step
@@ -134,12 +135,12 @@ class LiveView:
             screen.show_message(styled if styled and isinstance(screen, TerminalScreen) else text)
 
     def note(self, text: str) -> None:
-        """Add a line only to the log."""
+        """Write a line only to the log."""
         for screen in self._screens[1:]:
             screen.show_message(text)
 
     def yield_terminal(self) -> None:
-        """Stop drawing, because another program prints to the terminal."""
+        """Stop drawing, because another program is about to print to the terminal."""
         self._screens[0].close()
 
     def _show(self, stop_requested: bool) -> None:
@@ -147,7 +148,7 @@ class LiveView:
             screen.show(self._phase(stop_requested), self._progress)
 
     def _phase(self, stop_requested: bool) -> str:
-        """Return the phase's name; empty while the run is training."""
+        """Return the name of the phase; empty while the run is training."""
         if stop_requested and not self._has_plan:
             return "stopping (Ctrl-C again: at once)"
         if stop_requested:
@@ -199,7 +200,7 @@ class TerminalScreen:
 
 
 class PlainScreen:
-    """Prints a line every `interval_steps` (if None, every `LINE_S`), and one when a phase begins."""
+    """Prints a line every `interval_steps` steps (every `LINE_S` seconds if None), and one when a phase starts."""
 
     def __init__(self, console: Console, interval_steps: int | None):
         self._console = console
@@ -222,7 +223,7 @@ class PlainScreen:
             self._phase = phase
             self._phase_s = now_s
             self._is_shown = False
-        # Most runs end soon after the last step, so a line about it would be noise.
+        # Most runs end soon after the last step, so a separate line would be noise.
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
         if phase and not self._is_shown and not is_quick:
             self._is_shown = True
@@ -234,4 +235,4 @@ class PlainScreen:
         return progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
 
     def close(self) -> None:
-        """Do nothing: printed lines stay."""
+        """Do nothing, because printed lines stay."""

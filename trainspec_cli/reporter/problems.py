@@ -1,4 +1,4 @@
-"""Render problems: as text with the source line, or as JSON."""
+"""Render problems, either as text with the source line or as JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from trainspec_cli.core.printable import Style, on_one_line
 from trainspec_cli.recipe.json_text import json_text
 
 SHOWN_BEFORE, SHOWN = 60, 160
-"""Number of characters of a long line that are shown before the column and in total."""
+"""Number of characters of a long line that are shown before the column, and in total."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
-"""Codes whose column is a single position, not the start of an entry."""
+"""Codes whose column is a single position instead of the start of an entry."""
 
 
 def render_problems(problems: Sequence[Problem], style: Style, label: str = "error") -> str:
-    """Render one paragraph per problem, and their number if there are several."""
+    """Render one paragraph per problem, followed by the number of problems if there are several."""
     paragraphs = []
     for problem in problems:
         lines = [f"{style.bold(style.red(label))}: {style.bold(problem.message)}"]
@@ -48,7 +48,7 @@ def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
 
 
 def _cut(line: str, column: int) -> tuple[str, str]:
-    """Return the line before and after the column; a long line is cut to the part around it."""
+    """Return the line before and after the column; a long line is truncated to the part around it."""
     if len(line) <= SHOWN:
         return on_one_line(line[:column]), on_one_line(line[column:])
     start = max(0, column - SHOWN_BEFORE)

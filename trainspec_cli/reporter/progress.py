@@ -22,7 +22,7 @@ RECENT_STEPS = 20
 
 @dataclass
 class Progress:
-    """The state of a watched run. Figures are None until they are known."""
+    """The state of a run that is being watched. Values are None until they are known."""
 
     max_steps: int | None
     """None if unknown."""
@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def unit(self) -> str:
-        """Return the unit of the speed: tokens or samples."""
+        """Return the unit in which the speed is measured: tokens or samples."""
         return self.begin.unit if self.begin else "tokens"
 
     @property
@@ -52,7 +52,7 @@ class Progress:
 
     @property
     def after_last_step(self) -> str:
-        """Return what the workers do after the last step; empty before it."""
+        """Return what the workers do after the last step; empty until then."""
         if not self.has_stepped or self.max_steps is None or self.step < self.max_steps:
             return ""
         if self.has_ended:
@@ -78,7 +78,8 @@ class Progress:
             self.step = event.step
             self.loss = event.loss
             self._recent.append(event)
-            # The first steps compile and allocate; including them would make the speed too low for a long time.
+            # The first steps compile and allocate. Including them would make the displayed speed too low for a long
+            # time.
             if self.begin and len(self._recent) > WARMUP_STEPS:
                 self._measure(self.begin)
 

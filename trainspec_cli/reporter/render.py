@@ -31,14 +31,14 @@ from trainspec_cli.reporter.verdicts import describe_verdict
 
 BAR_CELLS = 24
 SHOWN_LINES = 8
-"""Number of the newest evaluations, checkpoints and warnings that are shown."""
+"""Number of recent evaluations, checkpoints and warnings to show."""
 
 Section = RenderableType | None
-"""None: nothing to show."""
+"""None if there is nothing to show."""
 
 
 def render_summary(report: Report) -> RenderableType:
-    """Show how a run ended: curve, held-out text, sample, speed."""
+    """Show how a run ended: curve, held-out text, generated sample, speed."""
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),
@@ -52,7 +52,7 @@ def render_summary(report: Report) -> RenderableType:
 
 
 def render_report(report: Report) -> RenderableType:
-    """Show everything: how the run ended, curves, where the time went, evaluations, checkpoints, warnings."""
+    """Show everything: how the run ended, curves, where the time went, evaluations, checkpoints and warnings."""
     return _stack(
         _head(report),
         _chart(report.loss, "loss"),
@@ -74,7 +74,7 @@ def render_report(report: Report) -> RenderableType:
 
 
 def _stack(*sections: Section) -> RenderableType:
-    """Join sections with a blank line between them."""
+    """Join sections, separated by blank lines."""
     return Group(*(part for section in sections if section is not None for part in (section, "")))
 
 
@@ -152,7 +152,7 @@ def _wall_time(report: Report) -> Section:
 
 
 def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> Table:
-    """Show the parts of the mean step with bars."""
+    """Show the parts of the mean step as bars."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     headings = ["#by rank"] * (len(speed.ranks) > 1) + ["#predicted"] * (predicted is not None)
     for heading in ("part of a step", "#time", "#share", "", *headings):

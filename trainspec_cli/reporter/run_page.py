@@ -50,9 +50,9 @@ from trainspec_cli.run.folder.event_types.events import PARTS, SampleEvent
 LOSS_STRETCHES, HELDOUT_STRETCHES = 400, 40
 """A longer curve is thinned to the lowest and highest values of this many stretches."""
 MARKED_POINTS = 40
-"""Above this number of points, a curve has no dots."""
+"""With more points than this, a curve is drawn without dots."""
 PART_KINDS = {name: f"c-{name}" for name in PARTS} | {"checkpoint": "c-saving"}
-"""CSS classes; checkpoints have another colour in a plan's "time lost"."""
+"""CSS classes. Checkpoints have a different colour in a plan's "time lost"."""
 
 
 def curves_section(report: Report) -> str:
@@ -69,7 +69,7 @@ def curves_section(report: Report) -> str:
 
 
 def other_curves_section(report: Report) -> str:
-    """Draw the gradient norm and the learning rate in separate charts; empty if a run has neither."""
+    """Draw the gradient norm and the learning rate in separate charts; empty if the run has neither."""
     drawn = ""
     for name, curve in (("gradient norm", report.grad_norm), ("learning rate", report.lr)):
         if points := thin(_points(curve), LOSS_STRETCHES):
@@ -82,7 +82,7 @@ def _points(curve: Sequence[tuple[int, float | None]]) -> list[Point]:
 
 
 def _beside(report: Report) -> str:
-    """Describe what the curve does not show."""
+    """Describe what the curve itself does not show."""
     said = []
     if missing := sum(value is None for _, value in report.loss):
         said.append(f"Steps whose loss was not finite: {missing:,}.")
@@ -94,7 +94,7 @@ def _beside(report: Report) -> str:
 
 
 def step_time_section(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> str:
-    """Draw the mean step by part, measured and predicted."""
+    """Draw the parts of the mean step, as measured and as predicted."""
     measured = _segments({part.name: part.mean_s for part in speed.parts})
     bars = [("measured", measured, speed.step_time_s)]
     if predicted:
@@ -127,7 +127,7 @@ def _compared(
 
 
 def wall_time_section(report: Report) -> str:
-    """Draw the wall time of all attempts by part; empty parts are left out."""
+    """Draw the wall time of all attempts by part; empty parts are omitted."""
     wall_s = report.time_s.total_s
     if wall_s <= 0 or report.goodput is None:
         return ""
@@ -140,9 +140,9 @@ def wall_time_section(report: Report) -> str:
 
 
 MOST_LINES = 100
-"""Number of the newest changes, evaluations, checkpoints and warnings that are shown."""
+"""Number of recent changes, evaluations, checkpoints and warnings to show."""
 MOST_CHARACTERS = 600
-"""Longer lines are cut off; trainspec itself does not write such lines."""
+"""Longer lines are truncated; trainspec itself does not write such lines."""
 FOOTER = (
     "Reported by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak that is named. "
     "Goodput is the part of the wall time, from the first launch on, in which steps were made that count."
@@ -150,7 +150,7 @@ FOOTER = (
 
 
 def render_run_page(report: Report, composed: str = "", origin: PageOrigin | None = None) -> str:
-    """Return the page of a run, finished or live; `composed` is the text of its recipe."""
+    """Return the page of a finished or live run; `composed` is the text of its recipe."""
     goes_on = "; the run is in progress" if report.status in ALIVE else ""
     text = f"{report.recipe}: {status_line(report)}{goes_on}".removeprefix(": ")
     above = [heading(title_of(report), text), origin_line(origin), tiles(list(_figures(report)))]

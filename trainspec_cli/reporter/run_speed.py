@@ -1,11 +1,11 @@
 """Where the time of a run's steps went: a rank's events -> starts and steps -> means over steps and ranks -> lines.
 
-A step event has the seconds of every part (`PARTS` in run/folder/event_types/events.py), measured by the rank's clock
-(engine/observe/clock.py). This module averages them and builds the rows that the terminal and the page show. The plan's
-prediction of the same step comes from planner/time/step.py and is shown by plan/text.py.
+A step event records the duration in seconds of every part (`PARTS` in run/folder/event_types/events.py), measured by
+the rank's clock (engine/observe/clock.py). This module averages them and builds the rows that the terminal and the page
+show. The plan's prediction for the same step comes from planner/time/step.py and is shown by plan/text.py.
 
-Steps are kept as columns of numbers, a few hundred bytes per step; the events themselves are dropped after reading.
-"""
+Steps are kept as columns of numbers, using a few hundred bytes per step. The events themselves are dropped after
+reading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainspec_cli.run.folder.files import StepColumns
 BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
 Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
 FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
-"""The columns stored per step. An unknown loss or a missing exchange is NaN."""
+"""The columns stored for each step. An unknown loss or a missing exchange is NaN."""
 
 
 def _row(event: StepEvent) -> tuple[float, ...]:
@@ -52,7 +52,7 @@ def _row(event: StepEvent) -> tuple[float, ...]:
 
 @dataclass
 class Start:
-    """The events of a rank from one start to the next."""
+    """A rank's events from one start to the next."""
 
     begin: StartEvent | None
     """The start event; None if it was lost."""
@@ -74,16 +74,16 @@ class History:
     warnings: list[WarningEvent] = field(default_factory=list)
     first_time: float = 0.0
     last_time: float = 0.0
-    """Unix seconds of the first and the last event."""
+    """Unix times of the first and the last event."""
 
     def add(self, event: Event) -> None:
-        """Add the next event to its start. A resume continues from a checkpoint, so steps of earlier starts beyond it
-        are repeated and are forgotten here."""
+        """Add the next event to its start. A resume continues from a checkpoint. Steps of earlier starts after that
+        checkpoint are repeated, so they are dropped here."""
         self.last_time = event.time
         self.first_time = self.first_time or event.time
         if isinstance(event, StartEvent):
             for earlier in self.starts:
-                # The resumed run repeats these steps, so they would count twice.
+                # The resumed run repeats these steps, so they would otherwise count twice.
                 earlier.forget_beyond(event.step)
             self.starts.append(Start(event))
         elif isinstance(event, WarningEvent):
@@ -100,7 +100,7 @@ class History:
             self.starts[-1].others.append(event)
 
     def column(self, name: str) -> tuple[array[int], array[float]]:
-        """Return one figure for all steps, as (steps, values)."""
+        """Return one column for all steps, as (steps, values)."""
         steps = array("q")
         values = array("d")
         for start in self.starts:
@@ -125,7 +125,7 @@ class History:
 class PartTime:
     name: str
     mean_s: float
-    """Mean over steps and ranks."""
+    """Mean over steps and ranks, in seconds."""
     share: float
     """Fraction of the full step."""
     min_s: float
@@ -135,35 +135,35 @@ class PartTime:
 
 @dataclass(frozen=True)
 class ExchangeShare:
-    """Exchanges between ranks that overlap with computation: means over steps and ranks."""
+    """Exchanges between ranks that overlap with computation, as means over steps and ranks."""
 
     seconds: float
-    """Seconds of a step during which an exchange ran."""
+    """Seconds per step during which an exchange ran."""
     exposed_s: float
-    """The part of these seconds without computation."""
+    """Part of these seconds during which nothing was computed."""
 
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """The speed over the steps of the last start, without the first ones, which compile and allocate."""
+    """The speed over the steps of the last start, except for the first ones, which compile and allocate."""
 
     tokens_per_s: float
     """Rate in `unit`: samples per second for images and volumes."""
     mfu: float
     peak_flops: float
-    """Peak FLOP/s of one device; `peak_source` says how it is known."""
+    """Peak FLOP/s of one device; `peak_source` states how it is known."""
     peak_source: str
     flops_per_token: float
     first_step: int
     last_step: int
     left_out_steps: tuple[int, ...]
     step_time_s: float
-    """Mean over steps and ranks; the parts sum to it."""
+    """Mean over steps and ranks; equal to the sum of the parts."""
     usual_s: tuple[float, float]
-    """The range of the middle 80% of the first rank's steps, without steps that wrote a checkpoint."""
+    """The range of the middle 80% of the first rank's steps, excluding steps that wrote a checkpoint."""
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
-    """Number of ranks that the parts are averaged over."""
+    """Number of ranks over which the parts are averaged."""
     unit: str = "tokens"
     exchange: ExchangeShare | None = None
     """None if no exchange overlapped with computation."""
@@ -180,7 +180,7 @@ class SpeedMeter:
         self._exchanging_steps = 0
         if self._start is not None and (begin := self._start.begin) is not None:
             self._throughput = _throughput(self._start, begin)
-            # A range stores the steps of a long run in little memory; only a run with gaps needs a set.
+            # A range represents the steps of a long run in little memory; only a run with gaps needs a set.
             steps = self._start.steps.steps[self._throughput.left_out :]
             run = range(steps[0], steps[-1] + 1) if steps else range(0)
             self._wanted_steps = run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
@@ -267,16 +267,16 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
 
 
 STEPS = "steps"
-"""The unit of a user command, whose tokens and samples are unknown."""
+"""The unit for a user command, whose tokens and samples are unknown."""
 UNSTEADY = 1.5
-"""On a machine without other load, the times of equal steps differ by less than this factor."""
+"""On a machine without other load, the durations of equal steps differ by less than this factor."""
 LONG_WAIT = 0.05
-"""Fraction of a step; waiting for data takes less if it is read ahead in time."""
+"""Fraction of a step. Waiting for data takes less than this if it is prefetched in time."""
 
 
 def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
-    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s` with decimals, since images and volumes may be slow. A speed in
-    steps has no MFU."""
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s` with decimals, because images and volumes may be slow. A speed
+    in steps per second has no MFU."""
     if unit == STEPS:
         return f"{format_rate(units_per_s)} {unit}/s"
     return f"{format_rate(units_per_s)} {unit}/s · {mfu:.1%} MFU"
@@ -297,11 +297,11 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
         over,
     ]
     quick_s, slow_s = speed.usual_s
-    # A prediction includes load on the machine during the probe, but not later load.
+    # A prediction includes the load on the machine during the probe, but not any later load.
     if slow_s > UNSTEADY * quick_s:
         usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
         lines.append(f"steps took {usual}: other work slowed this machine, which a prediction does not include")
-    # Reading ahead hides any reading that takes less than a step.
+    # Prefetching hides reads that take less than a step.
     waited = next(part.share for part in speed.parts if part.name == "data_wait")
     if waited > LONG_WAIT:
         disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
@@ -315,7 +315,7 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
 
 
 def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
-    """Yield (part, time, share) for each part of the mean step and for the total; with several ranks also the range,
+    """Yield (part, time, fraction) for each part of the mean step and for the total; with several ranks also the range,
     and the predicted time if known."""
     by_rank = len(speed.ranks) > 1
     for part in speed.parts:

@@ -1,4 +1,4 @@
-"""The status of a run, and a one-line summary of each run below a folder; only the end of their events is read."""
+"""The status of a run, and a one-line summary of each run below a folder. Only the end of each run's events is read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_run_record
 
 QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
-"""Slurm will start it, for the first time or again; it is alive; it was created (for Slurm or a sweep) but never
-started; it ended without a result; its files cannot be read."""
+"""In this order: Slurm will start it, for the first time or again; it is alive; it was created (for Slurm or a sweep)
+but never started; it ended without a result; its files cannot be read."""
 
 ALIVE = (QUEUED, RUNNING)
 MOST_DIFFERENCES = 3
-"""How many values a line shows; of the rest it shows the count."""
+"""Number of values that a line shows; the remaining ones are only counted."""
 
 Ask = Callable[[RunDir], bool]
 
@@ -52,19 +52,19 @@ class RunLine:
     max_steps: int | None
     loss: float | None
     created_at: float
-    """Unix seconds; for a damaged run, the time of its folder's last change."""
+    """Unix time; for a damaged run, the time when its folder last changed."""
     damage: str = ""
     """Why the run cannot be read; empty if it can."""
     name: str = ""
     """The recipe's `run.name`."""
     tags: tuple[str, ...] = ()
     differs: JsonObject = field(default_factory=dict)
-    """The values that differ between the listed runs of this recipe, by key."""
+    """The values, by key, that differ between the listed runs of this recipe."""
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[RunDir] = ()) -> list[RunLine]:
-    """Return the runs below a folder, and `others`, newest first. A run that cannot be read is listed as damaged. Runs
-    that this user may not read are left out."""
+    """Return the runs below a folder and the runs in `others`, newest first. A run that cannot be read is listed as
+    damaged. Runs that this user has no permission to read are left out."""
     lines = []
     for run in (*find_runs(folder), *others):
         try:
@@ -76,7 +76,7 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
             with suppress(OSError):  # the folder may have been deleted meanwhile
                 changed_at = run.root.stat().st_mtime
             lines.append(RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error)))
-    # Runs of different recipes differ in nearly everything, so only runs of one recipe are compared.
+    # Different recipes differ in nearly everything, so only runs of the same recipe are compared.
     recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
     for alike in recipes.values():
         for line, values in zip(alike, differing([line.differs for line in alike]), strict=True):
@@ -85,15 +85,15 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
 
 
 def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return, for each flat recipe, the values that the recipes do not all share. Keys of `run` are left out, and so
-    are keys that some recipes lack because another version wrote them."""
+    """Return, for each flat recipe, the values that are not the same in all recipes. Keys of `run` are left out, and so
+    are keys that some recipes lack because they were written by another version."""
     shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
     keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
     return [{key: spec[key] for key in keys} for spec in specs]
 
 
 def show_value(value: JsonValue) -> str:
-    """Format a value as typed on a command line."""
+    """Format a value as it would be typed on a command line."""
     return value if isinstance(value, str) else json_text(value, indent=None)
 
 
@@ -104,10 +104,10 @@ def show_differences(line: RunLine) -> str:
 
 
 def find_runs(folder: Path) -> Iterator[RunDir]:
-    """Yield the folders with a run.json; the folders inside a run are not searched."""
+    """Yield the folders that contain a run.json; folders inside a run are not searched."""
     for root, subfolders, files in os.walk(folder):
         if "run.json" in files:
-            # A run has thousands of checkpoints and logs, and contains no other run.
+            # A run contains thousands of checkpoints and logs, but no other run.
             subfolders.clear()
             yield RunDir(root)
 
@@ -133,13 +133,13 @@ def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
 
 
 def name_of(spec: JsonObject) -> str:
-    """Return `run.name` of a recipe of any version; empty if unset."""
+    """Return `run.name` from a recipe of any version; empty if unset."""
     about = spec.get("run")
     return str(about.get("name") or "") if isinstance(about, dict) else ""
 
 
 def last_step(run: RunDir) -> StepEvent | None:
-    """Return the newest step event of rank 0, or None."""
+    """Return rank 0's newest step event; None if there is none."""
     # Read only the end of the file, so that listing many long runs is fast.
     steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
     return steps[-1] if steps else None

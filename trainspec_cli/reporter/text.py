@@ -1,4 +1,4 @@
-"""Format events and figures as short texts for the live view and the report."""
+"""Format events and metrics as short texts for the live view and the report."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 LINE_CHARS, TEXT_CHARS = 72, 240
-"""Number of characters shown of the first text: one line if all of it is trained on, otherwise about three."""
+"""Number of characters of the first text to show: one line if all of it is trained on, otherwise about three lines."""
 MANY = 8
-"""Above this number, ranks are summarised instead of being listed."""
+"""Above this number, ranks are summarised instead of listed."""
 
 
 def describe_progress(progress: Progress) -> str:
@@ -70,7 +70,7 @@ def describe_progress(progress: Progress) -> str:
 
 
 def describe_event(event: Event) -> str:
-    """Describe an event other than a step in a line or two; empty for events that need no description."""
+    """Describe an event other than a step in one or two lines; empty for events that need no description."""
     match event:
         case StartEvent():
             processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
@@ -86,7 +86,7 @@ def describe_event(event: Event) -> str:
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
-            # A checkpoint that is written in the background blocks training only part of the time.
+            # A checkpoint written in the background blocks training only part of the time.
             written_s = (
                 event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
             )
@@ -122,7 +122,7 @@ def describe_event(event: Event) -> str:
 
 
 def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich style) for one or two lines: trained tokens are bold and in brackets, the rest is dim. A text
+    """Yield (text, rich style) for one or two lines. Trained tokens are bold and in brackets, the rest is dim. A text
     whose tokens are all trained on needs no marking."""
     how_many = f"{event.trained:,} of {event.tokens:,}" if event.trained < event.tokens else f"all {event.tokens:,}"
     yield f"first text of the first batch: {how_many} tokens are trained on", ""
@@ -141,7 +141,7 @@ def _on_one_line(text: str, most_chars: int) -> str:
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """`1.23 GB/s`; GB are decimal."""
+    """`1.23 GB/s`; GB is decimal."""
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
@@ -156,7 +156,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def _describe_cadence(event: CadenceEvent) -> str:
-    """Describe the interval that `checkpoint.interval_steps: auto` chose, and why."""
+    """Describe the interval chosen by `checkpoint.interval_steps: auto`, and the reason."""
     failures = "no failures are expected"
     if event.mtbf_s is not None:
         failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
@@ -168,10 +168,11 @@ def _describe_cadence(event: CadenceEvent) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Describe what a plan resolved to, one fact per line."""
+    """Describe the result of planning, one fact per line."""
     spec = plan.spec
     unit = plan.spec.data.unit
-    # `8 samples of 64 tokens`; images and volumes are counted without a length. A changing batch names its schedule.
+    # `8 samples of 64 tokens`; images and volumes are counted without a length. A changing batch is shown with its
+    # schedule.
     length = f" of {spec.data.seq_len} tokens" if unit == "tokens" else ""
     kind = spec.batching.schedule.kind
     changes = "" if kind == "constant" else f" at first ({kind})"
@@ -196,7 +197,7 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
     """`predicted: 240 ms per step, 8,533 tokens/s · 65.50 GiB per process, 56.75 GiB of them tensors`."""
     seconds = prediction.step_time_s
     tensors = ""
-    if prediction.beside:  # a run measures only its tensors
+    if prediction.beside:  # a run can only measure its tensors
         tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
     return (
         f"predicted: {format_duration(seconds)} per step, {tokens_per_step / seconds:,.0f} tokens/s · "
@@ -213,14 +214,14 @@ def describe_evaluation(event: EvalEvent) -> str:
     assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
-    # Validation sets come after the recipe's held-out text.
+    # Validation sets follow the recipe's held-out text.
     sets = {} if isinstance(event.sets, Absent) else event.sets
     of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
     return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
 
 
 def _text_loss(loss: float | None, bits_per_byte: float | None, beside: str = "") -> str:
-    """Format a text's loss, starting with bits per byte if the number of bytes is known."""
+    """Format the loss on a text, starting with bits per byte if the number of bytes is known."""
     bits = f"{_figure(bits_per_byte, 3)} bits per byte{beside}, " if bits_per_byte is not None else ""
     return f"{bits}{_loss(loss)}"
 
@@ -230,7 +231,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _figure(value: float | None, digits: int) -> str:
-    """Format a figure; events have null for values that are not finite."""
+    """Format a metric; in events, values that are not finite are null."""
     return "not finite" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
@@ -238,11 +239,11 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 SHOWN_RANKS = 8
-"""Number of ranks that are listed."""
+"""Maximum number of ranks to list."""
 
 
 def title_of(report: Report) -> str:
-    """`baseline: done`; a run without a name shows its folder."""
+    """`baseline: done`; for a run without a name, its folder is shown."""
     return f"{report.name or report.path}: {report.status}"
 
 
@@ -282,7 +283,7 @@ def heldout_title(report: Report) -> str:
 
 
 def scheduler_changes(report: Report) -> list[RunChange]:
-    """Return the changes that the scheduler made or currently advises, with their results, by step."""
+    """Return the changes that the scheduler made or currently advises, with their effects, ordered by step."""
     achieved = {(event.group, event.number): event for event in report.achieved}
     of_nodes = {event.number: event for event in report.left_out_achieved}
     directives = without_old_advice(report.directives)
@@ -294,8 +295,8 @@ def scheduler_changes(report: Report) -> list[RunChange]:
 
 
 def warning_lines(report: Report) -> list[str]:
-    """Return the warnings; equal warnings from several ranks take one line."""
-    # Every rank writes its own warnings; a thousand equal lines would hide the others.
+    """Return the warnings; identical warnings from several ranks are merged into one line."""
+    # Every rank logs its own warnings, and a thousand identical lines would hide the others.
     by_text: dict[str, list[int]] = {}
     for event in report.warnings:
         by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)
@@ -310,7 +311,7 @@ def _join(numbers: Sequence[int]) -> str:
 
 
 def wall_time_rows(report: Report) -> list[tuple[str, float, str, float]]:
-    """Return (part, seconds, text, share) for the wall time of all attempts, without empty parts."""
+    """Return (part, seconds, text, fraction) for the wall time of all attempts, without empty parts."""
     spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
     wall_s = report.time_s.total_s
     return [(name, seconds, format_duration(seconds), seconds / wall_s) for name, seconds in spent if seconds > 0]

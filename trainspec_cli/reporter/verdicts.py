@@ -32,7 +32,7 @@ NO_VERDICTS_WITHOUT_PLAN = (
 def describe_verdict(verdict: RunVerdict) -> str:
     """`slow device, rank 2, since step 120: 35 ms per step (93% sure)`."""
     place = _place(verdict)
-    # No cause was found; the steps may still take longer than planned.
+    # No cause was found, but the steps may still take longer than planned.
     cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
     words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
     if verdict.until_step is not None:
@@ -43,7 +43,7 @@ def describe_verdict(verdict: RunVerdict) -> str:
 
 
 def describe_event(event: VerdictEvent) -> str:
-    """Describe a verdict that was found or ended during a run."""
+    """Describe a verdict that was found, or that no longer holds, during a run."""
     verdict = event.verdict
     place = f", at {verdict.code}" if verdict.code else ""
     return f"{'over: ' if event.is_over else ''}{describe_verdict(verdict)}{place}"
@@ -83,7 +83,7 @@ def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
 
 MOST_VERDICTS = 40
 MOST_CHARACTERS = 4000
-"""Number of characters of a text that are shown; the stack of a hanging rank is shorter."""
+"""Number of characters of a text to show; the stack of a hanging rank is shorter."""
 FOOTER = "Diagnosed by trainspec. The cost of a cause is the time that it adds to a step."
 
 

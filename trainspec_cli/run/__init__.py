@@ -1,1 +1,2 @@
-"""Plan -> processes: write the run folder, start torchrun, and supervise it until no process is left. Torch-free."""
+"""Plan -> processes: write the run folder, start torchrun, and supervise it until no process is left. Does not import
+torch."""

@@ -41,9 +41,9 @@ from trainspec_cli.run.tools import EXPORT, run_tool
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 """A format's names in safetensors and in config.json."""
 BASE = "base"
-"""The folder for the base model's weights below the adapters, if no other folder holds them."""
+"""Folder below the adapters for the base model's weights, if no other folder has them."""
 CARD = "README.md"
-"""The model card of adapters whose base model was quantised."""
+"""The model card for adapters whose base model was quantised."""
 OtherFormat = Literal["dcp", "megatron", "litgpt"]
 DcpNaming = Literal["hf", "torchtitan"]
 OtherNaming = Literal["hf", "torchtitan", "megatron", "litgpt"]
@@ -76,8 +76,8 @@ class Export:
 
 
 def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int:
-    """Return `step`, or the newest step if it is None; with `best`, the step with the lowest held-out loss. Raises
-    RecipeError if the run has no such complete checkpoint."""
+    """Return `step`, or the newest step if it is None. With `best`, return the step with the lowest held-out loss.
+    Raises RecipeError if the run has no such complete checkpoint."""
     if best and step is not None:
         raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "omit one of them"))
     steps = run.checkpoint_steps()
@@ -98,7 +98,8 @@ def write_folder(
     wanted: Export, output: Path, format_: Literal["hf"] | OtherFormat = "hf", naming: DcpNaming = "hf"
 ) -> str:
     """Write a run's weights to the folder `output`, which must be missing or empty, in the format of transformers or
-    another project; return what was written. Raises RecipeError if that project has no such model, and MachineError."""
+    another project; return a description of what was written. Raises RecipeError if that project does not support the
+    model, and MachineError."""
     plan = read_plan(wanted.run)
     model = plan.spec.model
     config = _config(plan, wanted)
@@ -128,7 +129,7 @@ def _config(plan: Plan, wanted: Export) -> JsonObject:
 
 def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> None:
     """Write config.json, tokenizer, chat template and generation config: those with which the run started, or new ones
-    made from its data's tokenizer."""
+    derived from its data's tokenizer."""
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
@@ -145,8 +146,8 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
 
 
 def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
-    """Write the tokenizer; return the ids that end a text: a document's end, and before it, in ChatML, a message's
-    end."""
+    """Write the tokenizer; return the ids that end a text: the end of a document, preceded in ChatML by the end of a
+    message."""
     document_end = read_manifest(token_folder).end_of_document_id
     shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
     template = folder / CHAT_TEMPLATE
@@ -167,9 +168,8 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValu
 def write_adapters(wanted: Export, output: Path) -> str:
     """Write a run's LoRA adapters in PEFT's format, and the tokenizer, to the new folder `output`.
 
-    Their base is the run's source folder; for any other run its frozen weights are also
-    written, to `output`/base. Raises RecipeError if the run trained no adapters.
-    """
+    Their base is the folder whose weights the run started from. For any other run, its frozen weights are also written,
+    to `output`/base. Raises RecipeError if the run did not train adapters."""
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained whole weights, and no adapters"
@@ -183,7 +183,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
             (temporary / BASE).mkdir()
             _write_beside(plan, wanted.run, config, temporary / BASE)
             _write_tensors(wanted, temporary / BASE, "base")
-        for name in (CONFIG, GENERATION):  # the base's files
+        for name in (CONFIG, GENERATION):  # these are the base's files
             (temporary / name).unlink()
         named = plan.spec.init.hub_name
         by_name = named.name if named and named.revision == "main" else None

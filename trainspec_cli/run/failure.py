@@ -33,8 +33,8 @@ PEER_LOST = re.compile(
     re.IGNORECASE,
 )
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
-"""torchrun ends the peers of a failed worker with SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
-with SIGABRT."""
+"""torchrun ends the peers of a failed worker with SIGTERM. NCCL's watchdog ends a worker that is waiting for a lost
+peer with SIGABRT."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +43,30 @@ class WorkerFailure:
     """The rank, or the node's number if an entire node has failed."""
     host: str
     summary: str
-    """One line: `ValueError: boo`, `killed by SIGKILL`."""
+    """One line, such as `ValueError: boo` or `killed by SIGKILL`."""
     detail: str = ""
     """The worker's own traceback, or the end of its log; empty for an anticipated error."""
     hint: str = ""
     step: int | None = None
     time: float = math.inf
-    """Unix seconds, if known."""
+    """Unix time, if known."""
     self_reported: bool = False
-    """True if the worker itself reported the failure."""
+    """Whether the worker itself reported the failure."""
     was_killed: bool = False
-    """True if it was killed by SIGKILL."""
+    """Whether it was killed by SIGKILL."""
     consequence: bool = False
-    """True if it ended because another worker had ended."""
+    """Whether it exited only because another worker had exited."""
     foreseen: bool = False
-    """True if the failure would recur if the run were restarted unchanged: an error in the input, a missing node."""
+    """Whether the failure would recur if the run were restarted unchanged, such as an invalid input or a missing
+    node."""
     exit_code: int = WorkerError.exit_code
     """The run's exit code for this failure."""
     shortage: Shortage | None = None
     """The memory shortage, if the worker ran out of memory."""
     whole_node: bool = False
-    """True if not a single worker failed, but an entire node, which was lost or is unfit."""
+    """Whether an entire node, rather than a single worker, has failed because it was lost or is unfit."""
     cause: str = ""
-    """For a user-defined command: the exception and the place where it was raised; empty if its log shows none."""
+    """For a user-defined command: the exception and where it was raised; empty if its log shows none."""
 
     @property
     def who(self) -> str:
@@ -73,13 +74,13 @@ class WorkerFailure:
 
     @property
     def never_came(self) -> bool:
-        """Return whether this is a node that never joined; the hostname of a node that joined is known."""
+        """Return whether this is a node that never joined. The hostname of a node that joined is known."""
         return self.whole_node and not self.self_reported and not self.host
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A failure's description for users."""
+    """A description of a failure for users."""
 
     headline: str
     detail: str = ""
@@ -89,12 +90,12 @@ class Explanation:
     exit_code: int = WorkerError.exit_code
     """Same as in WorkerFailure."""
     node: WorkerFailure | None = None
-    """The node where the failure began: the advice depends on how the nodes were started."""
+    """The node where the failure started; the advice depends on how the nodes were started."""
 
 
 DescribeExit = Callable[[int, Path | None, Path], Explanation]
-"""Explains the exit code of a worker without a report, from its own log, if any, and from the log of what started
-it."""
+"""Explains the exit code of a worker without a report, from its own log (if there is one) and the log of the program
+that started it."""
 
 
 def describe_worker_exit(code: int, log: Path | None, launchers_log: Path) -> Explanation:
@@ -102,19 +103,19 @@ def describe_worker_exit(code: int, log: Path | None, launchers_log: Path) -> Ex
 
 
 def find_failures(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
-    """Return all failed workers: the root cause first, those that only lost their peers last."""
+    """Return all failed workers, with the root cause first and those that only lost their peers last."""
     reported = {failure.rank: failure for failure in _reported(job)}
     silent = [failure for failure in find_listed(job, describe) if failure.rank not in reported]
     return first_causes([*find_failed_nodes(job.run), *reported.values(), *silent])
 
 
 def find_listed(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
-    """Return the workers that torchrun lists with exit codes, in the order of `find_failures`."""
+    """Return the workers that torchrun lists with exit codes, in the same order as `find_failures`."""
     return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log, describe))
 
 
 def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
-    """Sort the failures: the root cause first, those that only lost their peers last."""
+    """Sort the failures, with the root cause first and those that only lost their peers last."""
     return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
 
 
@@ -134,7 +135,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
             detail="" if foreseen and not hung else error.traceback.rstrip(),
             hint=error.hint or "",
             step=error.step,
-            # Every failure after a hang was detected is a consequence of it.
+            # Every failure after the detection of a hang is a consequence of it.
             time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
             self_reported=True,
             foreseen=foreseen and not hung,
@@ -145,7 +146,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
 
 
 def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
-    """Return the nodes that were lost, did not join or could not start; they are the cause of their workers'
+    """Return the nodes that were lost, did not join or could not start. They are the cause of their workers'
     failures."""
     failures = []
     for path in sorted(run.errors_folder.glob("node*.json")):
@@ -160,7 +161,7 @@ def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
             foreseen=True,
             whole_node=True,
         )
-        # No worker failed there: the node was not connected, or is unfit.
+        # No worker failed there, because the node was not connected or is unfit.
         if failure.never_came or failure.self_reported:
             failure = replace(failure, exit_code=MachineError.exit_code)
         failures.append(failure)
@@ -183,10 +184,11 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
             for start in ("workers_*", "ranks/*")
             for log in torchrun_log.parent.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
         ]
-        why = describe(int(code), max(logs, default=None), torchrun_log)  # the newest start's log sorts last
+        why = describe(int(code), max(logs, default=None), torchrun_log)  # the log of the newest start sorts last
         global_rank = int(rank)
         if job.ranks:
-            # torchrun counts a group's ranks; if the group spans several nodes, a node's part holds only its own ranks.
+            # torchrun counts a group's ranks; if the group spans several nodes, each node's part has only its own
+            # ranks.
             global_rank = job.ranks[global_rank if global_rank < len(job.ranks) else int(local_rank)]
         yield WorkerFailure(
             rank=global_rank,
@@ -226,7 +228,7 @@ def end_of(log: Path) -> str:
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
-    """Describe the first failure as it was reported, and the others in one line."""
+    """Describe the first failure as reported, and the others on one line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
@@ -242,7 +244,8 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
 
 
 def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
-    """Explain why a single-group run failed: a worker failed, or torchrun (`exit_code`), or all of them just ended."""
+    """Explain why a single-group run failed: a worker or torchrun (`exit_code`) failed, or all of them simply
+    exited."""
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
@@ -250,7 +253,7 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
-        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # the output of what starts the agents
+        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # the output of what started the agents
             headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
             hint = "read its messages above; a container's image must be on every node"
             return Explanation(headline, logs, hint, exit_code=MachineError.exit_code)
@@ -277,7 +280,7 @@ def _sentence(who: str, failure: WorkerFailure) -> str:
 
 
 def _names(failures: list[WorkerFailure]) -> str:
-    """Return `node 1` or `ranks 0, 2`: the failures are either all of nodes or all of ranks."""
+    """Return `node 1` or `ranks 0, 2`; either all failures are nodes, or all are ranks."""
     numbers = ", ".join(str(failure.rank) for failure in failures[:8])
     more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
     kind = "node" if failures[0].whole_node else "rank"

@@ -1,8 +1,7 @@
-"""Settings that ran out of memory on this machine, recorded for later launches.
+"""Settings with which a run has run out of memory on this machine, recorded for later launches.
 
-There is one file per plan in the cache. Its name changes with everything that determines a plan's memory except the
-settings themselves: the machine, the model, the layout, formats and versions.
-"""
+There is one file per plan in the cache. Its name depends on everything that determines a plan's memory except the
+settings themselves: the machine, the model, the layout, formats and versions."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ class Learned:
     run: str
     """The folder of the run that ran out of memory."""
     at: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     predicted_bytes: float | None = None
-    """The plan's predicted memory, on the device or of the process."""
+    """The plan's predicted memory, of the device or of the process."""
     used_bytes: int | None = None
     limit_bytes: int | None = None
 
@@ -56,7 +55,7 @@ class MemoryLimits:
 
 
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
-    """Return what is known about `plan` on `machine`, possibly nothing."""
+    """Return what is known about `plan` on `machine`, which may be nothing."""
     known = read_figures(MemoryLimits, _path(plan, machine))
     return known or MemoryLimits(plan.spec.model.name or plan.spec.model.family, _device(machine), _layout(plan))
 
@@ -69,7 +68,7 @@ def list_limits() -> list[tuple[Path, MemoryLimits]]:
 
 
 def forget_limits() -> int:
-    """Forget everything, and return the number of plans forgotten."""
+    """Forget everything, and return the number of plans that were forgotten."""
     paths = [path for path, _ in list_limits()]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -77,21 +76,21 @@ def forget_limits() -> int:
 
 
 class LimitsWatch:
-    """Records the memory shortages of a live run; call `look` repeatedly. Faults that a recipe injects are ignored."""
+    """Records the memory shortages of a live run. Call `look` repeatedly. Faults injected by a recipe are ignored."""
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
         self._run = run
         self._machine = machine
         self._now = now
-        # A planned layout change carries the prediction for the initial layout, not for its own.
+        # A scheduled layout change contains the prediction for the initial layout, not for its own.
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
-        """The plans by the axes of their layouts."""
+        """The plans, keyed by the axes of their layouts."""
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Record new shortages. If the cache cannot be read or written, `report` is called once, and nothing more is
-        recorded: the run itself does not need it."""
+        """Record new shortages. If the cache cannot be read or written, `report` is called once and nothing more is
+        recorded, because the run itself does not need the record."""
         if self._tail is None:
             return
         try:

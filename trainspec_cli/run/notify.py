@@ -1,4 +1,4 @@
-"""Report how a run has ended, to a command or to a web address. A failed report only causes a warning."""
+"""Report how a run has ended, to a command or to a web address. A failed report only leads to a warning."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 
 COMMAND_S, WEB_S = 30.0, 10.0
-"""Seconds after which a command, or a server, is abandoned."""
+"""Time in seconds after which a command or a server is abandoned."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://\S+")
-"""Matches a lone address: a shell line that mentions one contains other words too."""
+"""Matches a lone address. A shell line that mentions an address contains other words too."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Notify:
 
     @property
     def options(self) -> list[str]:
-        """Return the command-line options for the same recipient."""
+        """Return the command-line options that specify the same recipient."""
         return ["--notify", self.whom] if self.whom else []
 
 
@@ -47,8 +47,7 @@ NOBODY = Notify()
 
 
 def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: str) -> Iterator[str]:
-    """Report how the run has ended; yield a line if the report failed. `reason`: the reason for a failure of the
-    run."""
+    """Report how the run has ended; yield a line if the report failed. `reason`: why the run failed, if it did."""
     if not wanted.whom:
         return
     reach = _post if _ADDRESS.fullmatch(wanted.whom) else _call
@@ -57,7 +56,7 @@ def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: 
 
 
 def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonObject:
-    """`text` is the key that chat services show."""
+    """Describe the end of a run as JSON. `text` is the key that chat services show."""
     host = socket.gethostname()
     text = f"trainspec: {recipe} ({run.root} on {host}): {result.status} after {result.steps} steps"
     return {
@@ -73,8 +72,8 @@ def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonO
 
 
 def _call(command: str, about: JsonObject) -> str:
-    """Run a shell line with the facts as JSON on its standard input; return why it failed, or "". Its input and output
-    are files, so that its background processes do not block anything."""
+    """Run a shell line with the JSON on its standard input; return why it failed, or "". Its input and output are
+    files, so that its background processes do not block anything."""
     facts = {RUN: str(about["run"]), STATUS: str(about["status"]), MESSAGE: str(about["text"])}
     try:
         with TemporaryFile() as given, TemporaryFile() as said:
@@ -99,7 +98,7 @@ def _call(command: str, about: JsonObject) -> str:
 
 
 def _await(shell: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit code of a command in its own session; None if the command and its processes were killed."""
+    """Return the exit code of a command in a separate session; None if the command and its processes were killed."""
     try:
         return shell.wait(COMMAND_S)
     except subprocess.TimeoutExpired:
@@ -109,9 +108,9 @@ def _await(shell: subprocess.Popen[bytes]) -> int | None:
 
 
 def _post(address: str, about: JsonObject) -> str:
-    """Post the facts as JSON; return why that failed, or ""."""
+    """Post the JSON; return why that failed, or ""."""
     from http.client import HTTPException
-    from urllib.request import Request, urlopen  # slow to import and seldom needed
+    from urllib.request import Request, urlopen  # it is slow to import and rarely needed
 
     try:
         request = Request(address, json_text(about).encode(), {"Content-Type": "application/json"})

@@ -1,5 +1,5 @@
-"""Decide how a run ended, once its processes have ended (done, stopped or failed), and write a missing
-`result.json`."""
+"""Decide how a run ended (done, stopped or failed) once its processes have exited, and write `result.json` if it is
+missing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from trainspec_cli.run.supervise import Ending
 class RunOutcome:
     result: RunResult
     explanation: Explanation | None = None
-    """The explanation of a failure; None without one."""
+    """The explanation of a failure; None if there was none."""
     command_code: int | None = None
-    """The exit code of this command; None: use that of the result, which may be the user-defined command's."""
+    """The exit code of this command. None means to use that of the result, which may come from a user-defined
+    command."""
 
     @property
     def exit_code(self) -> int:
@@ -36,21 +37,20 @@ class RunOutcome:
 
 
 def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
-    """Use the workers' own result if they left one; otherwise build it from the run folder.
+    """Use the workers' own result if they left one; otherwise derive it from the run folder.
 
-    Workers that stopped without a request have failed. A worker that fails after the run was done changes nothing,
-    unless it reported an error of its own; one that fails while torchrun stops the others is a failure, not a requested
-    stop.
-    """
+    Workers that stopped without a request have failed. A worker that fails after the run has finished changes nothing,
+    unless it reported an error. If a worker fails while torchrun stops the others, that is a failure, not a requested
+    stop."""
     failures = find_failures(job)
     if ending.given_up:
         nodes = [failure for failure in failures if failure.whole_node]
-        # A lost node had workers; if none of the missing nodes ever joined, no worker has failed.
+        # A lost node had workers. If none of the missing nodes ever joined, no worker has failed.
         had_workers = not nodes or any(not node.never_came for node in nodes)
         code = WorkerError.exit_code if had_workers else MachineError.exit_code
         result = result_from_events(job.run, "failed", code)
         return RunOutcome(result, Explanation(ending.given_up, exit_code=code, node=next(iter(nodes), None)))
-    # Ranks that lost their connection to the failed rank end too, but their exit codes do not show the cause.
+    # Ranks that lost their connection to the failed rank exit too, but their exit codes do not show the cause.
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain_end(job, ending.exit_code, failures) if failures or ending.exit_code else None
     left = read_result(job.run)
@@ -72,7 +72,7 @@ Decide = Callable[[Job, Ending], RunOutcome]
 
 def conclude(job: Job, ending: Ending, decide: Decide = conclude_recipe) -> RunOutcome:
     """Return how the run ended, with the cost of its failures. Copies in this node's memory are dropped if the run is
-    over and the disk has the same step."""
+    over and the same step is on disk."""
     outcome = decide(job, ending)
     if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
         remove_copies(job.run)
@@ -85,7 +85,7 @@ def conclude(job: Job, ending: Ending, decide: Decide = conclude_recipe) -> RunO
 
 
 def result_from_events(run: RunDir, status: str, exit_code: int | None) -> RunResult:
-    """Return the result as far as rank 0's events allow; figures that only the workers know are null."""
+    """Return the result as far as rank 0's events allow; values that only the workers know are null."""
     step: StepEvent | None = None
     evaluation: EvalEvent | None = None
     for event in read_sound(run.events(0)):

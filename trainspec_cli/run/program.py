@@ -1,4 +1,5 @@
-"""Run a program other than the engine to its end, supervised like a run's processes, so that no process is left."""
+"""Run a program other than the engine to its end, supervised like a run's processes, so that no process is left
+behind."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Program:
 @dataclass(frozen=True)
 class ProgramEnd:
     exit_code: int | None
-    """None: it exceeded its time limit and was killed."""
+    """None if it exceeded its time limit and was killed."""
     output: str
     """The last lines that it printed."""
 
@@ -42,8 +43,8 @@ class _OutOfTime(Exception):  # noqa: N818 - it ends a wait
 def run_program(
     program: Program, environment: Mapping[str, str], on_tick: Callable[[], None] = lambda: None
 ) -> ProgramEnd:
-    """Run a program, with `environment` added to this process's; `on_tick` is called about ten times per second. Raises
-    MachineError if it cannot be started, Interrupted if a stop was requested."""
+    """Run a program, with `environment` added to this process's environment. `on_tick` is called about ten times per
+    second. Raises MachineError if the program cannot be started, and Interrupted if a stop was requested."""
     root = program.folder.absolute()
     own = {LAUNCH_ID: secrets.token_hex(8), **environment}
     job = Job(root, program.command, own, world_size=1, stop_grace_s=0.0, logs=next_log_folder(RunDir(root).logs))

@@ -12,11 +12,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` for each stop signal during the block. `nohup`'s ignored SIGHUP stays ignored.
+    """Call `act` for each stop signal during the block. If `nohup` ignores SIGHUP, it stays ignored.
 
-    A terminal closes only once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
-    ignored, even after the block, because a second request would mean an immediate end.
-    """
+    A terminal closes only once, but its shell, its multiplexer and the kernel each send a SIGHUP. All but the first are
+    ignored, even after the block, because a second request would mean an immediate end."""
 
     def hear(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -40,7 +39,7 @@ def interrupt() -> None:
 
 
 class StopRequests:
-    """Counts the requests, for work that has to end in an orderly way."""
+    """Counts the stop requests, for work that has to end in an orderly way."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -50,7 +49,7 @@ class StopRequests:
 
 
 class PatientRequests(StopRequests):
-    """Counts at most one request: a scheduler repeats its signal without asking for a faster end."""
+    """Counts at most one request, because a scheduler repeats its signal without asking for a faster end."""
 
     def add(self) -> None:
         self.count = 1

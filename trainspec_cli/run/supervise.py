@@ -52,18 +52,18 @@ from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.recovery.run_state import NodeSlow
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
-# Find the node without which a run would be faster, using the speeds that its workers report, and record the decision
-# or advice. The decision itself is `balance.decisions.shares`; `run.recovery` acts on it.
+# Find a node without which the run would be faster, using the speeds that its workers report, and record the decision
+# or advice. The decision itself is made in `balance.decisions.shares`; `run.recovery` acts on it.
 
 
 SUPERVISOR = -1
-"""The rank in the supervisor's marks."""
+"""The rank recorded in the supervisor's marks."""
 MEASURED_STEPS = 5
-"""The minimum number of steps for a median step time."""
+"""Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
-"""Returns the plan of a run on a given number of nodes; None if there is none."""
+"""Returns the plan of a run on the given number of nodes; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Learnt:
 
 
 class SlowNodes:
-    """Watches one run over its generations: call `open` before each, then `poll` repeatedly."""
+    """Watches one run over its generations. Call `open` before each generation, then call `poll` repeatedly."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class SlowNodes:
         mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`replan` is called in a background thread. `mail` holds the speeds reported by the workers."""
+        """`replan` is called in a background thread. `mail` receives the speeds reported by the workers."""
         scheduler = plan.spec.scheduler
         self._run = job.run
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
@@ -101,13 +101,13 @@ class SlowNodes:
         self._restart_s = math.inf
         self._asked_s = math.inf
         self._decided: Gain | None = None
-        """The gain expected from leaving the node out."""
+        """The expected gain from dropping the node."""
         self._given: NodesEvent | None = None
         """The directive whose effect is being measured."""
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Start a generation of the run: speeds and times are measured anew."""
+        """Start a generation of the run, in which speeds and times are measured anew."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
@@ -127,8 +127,8 @@ class SlowNodes:
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
 
     def poll(self) -> list[NodeSlow]:
-        """Return the node to leave out now, if any; advice is recorded and reported. The run does not depend on this:
-        after an error, which is reported, no more nodes are left out."""
+        """Return the node to drop now, if any; advice is recorded and reported. The run does not depend on this: after
+        an error, which is reported, no more nodes are dropped."""
         if not (self._is_on or self._given):
             return []
         made = self._take_steps(self._events.read())
@@ -159,8 +159,8 @@ class SlowNodes:
         return [] if gain is None else self._decide(gain)
 
     def leave_out(self, node: int) -> tuple[Job, Plan]:
-        """Return the job and the plan of the next start, without this node: a spare replaces it if one is connected,
-        otherwise the run continues with fewer nodes. Both are recorded."""
+        """Return the job and the plan of the next start, without this node. If a spare is connected, it replaces the
+        node; otherwise the run continues with fewer nodes. Both are recorded."""
         self._take_steps(self._events.read())
         spare = self._spare
         plan = self._plan_without
@@ -179,7 +179,7 @@ class SlowNodes:
         return job, plan
 
     def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
-        """Return the plan of a run with one node fewer. An error in the planner does not end training."""
+        """Return the plan of the run with one node fewer. An error in the planner does not end training."""
         try:
             return replan(plan, plan.num_nodes - 1)
         except Exception as error:
@@ -188,13 +188,14 @@ class SlowNodes:
 
     @property
     def _spare(self) -> int | None:
-        """Return the number of a spare node; nodes that were left out do not count."""
+        """Return the number of a spare node; nodes that were dropped do not count."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
         return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
 
     @property
     def _plan_without(self) -> Plan | None:
-        """Return the plan of the run with one node fewer; None if there is none, or while it is being computed."""
+        """Return the plan of the run with one node fewer; None if there is none, or while it is still being
+        computed."""
         if self._spare is not None:
             return self._plan
         return self._planning.result() if self._planning is not None and self._planning.done() else None
@@ -202,9 +203,9 @@ class SlowNodes:
     # Measuring
 
     def _take_steps(self, events: list[Event]) -> int:
-        """Process the new steps; return their number."""
+        """Process the new steps; return how many there were."""
         steps = [event for event in events if isinstance(event, StepEvent)]
-        # The first step of a generation ends the restart, whose duration is the cost of leaving a node out.
+        # The first step of a generation ends the restart, whose duration is the cost of dropping a node.
         if steps and not self._step:
             self._restart_s = time.monotonic() - self._began_s
         for event in steps:
@@ -223,7 +224,7 @@ class SlowNodes:
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
-        """Use the speeds that the workers have confirmed; step times are measured from here on."""
+        """Use the speeds confirmed by the workers; from now on, step times are measured anew."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
         self._learnt = _Learnt(report, times, self._best_s(report, samples), samples)
@@ -231,7 +232,7 @@ class SlowNodes:
         self._times_s.clear()
 
     def _best_s(self, report: SpeedsReport, samples: int) -> float:
-        """Return the slowest rank's compute time under the best shares that the scheduler may assign."""
+        """Return the slowest rank's compute time with the best sample shares that the scheduler may assign."""
         if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
             return math.inf
         of_samples = self._plan.spec.model.unit == "samples"
@@ -298,13 +299,13 @@ class Ending:
     job: Job
     """The job of the last generation."""
     exit_code: int | None
-    """torchrun's exit code; None if torchrun had to be killed. 0 for several replica groups."""
+    """torchrun's exit code; None if torchrun had to be killed. It is 0 for several replica groups."""
     stop_requested: bool
-    """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
+    """Whether a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
-    """Why the supervisor ended the run, if it did (too few replica groups were left)."""
+    """Why the supervisor ended the run, if it did (because too few replica groups were left)."""
     generation: int | None = None
     """The number of the generation that ended."""
 
@@ -319,19 +320,19 @@ def supervise(
     replan: Replan | None = None,
     mail: WorkerMail | None = None,
 ) -> Ending:
-    """Run `job` until all its processes have ended, and restart what fails as `plan` allows.
+    """Run `job` until all of its processes have ended, and restart what fails as `plan` allows.
 
-    `watch` is called about ten times per second and told whether a stop was requested; `report` is called for every
-    failure that does not end the run, and what happens next. Without a plan the job is restarted after failures up to
-    its `max_restarts`, and a tool's job never. `replan` finds the plan for a run that leaves a slow node out; without
-    it, only a spare can replace the node. `mail` passes messages between the workers and other code in this process.
+    `watch` is called about ten times per second, with whether a stop was requested. `report` is called for every
+    failure that does not end the run, and states what happens next. Without a plan, the job is restarted after failures
+    up to its `max_restarts`; a tool's job is never restarted. `replan` finds the plan for a run that drops a slow node.
+    Without it, the node can only be replaced by a spare. `mail` passes messages between the workers and other code in
+    this process.
 
-    After a first request to stop, the workers are asked to write a checkpoint and end within the job's `stop_grace_s`;
-    if they have not written an event, there is nothing to save, and they are killed. A second request kills them at
-    once.
+    After a first stop request, the workers are asked to write a checkpoint and exit within the job's `stop_grace_s`. If
+    they have not written an event, there is nothing to save, and they are killed. A second request kills them
+    immediately.
 
-    Raises TrainspecError if the run cannot start, or was restarted elsewhere.
-    """
+    Raises TrainspecError if the run cannot start, or if it was restarted elsewhere."""
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):
         supervisor = Supervisor(job, plan, backend, report, replan, mail)
@@ -390,7 +391,7 @@ class Supervisor:
         self._generation = self._backend.generation
 
     def close(self) -> None:
-        """End an open generation, leaving none of its processes."""
+        """End an open generation, leaving none of its processes behind."""
         backend = self._backend
         marks = self._marks
         self._backend = self._marks = None
@@ -490,13 +491,13 @@ class Supervisor:
 
     def _begin_generation(self) -> None:
         run = self._job.run
-        run.result_json.unlink(missing_ok=True)  # other nodes participate until the new generation starts
+        run.result_json.unlink(missing_ok=True)  # other nodes take part until the new generation starts
         self.close()
         # The failed start's error reports are moved to its logs, and the lost work is recorded in the run's events.
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
-        # Without a plan the checkpoints are the program's own: its next start shows where it continues.
+        # Without a plan, the checkpoints belong to the program, and its next start shows where it continues.
         lost_steps = step - newest_checkpoint(run) if self._plan else None
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
@@ -510,7 +511,7 @@ class Supervisor:
         self.open()
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
-        """Record the setting with which the next start uses less memory, for its workers to read."""
+        """Record the setting with which the next start uses less memory, so that its workers can read it."""
         shortage = action.shortage
         alone = self.state.is_alone
         step = newest_step(read_sound(self._job.run.events(0)))

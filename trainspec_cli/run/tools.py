@@ -1,9 +1,9 @@
-"""The only way to run an engine tool: a request goes to separate processes, and their result comes back.
+"""The only way to run an engine tool: a request is sent to separate processes, and their result comes back.
 
     result = run_tool(TRACE, TraceRequest(plan, rank=3))
 
-A private temporary folder holds request.json, the tool's log and tool_result.json. The processes are supervised like
-a run's: a request to stop ends them at once, and a guard ends them if this process is killed.
+A private temporary folder contains request.json, the tool's log and tool_result.json. The processes are supervised like
+those of a run: a stop request ends them immediately, and a guard ends them if this process is killed.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Tool(Generic[RequestT, ResultT]):
-    """A module in `engine/tools`, whose function `run` takes the request and returns the result."""
+    """A module in `engine/tools` whose function `run` takes the request and returns the result."""
 
     name: str
     request: type[RequestT]
     result: type[ResultT]
     what: str
-    """Its name in messages."""
+    """The tool's name in messages."""
     code: str
-    """The problem code reported when it fails."""
+    """The problem code reported when the tool fails."""
     hint: str = ""
-    """The advice given when it fails."""
+    """The advice given when the tool fails."""
     timeout_s: float | None = None
-    """Time limit of the tool; None: its time depends on the request."""
+    """Time limit of the tool; None if its duration depends on the request."""
     program: tuple[str, ...] = ("-m", "trainspec_cli.engine.tools")
     """Arguments for Python, followed by the tool's name and the folder."""
 
@@ -143,7 +143,8 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Given a folder and Python's arguments (followed by the folder), returns the job and the backend that starts it."""
+"""Takes a folder and Python's arguments (to be followed by the folder), and returns the job and the backend that starts
+it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
@@ -171,9 +172,9 @@ def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
     """Run the tool in all processes of `plan` on several nodes, after checking each node."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
-        write_plan(RunDir(root), plan)  # read by the nodes' agents
+        write_plan(RunDir(root), plan)  # it is read by the nodes' agents
 
-        # The backend gets this plan, not the None that tells `supervise` never to restart the job.
+        # The backend receives this plan; `supervise` receives None, which means never to restart the job.
         return build_nodes_job(plan, root, reach), lambda job, _: NodesBackend(
             job, plan, reach=reach, worker=worker, examination=examination
         )
@@ -189,10 +190,10 @@ def run_tool(
     on_tick: Callable[[], None] = lambda: None,
     shared: Path | None = None,
 ) -> ResultT:
-    """Run `tool` (in one process, unless `prepare` says otherwise) and return its result.
+    """Run `tool` (in one process, unless `prepare` specifies otherwise) and return its result.
 
     `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, in which the
-    temporary folder is made. Raises MachineError if the tool cannot be run, fails or exceeds its time limit,
+    temporary folder is created. Raises MachineError if the tool cannot be run, fails or exceeds its time limit, and
     Interrupted if a stop was requested."""
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
@@ -233,16 +234,16 @@ def _problem(tool: Tool[Any, Any], job: Job, ending: str) -> Problem:
     return Problem(tool.code, f"{tool.what} {ending}\n\n{lines}".rstrip(), hint=tool.hint, environment=True)
 
 
-# Choose the backend of an operation: it must be correct, and clearly faster than torch's default.
+# Choose the backend of an operation: it must be correct and clearly faster than torch's default.
 
 
 MARGIN = 0.03
-"""A backend must be faster by this fraction; a smaller difference is within measurement noise."""
+"""A backend must be faster by at least this fraction, because a smaller difference is within measurement noise."""
 
 
 def judge(ranks: Sequence[KernelTrials]) -> dict[str, dict[str, KernelFigure]]:
-    """Turn the processes' trials into a verdict per operation and backend. Processes need not use the same operations
-    (for example pipeline stages): those that use an operation decide."""
+    """Turn the processes' trials into a verdict for each operation and backend. Processes need not use the same
+    operations (for example in different pipeline stages); those that use an operation decide."""
     ops = dict.fromkeys(op for rank in ranks for op in rank.trials)
     return {op: judge_operation([rank.trials[op] for rank in ranks if op in rank.trials]) for op in ops}
 
@@ -267,7 +268,7 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
             return KernelFigure("failed", trial.failure)
     error = max(math.inf if trial.error is None else trial.error for trial in trials)
     allowed = min(trial.allowed_error or 0.0 for trial in trials)
-    if not error <= allowed:  # also if it is NaN
+    if not error <= allowed:  # this includes NaN
         reason = f"its error against fp64 is {error:.2g}; {allowed:.2g} is allowed for the format"
         return KernelFigure("wrong", reason, error=finite_or_none(error), allowed_error=allowed)
     ratios = [ratio for trial in trials for ratio in trial.ratios]
@@ -288,8 +289,9 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
 
 
 DISTURBED_HOLDS_S = 86_400.0
-"""Validity of a probe that other programs disturbed: it shows the speed that a run gets alongside them, and they may be
-gone a day later. With 15 minutes, a machine that is always in use was probed before most launches."""
+"""Validity in seconds of a probe that was disturbed by other programs. It shows the speed that a run gets alongside
+them, and they may be gone a day later. With 15 minutes, a machine that is always in use was probed before most
+launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 Figures = TypeVar("Figures")
 
@@ -297,9 +299,8 @@ Figures = TypeVar("Figures")
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
     """Return the cached probe, or measure now; `on_start` is called before the measurement.
 
-    A probe that other programs disturbed is valid for `DISTURBED_HOLDS_S`. Raises MachineError if the probe fails,
-    Interrupted if a stop was requested.
-    """
+    A probe that was disturbed by other programs is valid for `DISTURBED_HOLDS_S`. Raises MachineError if the probe
+    fails, and Interrupted if a stop was requested."""
     path = probe_path(plan, machine)
     cached = read_probe(path)
     if cached is not None and (not cached.is_disturbed or time.time() - path.stat().st_mtime < DISTURBED_HOLDS_S):
@@ -311,7 +312,7 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:
-    """Return the cached table, or measure now; `on_start` is called before the measurement. In a multi-node run this
+    """Return the cached table, or measure now; `on_start` is called before the measurement. In a multi-node run, this
     node measures for all. Raises the errors of `probe_machine`."""
     path = table_path(plan, machine)
     cached = None if again else read_table(path)
@@ -331,22 +332,23 @@ def _device(plan: Plan, machine: Machine) -> str:
 
 
 def trace_plan(plan: Plan) -> TraceResult:
-    """Trace a step of `plan` without a GPU, and return the counts of the fullest traced rank. Raises MachineError."""
+    """Trace a step of `plan` without a GPU, and return the counts of the traced rank that uses the most memory. Raises
+    MachineError."""
     where = one_process({"OMP_NUM_THREADS": "1"})
     ranks = [run_tool(TRACE, TraceRequest(plan, rank), where) for rank in traced_ranks(plan)]
     return max(ranks, key=lambda traced: traced.peak_memory_bytes)
 
 
 def traced_ranks(plan: Plan) -> list[int]:
-    """Return a rank of the first pipeline stage and one of the last: each stage between holds less than one of these.
-    Along cp it is the last rank, whose queries attend to every part of the keys."""
+    """Return a rank of the first pipeline stage and one of the last, because each stage in between holds less than one
+    of these. Along cp, it is the last rank, whose queries attend to every part of the keys."""
     layout = plan.layout
     per_stage = plan.world_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
     return sorted({along_cp, (layout.pp - 1) * per_stage + along_cp})
 
 
-# The cache of figures
+# The cache of measurements
 
 
 def probe_path(plan: Plan, machine: Machine) -> Path:
@@ -358,12 +360,12 @@ def read_probe(path: Path) -> MachineProbe | None:
 
 
 def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
-    """Return this machine's probe for such a plan; None if it was not probed."""
+    """Return this machine's probe for such a plan; None if the machine has not been probed."""
     return read_probe(probe_path(plan, machine))
 
 
 def table_path(plan: Plan, machine: Machine) -> Path:
-    """Return the path of the kernel table; its name also changes with a run's shapes and the kernels' libraries."""
+    """Return the path of the kernel table. Its name also depends on a run's shapes and the kernels' libraries."""
     spec = to_plain(plan.spec)
     shapes = {key: spec[key] for key in ("model", "lora", "compile", "precision", "optim")}
     plain = to_plain(plan)
@@ -381,7 +383,7 @@ def read_table(path: Path) -> KernelTable | None:
 
 
 def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, object]) -> Path:
-    """Return a file whose name changes with everything that the figures depend on: the machine, the versions, and
+    """Return a file whose name depends on everything that determines the measurements: the machine, the versions, and
     `others`."""
     facts = {
         "machine": asdict(machine),
@@ -397,7 +399,7 @@ def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, o
 
 
 def read_figures(kind: type[Figures], path: Path) -> Figures | None:
-    """Return the figures; None if they do not exist, or another version of trainspec wrote them."""
+    """Return the measurements; None if they do not exist or were written by another version of trainspec."""
     if not path.is_file():
         return None
     try:

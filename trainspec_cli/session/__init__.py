@@ -1,1 +1,1 @@
-"""The steps from a command line to a run that has ended, for launch, resume, a Slurm job and every node."""
+"""The steps from a command line to a finished run, for launch, resume, a Slurm job and every node."""

@@ -1,7 +1,7 @@
-"""`python -m trainspec_cli.session.slurm_job [--force] RUN COMMAND...`: the inside of a Slurm job, started by its batch
-script.
+"""`python -m trainspec_cli.session.slurm_job [--force] RUN COMMAND...`: the code that runs inside a Slurm job, started
+by its batch script.
 
-Starts or resumes the run in RUN on the job's nodes (COMMAND is an srun with one agent per node), and finally decides
+Starts or resumes the run in RUN on the job's nodes (COMMAND is an srun with one agent per node), and decides at the end
 whether to requeue the job. Its exit code is the run's, and therefore the job's.
 """
 
@@ -26,7 +26,7 @@ from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_
 from trainspec_cli.session.launching.kinds import kind_of
 
 FORCE = "--force"
-"""Train even if the plan is predicted not to fit the nodes."""
+"""Train even if the plan is predicted not to fit on the nodes."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def _main() -> None:
         code = Interrupted.exit_code
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
-        if error.problems[0].code in (FENCED, MISSING_WING):  # another start decides, or the wing is missing
+        if error.problems[0].code in (FENCED, MISSING_WING):  # another start decides, or the plug-in is missing
             sys.exit(error.exit_code)
         code = error.exit_code
     if code != EXIT_DONE:

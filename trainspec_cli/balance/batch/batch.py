@@ -1,8 +1,7 @@
-"""The samples and the learning rate of each step, set by a schedule or by the gradient noise.
+"""The number of samples and the learning rate of each step, set by a schedule or by the gradient noise.
 
 All functions are pure: they depend on the step, the samples trained so far, and averages stored in checkpoints.
-Resuming a run needs no other state.
-"""
+Resuming a run needs no other state."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from trainspec_cli.recipe.rules.run import largest_size
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:
     """Return the learning rate of update `step` (the first is 0) in a run of `max_steps`.
 
-    `step` may lie between two updates, because one large step counts as several of the starting size.
+    `step` may lie between two updates, because one large step counts as several steps of the starting size.
     """
     if step < schedule.warmup_steps:
         return min(peak_lr, peak_lr * (step + 1) / schedule.warmup_steps)
@@ -40,25 +39,26 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
     return peak_lr * (ratio + (1 - ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-# The samples and the learning rate of each step, as pure functions of the samples trained so far.
+# The number of samples and the learning rate of each step, as pure functions of the samples trained so far.
 #
 # A run trains `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step
-# that trains on the last sample. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate
-# is the rate of `optim.schedule` in the middle of these steps, times f(B / B0), where f is `batching.schedule.lr_rule`.
+# that trains on the last sample. A step of B samples counts as B / B0 steps of the starting size B0. Its learning rate
+# is that of `optim.schedule` in the middle of these steps, times f(B / B0), where f is `batching.schedule.lr_rule`.
 #
-# A growing batch therefore replaces part of the schedule's decay. Where the schedule multiplies the rate by a, a batch
-# of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as in Seesaw (arXiv:2510.14717), and the full rate for SGD
+# A growing batch therefore replaces part of the schedule's decay. When the schedule multiplies the rate by a, a batch
+# of B0 / a multiplies it by a f(1/a) instead: sqrt(a) for AdamW, as in Seesaw (arXiv:2510.14717), and 1 for SGD
 # (arXiv:1711.00489; arXiv:2510.14717, theorem 1). The number of steps is multiplied by the mean of a: it halves for a
 # cosine that ends at 0, and falls by 1 - 2/pi for a quarter of a cosine.
 
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
-"""How the learning rate scales with the batch, by optimizer. Other optimizers have no rule for a growing batch."""
+"""How the learning rate scales with the batch, for each optimizer. Other optimizers have no rule for a growing
+batch."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step."""
+    """Size and learning rate of one step."""
 
     samples: int
     """Samples of a step, over all ranks and replica groups."""
@@ -76,10 +76,10 @@ class BatchStage:
 
 @dataclass(frozen=True)
 class BatchPhase:
-    """Steps of one size."""
+    """Consecutive steps of the same size."""
 
     step_samples: int
-    """Samples of each step, except that the last step of the run may have fewer or more."""
+    """Samples per step; only the last step of the run may have fewer or more."""
     steps: int
 
 
@@ -94,7 +94,7 @@ class BatchSchedule:
     """Samples of the first step, which is the smallest."""
     lr_rule: ShrinkRule
     stages: tuple[BatchStage, ...]
-    """The first stage starts at 0. A `noise` schedule has only one stage, because its sizes are chosen during the
+    """The first stage starts at 0. A `noise` schedule has only one stage, because it chooses batch sizes during the
     run."""
 
     @property
@@ -103,12 +103,12 @@ class BatchSchedule:
         return self.max_steps * self.start_samples
 
     def size_at(self, samples: int) -> int:
-        """Return the samples of a step that begins after `samples`; the last step may differ."""
+        """Return the size of a step that starts after `samples`; the last step may differ."""
         return self.stages[bisect_right(self.stages, samples, key=lambda stage: stage.from_samples) - 1].step_samples
 
 
 def schedule_batches(spec: RunSpec) -> BatchSchedule:
-    """Return the batch schedule of a recipe that has passed `recipe.rules`."""
+    """Return the batch schedule of a recipe that has passed the checks in `recipe.rules`."""
     batching = spec.batching
     rule = batching.schedule.lr_rule
     later: Sequence[BatchStage] = ()
@@ -127,7 +127,7 @@ def schedule_batches(spec: RunSpec) -> BatchSchedule:
 
 
 def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -> StepBatch:
-    """Return the step that begins after `samples` have been trained.
+    """Return the step that starts after `samples` have been trained.
 
     `size`: the current batch size of a schedule that is decided during the run (`noise`). The last step takes all
     remaining samples, including those that would otherwise form a step below the starting size. Raises ValueError if no
@@ -145,17 +145,18 @@ def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -
 
 
 def run_phases(schedule: BatchSchedule) -> tuple[BatchPhase, ...]:
-    """Return the run's steps by size, in order; exact, except for `noise`, where it is an upper bound."""
+    """Return the run's steps grouped by size, in order. The result is exact, except for `noise`, where it is an upper
+    bound."""
     return tuple(_phases(schedule))
 
 
 def count_steps(schedule: BatchSchedule) -> int:
-    """Return the number of steps of the run; exact, except for `noise`, where it is an upper bound."""
+    """Return the number of steps in the run. The result is exact, except for `noise`, where it is an upper bound."""
     return sum(phase.steps for phase in _phases(schedule))
 
 
 def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
-    """Yield the phases. Steps are counted by complete stages, because a run may have 10^12 steps."""
+    """Yield the phases. Steps are counted in complete stages, because a run may have 10^12 steps."""
     trained = 0
     total = schedule.run_samples
     start = schedule.start_samples
@@ -174,7 +175,7 @@ def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
 
 
 def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
-    """Return the stages: each size starts once the schedule has multiplied the rate by B0 / size or less."""
+    """Return the stages: each size starts once the schedule has reduced the rate to B0 / size of its peak or less."""
     start = spec.batching.global_batch_size
     lr = spec.optim.schedule
     after_warmup = range(lr.warmup_steps, spec.train.max_steps)
@@ -189,24 +190,25 @@ def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
     return stages
 
 
-# The gradient noise scale, measured from data that data-parallel ranks exchange anyway, and the batch size derived from
-# it.
+# The gradient noise scale, measured from data that data-parallel ranks exchange anyway, and the batch size that
+# follows.
 #
-# The gradient of one sample has the mean mu and the covariance S. If n ranks share B samples, rank i's mean gradient
-# g_i over its fraction w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g = sum w_i
-# g_i has E|g|^2 = |mu|^2 + tr S / B. The two equations are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
-# simple noise scale (McCandlish et al., arXiv:1812.06162). Both values are sums over parameters, and groups of
-# parameters may be divided differently: an expert trains on the samples of several ranks.
+# The gradient of one sample has the mean mu and the covariance S. Suppose n ranks share B samples, and rank i has the
+# fraction w_i of them (the w_i sum to 1). Its mean gradient g_i has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g
+# = sum w_i
+# g_i has E|g|^2 = |mu|^2 + tr S / B. Solving the two equations yields tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
+# simple noise scale (McCandlish et al., arXiv:1812.06162). Both values are sums over parameters. Groups of parameters
+# may divide the samples differently: an expert trains on the samples of several ranks.
 
 
 @dataclass(frozen=True)
 class NoiseMeasurement:
-    """Unbiased estimates from one step; each may be far off, or negative."""
+    """Unbiased estimates from one step; either may be far off, or negative."""
 
     trace: float
-    """tr S: the variance of one sample's gradient, summed over the parameters."""
+    """tr S: variance of one sample's gradient, summed over the parameters."""
     square: float
-    """|mu|^2 of the expected gradient."""
+    """|mu|^2: squared norm of the expected gradient."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class PartSquares:
 def measure_noise(samples: int, squares: Sequence[PartSquares]) -> NoiseMeasurement:
     """Estimate the noise of one step's gradient.
 
-    Raises ValueError for fewer than two parts, because the noise shows only in their differences.
+    Raises ValueError for fewer than two parts, because noise shows only in the differences between parts.
     """
     if (fewest := min(of.parts for of in squares)) < 2:
         raise ValueError(f"the noise of a gradient shows between parts, and {fewest} had samples")
@@ -240,12 +242,13 @@ class NoiseAverage:
     trace: float = 0.0
     square: float = 0.0
     weight: float = 0.0
-    """Sum of the measurements' weights, which approaches 1. It corrects the bias of averages that start at 0."""
+    """Sum of the measurements' weights, which approaches 1. It corrects the bias that results from starting the
+    averages at 0."""
 
     def updated(self, measured: NoiseMeasurement, smoothing_steps: int) -> NoiseAverage:
         """Return the averages after one more step, which has a weight of 1 / `smoothing_steps`.
 
-        A measurement that is not finite is skipped, as is the update of its step.
+        A non-finite measurement is skipped, as is the optimizer update of its step.
         """
         if not (math.isfinite(measured.trace) and math.isfinite(measured.square)):
             return self
@@ -293,10 +296,9 @@ class BatchPace:
 def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> int:
     """Return the next batch size of the `noise` schedule, after `size`. Called every `interval_steps` steps.
 
-    The size goes one up when the target (`noise_fraction` of the noise scale) reaches the next size, and one down when
-    the target is below the previous size. Otherwise, or without a measurement, it stays the same: this hysteresis
-    absorbs measurement noise.
-    """
+    The size goes up by one stage when the target (`noise_fraction` of the noise scale) reaches the next size, and down
+    by one when the target falls below the previous size. Otherwise, or without a measurement, the size stays the same.
+    This hysteresis absorbs measurement noise."""
     sizes = batching.sizes_up_to(batching.schedule.max_global_batch_size or batching.global_batch_size)
     place = max(0, bisect_right(sizes, size) - 1)
     if noise_scale is None:
@@ -310,12 +312,13 @@ def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> i
 GROWS_BY_ITSELF = ("ramp", "seesaw")
 """Schedules whose batch grows regardless of the noise."""
 EQUIVALENT_FRACTION = 0.5
-"""Up to this fraction of the noise scale B_n, a larger batch at a larger rate trains nearly as well as the first size.
+"""Up to this fraction of the noise scale B_n, a larger batch at a larger rate trains nearly as well as the starting
+size.
 
-Scaling the rate with the square root of the batch is exact where noise dominates the gradient. Otherwise AdamW's
-normaliser falls less: for equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B than
-at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1% at two
-thirds."""
+Scaling the rate with the square root of the batch is exact if noise dominates the gradient. Otherwise AdamW's
+normaliser shrinks less: for equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B
+than at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1%
+at two thirds."""
 
 
 def outgrows_noise(batching: BatchingSpec, samples: int, noise: NoiseAverage) -> bool:

@@ -1,9 +1,9 @@
-"""Divide a step's samples over replica groups, data-parallel ranks and micro-batches: pure functions of the position.
+"""Divide a step's samples over replica groups, data-parallel ranks and micro-batches, as pure functions of the
+position.
 
-A step's samples follow those of the previous step, so every sample is used exactly once, whatever failures occurred and
-however unevenly samples are divided. Any number of samples can be divided over any number of ranks. By default parts
-differ by at most one sample; a part may be empty.
-"""
+A step's samples follow those of the previous step. Every sample is therefore used exactly once, regardless of failures
+and however unevenly samples are divided. Any number of samples can be divided over any number of ranks. By default,
+parts differ by at most one sample; a part may be empty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.results.plan import Plan
 
 ROUNDING = 1e-9
-"""A share that falls short of an integer number of samples by less than this counts as that number."""
+"""A share that falls short of an integer number of samples by less than this is rounded up to it."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Portion:
     """The samples of one replica group in a step."""
 
     start: int
-    """The position of its first sample in the run."""
+    """Position of its first sample in the run."""
     samples: int
     step_samples: int
-    """Samples of all replica groups together."""
+    """Total samples of all replica groups."""
 
 
 @dataclass(frozen=True)
 class OwnSamples:
-    """The samples of one data-parallel rank in a step: contiguous positions of the run for each micro-batch."""
+    """The samples of one data-parallel rank in a step: a contiguous range of positions for each micro-batch."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -54,23 +54,23 @@ class Division:
     """How a replica group divides its samples over its data-parallel ranks."""
 
     weights: tuple[float, ...]
-    """The share of each rank, in any unit."""
+    """Each rank's share of the samples, in any unit."""
     micro_batch_size: int
     """Maximum number of samples that a rank processes at a time."""
     turns: int = 1
-    """The number of micro-batches is a multiple of it."""
+    """The number of micro-batches is a multiple of this number."""
     micro_batches: int = 1
     """Minimum number of micro-batches, a multiple of `turns`."""
     in_step: bool = False
-    """Ranks wait for one another in each micro-batch, so all process their larger micro-batches in the same turns."""
+    """Whether ranks wait for one another in each micro-batch. If so, all ranks process their larger micro-batches in
+    the same turns."""
     bubble: float = 0.0
     """Time to fill and drain the pipeline, in micro-batches."""
 
     def of_rank(self, rank: int, start: int, samples: int) -> OwnSamples:
-        """Return one rank's part of the `samples` samples that begin at position `start`.
+        """Return one rank's part of the `samples` samples that start at position `start`.
 
-        All ranks get the same number of micro-batches, since they exchange gradients and parameters in each.
-        """
+        All ranks get the same number of micro-batches, because they exchange gradients and parameters in each one."""
         return _from_zero(self, samples)[rank].moved(start)
 
     def count_micro_batches(self, samples: int) -> int:
@@ -79,7 +79,7 @@ class Division:
         )
 
     def counts(self, samples: int) -> tuple[int, ...]:
-        """Return the samples of each rank."""
+        """Return the number of samples for each rank."""
         return _counts(self, samples)
 
 
@@ -96,9 +96,8 @@ def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
 def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches: bool) -> Division:
     """Return the division over equally fast ranks.
 
-    `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm), so the ranks
-    together form the same micro-batches as a single rank would.
-    """
+    `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm). The ranks
+    together then form the same micro-batches as a single rank would."""
     in_step = waits_in_micro_batches(layout) and not keeps_micro_batches
     bubble = (layout.pp - 1) * layout.bubble_part
     return Division((1.0,) * layout.data_parallel_size, micro_batch_size, turns_of(layout), 1, in_step, bubble)
@@ -111,29 +110,30 @@ def even_division_of(plan: Plan) -> Division:
 
 
 def waits_in_micro_batches(layout: Layout) -> bool:
-    """Return whether data-parallel ranks wait for one another in every micro-batch, because they gather parameters,
-    reduce gradients or exchange tokens of experts. In a pipeline the stages overlap, and they do not wait."""
+    """Return whether data-parallel ranks wait for one another in every micro-batch. They do if they gather parameters,
+    reduce gradients or exchange tokens of experts in each one; in a pipeline they do not, because the stages
+    overlap."""
     experts = layout.ep * layout.etp > layout.cp * layout.tp
     return layout.pp == 1 and (layout.shards_parameters or layout.exchanges_every_backward or experts)
 
 
 def turns_of(layout: Layout) -> int:
-    """Return the divisor of the number of micro-batches: pp if interleaved (arXiv:2104.04473, section 2.2)."""
+    """Return the divisor of the number of micro-batches: pp for interleaved schedules (arXiv:2104.04473, section 2.2),
+    otherwise 1."""
     return layout.pp if layout.pipeline_schedule == "interleaved" else 1
 
 
 def count_micro_batches(samples: int, micro_batch_size: float, turns: int) -> int:
-    """Return the number of micro-batches of at most this size that hold a rank's samples, in whole turns."""
+    """Return the number of micro-batches of at most this size that hold a rank's samples, as a multiple of `turns`."""
     return math.ceil(max(1, math.ceil(samples / micro_batch_size)) / turns) * turns
 
 
 def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Return integers proportional to `weights` that sum to `samples`, by largest remainder, with ties going to lower
-    ranks.
+    """Return integers proportional to `weights` that sum to `samples`. They are rounded by largest remainder; ties go
+    to lower ranks.
 
-    If there are enough samples, every rank gets at least one, because an idle rank does not show its speed. The other
-    ranks share the rest in proportion.
-    """
+    If there are enough samples, every rank gets at least one, because the speed of an idle rank cannot be measured. The
+    other ranks share the rest in proportion to their weights."""
     single = _given_one(samples, weights) if samples >= len(weights) else set()
     total = sum(weight for rank, weight in enumerate(weights) if rank not in single)
     left = samples - len(single)
@@ -146,7 +146,7 @@ def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
-    """Return the ranks that get one sample each because their share of the rest is below one."""
+    """Return the ranks that get exactly one sample because their proportional share of the rest is below one."""
     total = sum(weights)
     given = set[int]()
     for rank in sorted(range(len(weights)), key=weights.__getitem__):
@@ -158,22 +158,22 @@ def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
 
 
 def largest_that_fits(usual: int, most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size from `usual` to `most` that `fits`; `usual` is assumed to fit."""
+    """Return the largest size from `usual` to `most` for which `fits` is true; `usual` is assumed to fit."""
     larger = range(usual + 1, most + 1)
     return usual + bisect_left(larger, True, key=lambda size: not fits(size))
 
 
 def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> int:
-    """Return the micro-batches of each rank in a step of `samples`, over equally fast ranks."""
+    """Return the number of micro-batches per rank in a step of `samples`, over equally fast ranks."""
     return count_micro_batches(math.ceil(samples / layout.data_parallel_size), micro_batch_size, turns_of(layout))
 
 
 def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) -> tuple[OwnSamples, ...]:
-    """Divide `sum(counts)` samples from position 0; rank i gets `counts[i]` of them.
+    """Divide `sum(counts)` samples, starting at position 0; rank i gets `counts[i]` of them.
 
-    Each micro-batch consists of contiguous samples over all ranks. A rank's micro-batches differ by at most one sample,
-    and so do the group's, unless `in_step` puts every rank's larger micro-batches first.
-    """
+    Each micro-batch consists of contiguous samples over all ranks. The sizes of a rank's micro-batches differ by at
+    most one sample. So do those of the group, unless `in_step` is set, which places every rank's larger micro-batches
+    first."""
     sizes = []
     spare_before = 0
     for count in counts:
@@ -192,11 +192,10 @@ def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) 
 def take_portion(
     batching: BatchingSpec, samples: int, weights: Sequence[float], replica_groups: int, position: int, rank: int
 ) -> Portion:
-    """Return the portion of group number `rank` in the step of `samples` that begins at `position`.
+    """Return the portion of group number `rank` in the step of `samples` that starts at `position`.
 
-    `weights`: one share for each group, out of `replica_groups`, that takes part. A batch that shrinks with the number
-    of groups keeps at least one sample per group, if it had that many.
-    """
+    `weights`: one share for each participating group, out of `replica_groups`. A batch that shrinks with the number of
+    groups keeps at least one sample per group, if it had that many."""
     present = len(weights)
     if batching.on_loss == "shrink":
         samples = max(min(present, samples), samples * present // replica_groups)
@@ -206,6 +205,6 @@ def take_portion(
 
 
 def lr_factor(rule: ShrinkRule, step_samples: int, global_batch_size: int) -> float:
-    """Return the factor on the learning rate for a step of `step_samples`."""
+    """Return the learning-rate factor for a step of `step_samples`."""
     share = step_samples / global_batch_size
     return {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[rule]

@@ -1,1 +1,2 @@
-"""Decisions from measured speeds: shares, moved layers, other layouts, nodes to drop, and when each one pays."""
+"""Decisions from measured speeds: sample shares, moving layers, other layouts, nodes to drop, and when each one pays
+off."""

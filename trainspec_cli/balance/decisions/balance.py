@@ -18,13 +18,14 @@ from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.layout import Layout
 
 EVEN_ENOUGH = 0.02
-"""The even division is kept or restored if the best one is faster by at most this fraction."""
+"""The even division is kept or restored unless the best one is faster by more than this fraction."""
 SAME = 1e-9
-"""Relative tolerance of times, which are sums of rounded numbers."""
+"""Relative tolerance when comparing times, which are sums of rounded numbers."""
 TRIED = 8
-"""Maximum number of alternative micro-batch counts to try."""
+"""Maximum number of other micro-batch counts to try."""
 MORE_TURNS = 4
-"""Number of additional turns to try if a fast rank's share exceeds memory with the usual number of micro-batches."""
+"""Number of additional turns to try if a fast rank's samples do not fit into memory with the usual number of
+micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Balanced:
 def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchange_s: float) -> float:
     """Return the compute time of the slowest rank in a step of `samples`, plus the exchanges of its micro-batches.
 
-    `exchange_s`: duration of one micro-batch's exchanges, such as gathering sharded parameters.
+    `exchange_s`: duration of the exchanges in one micro-batch, such as gathering sharded parameters.
     """
     counts = division.counts(samples)
     micro_batches = division.count_micro_batches(samples)
@@ -54,8 +55,7 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
 def _with_bubble(compute_s: float, division: Division, micro_batches: int) -> float:
     """Return `compute_s` plus the time to fill and drain a pipeline of equally long stages.
 
-    Fewer and larger micro-batches leave more of a pipeline idle.
-    """
+    Fewer and larger micro-batches leave the pipeline idle for longer."""
     return compute_s * (1 + division.bubble / micro_batches)
 
 
@@ -64,11 +64,11 @@ def _line(speed: Speed) -> tuple[float, float]:
 
 
 def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) -> float:
-    """Return the time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest one in each micro-batch, if
-    every rank's larger micro-batches come first: the sum over the turns of the slowest rank's time."""
+    """Return the total time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest one in each
+    micro-batch: the sum of the slowest rank's time over all turns. Every rank's larger micro-batches come first."""
     # Even thousands of ranks have only a few distinct counts of larger micro-batches, so each turn reads two running
-    # maxima instead of all ranks. Both lists hold the slowest rank's seconds for a larger or a smaller micro-batch,
-    # indexed by the number of larger ones that the rank has.
+    # maxima instead of all ranks. Both lists hold the slowest rank's time in seconds, for a larger and a smaller
+    # micro-batch, indexed by the number of larger micro-batches on the rank.
     larger_s = [0.0] * (micro_batches + 1)
     smaller_s = [0.0] * (micro_batches + 1)
     for fixed_s, sample_s, samples in ranks:
@@ -76,38 +76,36 @@ def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) ->
         own_s = fixed_s + each * sample_s
         smaller_s[larger] = max(smaller_s[larger], own_s)
         larger_s[larger] = max(larger_s[larger], own_s + sample_s)
-    in_larger_s = list(accumulate(reversed(larger_s), max))[-2::-1]  # of ranks with more larger ones than the turn
+    in_larger_s = list(accumulate(reversed(larger_s), max))[-2::-1]  # of ranks with more larger ones than the index
     in_smaller_s = list(accumulate(smaller_s, max))
     return sum(max(in_larger_s[turn], in_smaller_s[turn]) for turn in range(micro_batches))
 
 
 def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> tuple[int, ...]:
-    """Return the samples of each rank that minimise the time of the slowest rank; exact for whole samples.
+    """Return each rank's number of samples that minimises the time of the slowest rank; exact for whole samples.
 
     Each rank gets at most `most` samples, and at least one if there are enough. Raises ValueError if the ranks cannot
     hold all samples.
 
-    The real-valued optimum gives all ranks the same time. Rounded down, it is short by less than one sample per rank,
-    and each missing sample goes to the rank that would finish it first.
-    """
+    In the real-valued optimum, all ranks take the same time. Rounding down loses less than one sample per rank, and
+    each missing sample goes to the rank that would finish it first."""
     kinds = _Kinds.of(speeds)
     return kinds.of_ranks(_solve(samples, micro_batches, kinds, most))
 
 
 def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
-    """Return the samples of each rank that keep the sum of the slowest micro-batches small, for ranks that wait for one
-    another in each micro-batch of at most `largest` samples: the optimum in 97 of 100 small cases, and at most 25%
-    above it.
+    """Return each rank's number of samples that keeps the sum of the slowest micro-batches small. The ranks wait for
+    one another in each micro-batch, which has at most `largest` samples. The result is optimal in 97 of 100 small
+    cases, and at most 25% above the optimum in the others.
 
     Each rank gets at least one sample if there are enough. Raises ValueError if the micro-batches cannot hold all
-    samples.
-    """
+    samples."""
     kinds = _Kinds.of(speeds)
     return kinds.of_ranks(_solve_in_step(samples, micro_batches, kinds, largest))
 
 
 class _Solved(NamedTuple):
-    """The samples of each rank of a kind; the first `ahead` ranks of the kind `odd` have one more."""
+    """The number of samples for each kind of rank; the first `ahead` ranks of the kind `odd` have one more."""
 
     counts: list[int]
     odd: int
@@ -119,7 +117,7 @@ class _Solved(NamedTuple):
 
 
 class _Kinds(NamedTuple):
-    """Ranks grouped by speed: thousands of ranks have few distinct speeds."""
+    """Ranks grouped by speed, because even thousands of ranks have few distinct speeds."""
 
     fixed_s: list[float]
     sample_s: list[float]
@@ -136,7 +134,7 @@ class _Kinds(NamedTuple):
         return cls(list(fixed_s), list(sample_s), ranks, list(map(len, ranks)))
 
     def of_ranks(self, solved: _Solved) -> tuple[int, ...]:
-        """Return the samples of each rank."""
+        """Return the number of samples of each rank."""
         counts = [0] * sum(self.sizes)
         for ranks, count in zip(self.ranks, solved.counts, strict=True):
             for rank in ranks:
@@ -166,14 +164,16 @@ class _Kinds(NamedTuple):
 
 
 def _solve_in_step(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Solve `solve_in_step` by kind of rank, with equally filled turns, or with shares by speed if these are faster."""
+    """Solve `solve_in_step` per kind of rank, either with equally filled turns or with shares by speed, whichever is
+    faster."""
     filled = _leave_out_idle(samples, micro_batches, kinds, largest)
     shared = _solve(samples, micro_batches, kinds, micro_batches * largest)
     return min(filled, shared, key=lambda solved: kinds.in_step_s(solved, micro_batches))
 
 
 def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Return filled turns; ranks too slow for a share get one sample each, and the others get the rest."""
+    """Return filled turns; ranks that are too slow for a proportional share get one sample each, and the others get the
+    rest."""
     solved = _fill_turns(samples, micro_batches, kinds, largest)
     idle = {kind for kind, count in enumerate(solved.counts) if not count}
     if not idle or samples < sum(kinds.sizes):
@@ -190,7 +190,7 @@ def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: in
 
 
 def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Fill each turn with the samples that all ranks finish in the shortest time; as many turns as possible omit the
+    """Fill each turn with the samples that all ranks finish in the shortest time. As many turns as possible omit the
     samples that would finish last."""
     turn = _solve(math.ceil(samples / micro_batches), 1, kinds, largest, least=0)
     limit_s = kinds.slowest_s(turn, 1)
@@ -216,7 +216,7 @@ def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -
 
 
 def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: int | None = None) -> _Solved:
-    """Solve `solve_counts` by kind of rank. `least`: minimum samples of each rank."""
+    """Solve `solve_counts` per kind of rank. `least`: minimum number of samples per rank."""
     ranks = sum(kinds.sizes)
     if samples > most * ranks:
         raise ValueError(f"{samples} samples are more than {most} on each of {ranks} ranks")
@@ -236,7 +236,7 @@ def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: in
 
 
 class _Line(NamedTuple):
-    """The time of a kind's ranks as a linear function of their samples."""
+    """The time of one kind of rank as a linear function of its samples."""
 
     start_s: float
     sample_s: float
@@ -249,7 +249,7 @@ class _Line(NamedTuple):
 def _shift(
     counts: list[int], sizes: Sequence[int], samples: int, limit: int, change: int, key: Callable[[int], float]
 ) -> _Solved:
-    """Add (`change` 1) or remove (-1) samples one by one, each on the rank with the smallest key, up to `limit`."""
+    """Add (`change` = 1) or remove (-1) samples one by one, each at the rank with the smallest key, up to `limit`."""
     queue = [(key(kind), kind) for kind in range(len(counts)) if counts[kind] != limit] if samples else []
     heapq.heapify(queue)
     while samples:
@@ -267,11 +267,10 @@ def _shift(
 
 
 def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
-    """Return the time that all ranks together finish `samples`, with 0 to `most` samples on each rank.
+    """Return the time in which all ranks together finish `samples`, with 0 to `most` samples on each rank.
 
-    The number of samples grows piecewise linearly with the time. Each round removes the ranks at an end of their range,
-    until the common time keeps all other ranks within theirs.
-    """
+    The number of finished samples grows piecewise linearly with the time. Each round removes the ranks at either end of
+    their range, until the common time keeps all other ranks within theirs."""
     free = list(lines)
     left = float(samples)
     while free:
@@ -298,8 +297,8 @@ def best_division(
     *,
     keeps_micro_batches: bool = False,
 ) -> Balanced:
-    """Return the fastest division of `samples` over ranks of these speeds, with micro-batches of at most
-    `largest_micro_batch` samples; the even division if no other is clearly faster.
+    """Return the fastest division of `samples` over ranks with these speeds, in micro-batches of at most
+    `largest_micro_batch` samples. If no other division is clearly faster, return the even one.
 
     `exchange_s`: see `compute_s`. `keeps_micro_batches`: keep the number of micro-batches.
     """
@@ -324,7 +323,7 @@ def best_division(
             found = (solved, micro_batches)
             best_s = filled_s
         if solved.most < most and not even.in_step and not even.bubble:
-            break  # memory limits no rank, so more micro-batches cannot help
+            break  # no rank is limited by memory, so more micro-batches cannot help
     if found is None:
         return best
     weights = tuple(map(float, kinds.of_ranks(found[0])))
@@ -335,7 +334,7 @@ def best_division(
 
 def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
     """Return the micro-batch counts to try: the usual one, a few more, and the count that the fastest rank needs for
-    its share; in a pipeline, also counts in between, with smaller micro-batches."""
+    its share. In a pipeline, also try counts in between, with smaller micro-batches."""
     if even.in_step:
         return _numbers_in_step(usual, even.turns, samples, kinds, largest_micro_batch)
     if not even.bubble and largest_micro_batch * usual >= samples:
@@ -351,8 +350,8 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the counts to try if ranks wait for one another in each micro-batch. They include fewer and larger
-    micro-batches, which let a slow rank's be smaller, and the counts that the faster ranks alone need."""
+    """Return the counts to try if ranks wait for one another in each micro-batch. Fewer and larger micro-batches are
+    included because a slow rank's can then be smaller, as are the counts that the faster ranks alone need."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
     stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns
@@ -365,37 +364,35 @@ def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, larges
 
 
 # Decide when to move layers between pipeline stages, by weighing the time saved against the cost of a change.
-#
-# As with shares, the decision is a pure function of what all ranks know. It applies to all pipelines of a run at once,
-# because the ranks of a stage share its parameters. Sample shares even out the remaining differences.
 
 
 WORTHWHILE = 0.05
-"""Layers move if that saves at least this fraction of the compute time, because the layers' planned times are rough."""
+"""Layers move if that saves at least this fraction of the compute time. The margin is needed because the layers'
+planned times are rough."""
 PAUSE_STEPS = 0.5
 PAUSE_S = 2.0
-"""Assumed pause for a change of layout, in steps plus seconds, until one has been measured. On CPUs, changes took 0.03
-to 0.08 of a step, and the first step after them took at most 0.2 of a step more (`tests/bench/relayout.py`).
-Connections between many ranks, and a GPU's allocator, take longer."""
+"""Assumed pause for a change of layout until one has been measured: a number of steps plus this many seconds. On CPUs,
+changes took 0.03 to 0.08 of a step, and the first step after them took at most 0.2 of a step longer
+(`tests/bench/relayout.py`). Connecting many ranks and a GPU's allocator take longer."""
 
 PipelineSpeeds = Sequence[Sequence[Speed | None]]
-"""The speed of each pipeline rank, for each data-parallel rank; None: not known yet."""
+"""Speed of each pipeline rank, for each data-parallel rank; None if not known yet."""
 
 
 def expected_pause_s(step_s: float) -> float:
-    """Return the assumed pause for a change of layout in a run whose steps take `step_s`."""
+    """Return the assumed pause for a layout change in a run whose steps take `step_s`."""
     return PAUSE_S + PAUSE_STEPS * step_s
 
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Another cut into stages, and its expected effect."""
+    """Another layer split, and its expected effect."""
 
     stage_layers: Counts
     before_s: float
     """Compute time of the slowest rank in a step, before the change."""
     after_s: float
-    """Expected compute time of the slowest rank after the change, with the best shares."""
+    """Expected compute time of the slowest rank after the change, with the best sample shares."""
     reason: str
 
 
@@ -412,7 +409,7 @@ class LayerScheduler:
         change: float,
         patience_s: float = 0.0,
     ):
-        """`times`: planned times, in any unit. `most_layers`: maximum number of layers on a pipeline rank. `change`:
+        """`times`: planned times, in any unit. `most_layers`: maximum number of layers per pipeline rank. `change`:
         ranks whose speeds differ from the median by at most this fraction count as equally fast. `patience_s`: see
         SkiRental."""
         self._layout = layout
@@ -437,10 +434,9 @@ class LayerScheduler:
         steps: int = 1,
     ) -> LayerChange | None:
         """Record a step of `samples` samples in this division, at these speeds. `pause_s`: measured pause of the last
-        change of layout; `steps`: number of steps since the last call.
+        layout change; `steps`: number of steps since the last call.
 
-        Return the change to make, once a SkiRental decides that it pays.
-        """
+        Return the change to make, once a SkiRental decides that it pays off."""
         known = samples, division, tuple(map(tuple, speeds))
         if any(speed is None for row in speeds for speed in row):
             return None
@@ -459,10 +455,12 @@ class LayerScheduler:
         return wanted if pays else None
 
     def _consider(self, samples: int, division: Division, speeds: Sequence[Sequence[Speed]]) -> LayerChange | None:
-        """Return the best cut, judged by the slowest rank or by the mean of each stage, if it is worth the change."""
+        """Return the best layer split, judged by each stage's slowest rank or by its mean, if it is worth the
+        change."""
         before_s = compute_s(division, samples, [_slowest(row, samples) for row in speeds], 0.0)
         found: dict[Counts, float] = {}
-        # A stage waits for its slowest data-parallel rank, but samples move between those ranks: try the mean too.
+        # A stage waits for its slowest data-parallel rank, but samples can move between those ranks: try the mean as
+        # well.
         paces = self._paces(speeds, samples)
         for of_stages in (list(map(max, paces)), list(map(mean, paces))):
             usual = median_low(of_stages)
@@ -484,7 +482,7 @@ class LayerScheduler:
         return [[row[rank].time_s(share, 1) / planned[rank] for row in speeds] for rank in range(self._layout.pp)]
 
     def _expected_s(self, counts: Counts, samples: int, speeds: Sequence[Sequence[Speed]]) -> float:
-        """Return the slowest rank's time with another cut and the best shares for it."""
+        """Return the slowest rank's time with another layer split and the best sample shares for it."""
         now, then = (rank_times_s(self._times, cut, self._layout) for cut in (self._counts, counts))
         rows = [
             _slowest([speed.scaled(new / old) for speed, old, new in zip(row, now, then, strict=True)], samples)
@@ -502,11 +500,10 @@ class LayerScheduler:
 
 
 def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callable[[Layout], bool]) -> int | None:
-    """Return the largest number of layers that `fits` on any pipeline rank, up to `wanted`
+    """Return the largest number of layers on any pipeline rank for which `fits` is true, up to `wanted`
     (`scheduler.max_stage_layers`).
 
-    None if no layers can move, because there is one pipeline rank or each has several stages.
-    """
+    None if no layers can move, because there is only one pipeline rank or each rank has several stages."""
     if layout.pp == 1 or layout.num_stages > layout.pp:
         return None
     most = num_layers - layout.pp + 1
@@ -521,11 +518,12 @@ def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callab
 
 
 def with_stages(layout: Layout, counts: Counts) -> Layout:
-    """Return the layout with another cut; the even cut has no list of layers, as in the planner."""
+    """Return the layout with another layer split. As in the planner, the even split is represented without a list of
+    layers."""
     even = counts == cut_evenly(sum(counts), layout.num_stages)
     return replace(layout, stage_layers=None if even else counts)
 
 
 def _slowest(row: Sequence[Speed], samples: int) -> Speed:
-    """Return the slowest speed among the ranks of one pipeline, which work on the same samples."""
+    """Return the slowest speed among the ranks of one pipeline, which all work on the same samples."""
     return max(row, key=lambda speed: speed.time_s(samples, 1))

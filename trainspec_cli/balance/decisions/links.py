@@ -1,10 +1,9 @@
-"""Measure how fast the links of each mesh axis are from a run's own exchanges, and detect when that has changed.
+"""Measure how fast the links of each mesh axis are from a run's own exchanges, and detect changes.
 
-A link is a group of ranks that exchange along one axis; in a pipeline, two neighbours. A sample is one step with a
-barrier before every exchange, which separates the transfer from the wait for the last rank. As with a rank's speed
+A link is a group of ranks that exchange along one axis; in a pipeline, two neighbours. To take a sample, one step puts
+a barrier before every exchange, which separates the transfer from the wait for the last rank. As with a rank's speed
 (`speeds.py`), a change is confirmed by more consecutive samples than chance would explain. Samples are fewer and
-noisier than steps, and are compared by their logarithms.
-"""
+noisier than steps, and their logarithms are compared."""
 
 from __future__ import annotations
 
@@ -20,43 +19,43 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.verdict import MeasuredLink
 
 FIRST_SAMPLES = 8
-"""Number of samples needed to learn a link's speed, at first and after a change."""
+"""Number of samples needed to learn a link's speed, initially and after a change."""
 CONFIRMING_SAMPLES = 3
 """Number of consecutive samples that confirm a change."""
 REMEMBERED_SAMPLES = 50
 RECENT_SAMPLES = 25
-"""A drift that no single sample shows is found by comparing the median of the recent samples with that of the first
-`REMEMBERED_SAMPLES` since the last change."""
+"""A drift that no single sample reveals is found by comparing two medians: that of the recent samples, and that of the
+first `REMEMBERED_SAMPLES` since the last change."""
 DRIFT_FACTOR = 5.0
-"""Number of standard errors at which a difference counts as a drift; a median's standard error is 1.2533 deviations /
+"""A difference of this many standard errors counts as a drift; a median's standard error is 1.2533 deviations /
 sqrt(n)."""
 TIMED_EXCHANGES = 4
 """Maximum number of an axis's exchanges that are timed in a sampled step, spread over the step."""
 COST_SHARE = 1e-3
-"""Share of the run's time that sampling may take."""
+"""Fraction of the run's time that sampling may take."""
 FIRST_SAMPLE_STEPS = 3
-"""Number of first steps after a start, which compile, warm up and connect."""
+"""Number of first steps after a start, which are spent compiling, warming up and connecting."""
 LEAST_INTERVAL_STEPS = 10
 TOLD_STEPS = 2
-"""Number of steps until all ranks know when the next sample is taken: a sample's figures travel with the next step, and
-the decision with the step after that."""
+"""Number of steps until all ranks know when the next sample is taken. A sample's results are sent with the next step,
+and the decision with the step after that."""
 REMEMBERED_STEPS = 20
 DEPARTED_STEPS = 2
-"""Number of consecutive steps of unusual duration that trigger a sample."""
+"""Number of consecutive steps with an unusual duration that trigger a sample."""
 OTHER_SIZE = 0.25
 """If the bytes of an exchange change by this fraction, the speed is learnt again, because it depends on the size."""
 LARGE = 0.5
-"""Exchanges below this fraction of the largest one's bytes show latency rather than bandwidth, and are ignored."""
+"""Exchanges smaller than this fraction of the largest one measure latency rather than bandwidth, and are ignored."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The exchanges of one rank along an axis in a sampled step; 0 bytes if it had none."""
+    """The exchanges of one rank along an axis in a sampled step; 0 bytes if there were none."""
 
     sent_bytes: float = 0.0
-    """Bytes that the rank sends in the largest exchange, with a ring algorithm."""
+    """Bytes that the rank sends in the largest exchange, assuming a ring algorithm."""
     seconds: float = 0.0
-    """Time to transfer these bytes, from the arrival of the last rank."""
+    """Time to transfer these bytes, counted from the arrival of the last rank."""
     waited_s: float = 0.0
     """This rank's median wait for the last rank of an exchange."""
 
@@ -69,13 +68,13 @@ class LinkSpeed:
     bytes_per_s: float
     """Rate at which each rank of the link sends."""
     noise: float
-    """The samples' standard deviation (median absolute deviation x 1.4826), as a fraction."""
+    """Standard deviation of the samples (median absolute deviation x 1.4826), as a fraction."""
     sent_bytes: float
     """Bytes that a rank sends in one exchange."""
     waited_s: float
-    """Median wait of the first rank for the last one in an exchange."""
+    """Median time that the first rank waits for the last one in an exchange."""
     last_rank: int
-    """The rank that was last in most samples."""
+    """The rank that arrived last in most samples."""
     samples: int
 
 
@@ -89,7 +88,7 @@ class LinkChange:
     before_bytes_per_s: float
     now_bytes_per_s: float
     links: int = 1
-    """Number of links of the axis that changed in the same sample; this one changed most."""
+    """Number of links of the axis that changed in the same sample; this one changed the most."""
 
     @property
     def factor(self) -> float:
@@ -99,8 +98,8 @@ class LinkChange:
 
 
 def transfer_of(exchanges: Sequence[tuple[float, float, float]]) -> Transfer:
-    """Summarise a rank's timed exchanges (bytes, seconds, waiting seconds). The median pace of the large exchanges
-    counts, because the operating system may pause a rank during one of them."""
+    """Summarise a rank's timed exchanges (bytes, seconds, waiting seconds). The result uses the median pace of the
+    large exchanges, because the operating system may pause a rank during one of them."""
     largest_bytes = max((sent_bytes for sent_bytes, *_ in exchanges), default=0.0)
     if largest_bytes <= 0:
         return Transfer()
@@ -119,27 +118,26 @@ class LinkTracker:
         self._forget(0.0)
 
     def _forget(self, sent_bytes: float) -> None:
-        """Start again with exchanges of another size."""
+        """Start again with exchanges of a different size."""
         self._sent_bytes = sent_bytes
         self._departed: list[Sample] = []
         """Latest consecutive samples outside the noise, all on the same side."""
         self.confirmed: LinkSpeed | None = None
-        """The speed when it was last learnt or changed."""
+        """The speed as last learnt or changed."""
         self._begin([])
 
     def _begin(self, samples: Sequence[Sample]) -> None:
-        """Start again with the speed that `samples` show."""
+        """Start again from the speed measured in `samples`."""
         self._samples = deque(samples, maxlen=REMEMBERED_SAMPLES)
-        """Samples without a change."""
+        """Samples since the last change."""
         self._settled: float | None = None
-        """Median of the first `REMEMBERED_SAMPLES` samples, once there are that many."""
+        """Median of the first `REMEMBERED_SAMPLES` samples, once that many exist."""
 
     def note(self, step: int, transfers: Sequence[Transfer]) -> LinkChange | None:
         """Record a sample with a transfer for each rank; return the change that it confirms, if any.
 
-        An exchange ends with its slowest rank: a rank with a slow outgoing link hands over its data long before the
-        data arrives.
-        """
+        An exchange ends with its slowest rank, because a rank with a slow outgoing link has handed over its data long
+        before the data arrives."""
         sent_bytes = max(transfer.sent_bytes for transfer in transfers)
         seconds = max(transfer.seconds for transfer in transfers)
         if sent_bytes <= 0 or seconds <= 0:
@@ -167,7 +165,7 @@ class LinkTracker:
         return self._changed(usual, self._departed) if len(self._departed) >= CONFIRMING_SAMPLES else None
 
     def _drifted(self, noise: float) -> LinkChange | None:
-        """Return the drift that the recent samples show together."""
+        """Return the drift that the recent samples show in combination."""
         if len(self._samples) < REMEMBERED_SAMPLES:
             return None
         if self._settled is None:
@@ -188,7 +186,7 @@ class LinkTracker:
 
     @property
     def is_undecided(self) -> bool:
-        """Return whether the speed is being learnt, or may have changed."""
+        """Return whether the speed is still being learnt, or may have changed."""
         return bool(self._departed) or 0 < len(self._samples) < FIRST_SAMPLES
 
     @property
@@ -230,7 +228,7 @@ class AxisLinks:
         self._trackers = [LinkTracker(ranks, change) for ranks in links]
 
     def note(self, step: int, transfers: Sequence[Sequence[Transfer]]) -> LinkChange | None:
-        """Record a sample with the transfers of each link's ranks; return the largest change that it confirms, if
+        """Record a sample with the transfers of each link's ranks. Return the largest change that it confirms, if
         any."""
         noted = [tracker.note(step, of_link) for tracker, of_link in zip(self._trackers, transfers, strict=True)]
         changes = [change for change in noted if change is not None]
@@ -246,12 +244,12 @@ class AxisLinks:
 
     @property
     def is_undecided(self) -> bool:
-        """Return whether the speed of any link is being learnt, or may have changed."""
+        """Return whether the speed of any link is still being learnt, or may have changed."""
         return any(tracker.is_undecided for tracker in self._trackers)
 
     @property
     def confirmed(self) -> list[LinkSpeed]:
-        """Return the known speeds of the links, which hold until a change is confirmed."""
+        """Return the links' known speeds, which remain valid until a change is confirmed."""
         return [tracker.confirmed for tracker in self._trackers if tracker.confirmed is not None]
 
     @property
@@ -262,32 +260,31 @@ class AxisLinks:
 
 
 def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
-    """Return the number of steps until the next sample, given the extra seconds `costs_s` that each of the latest ones
-    cost the slowest rank, and the duration `step_s` of a step."""
+    """Return the number of steps until the next sample. `costs_s`: extra seconds that each of the latest samples cost
+    the slowest rank. `step_s`: duration of a step."""
     if not costs_s or step_s <= 0:
         return LEAST_INTERVAL_STEPS
     return max(LEAST_INTERVAL_STEPS, math.ceil(median(costs_s) / (COST_SHARE * step_s)))
 
 
 class SampleTimes:
-    """Schedule the samples: immediately after the duration of steps changes, in quick succession while links are
-    undecided, and otherwise as rarely as their cost requires.
+    """Schedule the samples: immediately after the step duration changes, in quick succession while links are undecided,
+    and otherwise as rarely as their cost requires.
 
-    The number of extra samples is limited to those needed to learn a link, plus one for each regular sample. Noise that
-    looks like a change therefore costs at most twice the allowed share.
-    """
+    The number of extra samples is limited to those needed to learn a link, plus one per regular sample. Noise that
+    looks like a change therefore at most doubles the sampling cost."""
 
     def __init__(self, change: float) -> None:
-        """`change`: the smallest relative change of a step's duration that triggers a sample."""
+        """`change`: the smallest relative change in step duration that triggers a sample."""
         self._least = math.log1p(change)
         self._spare = FIRST_SAMPLES
         self._steps = deque[float](maxlen=REMEMBERED_STEPS)
-        """Logarithms of the seconds of steps of usual duration."""
+        """Logarithms of the durations in seconds of steps that took the usual time."""
         self._departed = 0
-        """Number of latest consecutive steps of unusual duration."""
+        """Number of latest consecutive steps with an unusual duration."""
 
     def note_step(self, step_s: float) -> bool:
-        """Record a step without a sample; return whether to sample the links, because the duration of steps changed."""
+        """Record a step without a sample. Return whether to sample the links because the step duration changed."""
         if step_s <= 0:
             return False
         taken = math.log(step_s)
@@ -308,8 +305,8 @@ class SampleTimes:
         return True
 
     def steps_to_next(self, usual: int, least: int, *, is_undecided: bool) -> int:
-        """Return the number of steps until the next sample: `usual`, which its cost determines, but at least
-        `least`."""
+        """Return the number of steps until the next sample. It is `usual`, which depends on the cost of a sample, but
+        not less than `least`."""
         if is_undecided and self._spare > 0:
             self._spare -= 1
             return max(1, least)
@@ -317,12 +314,7 @@ class SampleTimes:
         return max(usual, least)
 
 
-# Track the ratio of each rank's exchange times to the usual ones, inside scale-up domains and between them.
-#
-# The model: a slow link is a rank's own connection to the others, shared by its exchanges along all axes. An exchange
-# is as slow as its slowest rank's connection, so a rank with any exchange at the usual speed is not slow. The usual
-# speed is learnt in the same way as for computing (`PaceTracker`): once per layout, from all links of an axis in one
-# pipeline stage, taking into account the ranks' earlier paces.
+# Track the ratio of each rank's exchange times to the usual ones, both inside scale-up domains and between them.
 
 
 @dataclass(frozen=True)
@@ -330,9 +322,9 @@ class LinkPaces:
     """Ratio of the times of each global rank's exchanges to the usual ones; 1 if usual or unknown."""
 
     scaleup: tuple[float, ...]
-    """Paces of exchanges inside a scale-up domain."""
+    """Slowdown of exchanges inside a scale-up domain."""
     network: tuple[float, ...]
-    """Paces of exchanges between domains."""
+    """Slowdown of exchanges between domains."""
 
     @property
     def is_usual(self) -> bool:
@@ -352,8 +344,7 @@ class LinkPaceTracker:
         """Paces by (whether the exchange crosses domains, rank)."""
 
     def note(self, layout: Layout, links: Sequence[MeasuredLink]) -> LinkPaces:
-        """Record the speeds of links, and return the paces; ranks that none of these links includes keep their
-        paces."""
+        """Record the speeds of links and return the paces. Ranks on none of these links keep their paces."""
         if layout != self._layout:
             self._layout = layout
             self._usual = {}
@@ -367,7 +358,7 @@ class LinkPaceTracker:
                 for rank in link.ranks:
                     shown[self._is_between(link), rank].append((link.sent_bytes, self._pace(link, usual)))
         for place, of_rank in shown.items():
-            # A rank's own pace is the smallest one, because other ranks may slow its other exchanges.
+            # A rank's actual pace is its smallest one, because its other exchanges may be slowed by other ranks.
             largest_bytes = max(sent_bytes for sent_bytes, _ in of_rank)
             self._paces[place] = min(pace for sent_bytes, pace in of_rank if sent_bytes >= LARGE * largest_bytes)
         scaleup, network = (
@@ -377,13 +368,13 @@ class LinkPaceTracker:
         return LinkPaces(scaleup, network)
 
     def _usual_of(self, kind: tuple[str, int], links: Sequence[MeasuredLink]) -> Usual:
-        """Return the usual speed of links of this kind, learnt from their first sample or when the size of exchanges
-        changes."""
+        """Return the usual speed of this kind of link. It is learnt from the first sample, and again when the exchange
+        size changes."""
         usual = self._usual.get(kind)
         middle = sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
-            # A link that is known to be slow counts at the speed that it would usually have.
+            # A link that is known to be slow is counted at the speed that it would usually have.
             known = (
                 (link, max(self._paces.get((self._is_between(link), rank), 1.0) for rank in link.ranks))
                 for link in alike
@@ -406,5 +397,5 @@ class Usual:
     sent_bytes: float
 
     def is_comparable(self, link: MeasuredLink) -> bool:
-        """Return whether a link's exchanges are of similar size; smaller ones are slower per byte."""
+        """Return whether a link's exchanges are of similar size, because smaller ones are slower per byte."""
         return abs(link.sent_bytes - self.sent_bytes) <= OTHER_SIZE * self.sent_bytes

@@ -1,7 +1,6 @@
-"""Decide when a run changes to another layout, by weighing the time it saves against the cost of the change.
+"""Decide when a run switches to another layout, by weighing the time saved against the cost of the change.
 
-The planner finds the best layout at the ranks' measured speeds.
-"""
+The planner finds the best layout for the ranks' measured speeds."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ class LayoutScheduler:
         self._rental = SkiRental[Layout](patience_s)
 
     def want(self, proposal: LayoutProposal | None) -> None:
-        """Set the layout that is worth a change at the current speeds; None if no layout is."""
+        """Set the layout that is worth switching to at the current speeds; None if there is none."""
         self._wanted = None if proposal is None or proposal.layout in self._refused else proposal
         if self._wanted is None:
             self._rental.forget()
 
     def refuse(self, layout: Layout) -> None:
-        """Never propose this layout again: the change to it failed, or was no gain."""
+        """Never propose this layout again, because the change to it failed or was not an improvement."""
         self._refused.add(layout)
         if self._wanted is not None and self._wanted.layout == layout:
             self.want(None)
@@ -37,12 +36,11 @@ class LayoutScheduler:
     def note_steps(
         self, steps: int, step_s: float, remaining_steps: int, pause_s: float | None = None
     ) -> LayoutProposal | None:
-        """Record `steps` steps of `step_s` seconds; `remaining_steps` are left, and the last change of layout took
+        """Record `steps` steps of `step_s` seconds. `remaining_steps` are left, and the last layout change took
         `pause_s`.
 
-        Return the layout to change to, with the measured and the expected seconds of a step, once the change has paid
-        as a SkiRental decides.
-        """
+        Return the layout to switch to, with the measured and the expected step times in seconds, once a SkiRental
+        decides that the change pays off."""
         wanted = self._wanted
         if wanted is None:
             return None

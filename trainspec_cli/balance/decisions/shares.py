@@ -1,7 +1,7 @@
-"""Decide when to change the ranks' shares of samples, by weighing the time saved against the cost of a change.
+"""Decide when to change the ranks' shares of the samples, by weighing the time saved against the cost of a change.
 
-The decision is a pure function of what all ranks know, so every rank makes the same one without another exchange.
-"""
+The decision is a pure function of data known to all ranks, so every rank reaches the same decision without a further
+exchange."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 WORTHWHILE = 0.03
 """Samples are divided unevenly if that saves at least this fraction of the compute time."""
 COST_STEPS = 1.0
-"""Upper bound on the cost of a change of shares, in compute steps: batches that were read ahead are read again, and
-reading keeps up with the steps."""
+"""Upper bound on the cost of changing shares, in compute steps. The cost consists of reading prefetched batches again
+and letting reading catch up with the steps."""
 LEAST_COST_STEPS = 0.1
 """Lower bound on the same cost, so that speeds measured over few steps do not trigger a change."""
 RANKS_A_STEP = 512
@@ -30,12 +30,12 @@ RANKS_A_STEP = 512
 step."""
 SHARE = 1e-3
 RANK_S = 1e-5
-"""Seconds to exchange the speed of one rank."""
+"""Time to exchange the speed of one rank."""
 
 
 @dataclass(frozen=True)
 class ShareChange:
-    """Another division of the samples, and its expected effect."""
+    """A different division of the samples, and its expected effect."""
 
     division: Division
     before_s: float
@@ -50,17 +50,17 @@ class ShareChange:
 
 
 class ChangeCost:
-    """What a change of shares costs a rank, measured from its own steps. The first step after a start also counts: it
-    reads its batch, compiles and warms up like the first step with other shares."""
+    """The cost to a rank of changing its sample share, measured from its own steps. The first step after a start also
+    counts: like the first step with a new share, it reads its batch, compiles and warms up."""
 
     def __init__(self) -> None:
         self.seconds = inf
-        """Excess of the last such step over the step after it; infinite if unknown."""
+        """How much longer the last such step took than the step after it; infinite if unknown."""
         self._shape = StepShape(0, 0)
         self._first_s = inf
 
     def note(self, samples: int, micro_batches: int, seconds: float) -> None:
-        """Record the `seconds` that this rank took to read its batch and compute."""
+        """Record that this rank took `seconds` to read its batch and compute."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._shape = shape
@@ -72,12 +72,12 @@ class ChangeCost:
 
 def cost_s(step_s: float, change_s: float) -> float:
     """Return the assumed cost of a change if a step computes for `step_s` and a change was measured to take `change_s`
-    (infinite: unknown)."""
+    (infinite if unknown)."""
     return min(COST_STEPS * step_s, max(LEAST_COST_STEPS * step_s, change_s))
 
 
 class ShareScheduler:
-    """Track the speeds of the data-parallel ranks and decide on their shares."""
+    """Track the speeds of the data-parallel ranks and decide their sample shares."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ShareScheduler:
         `patience_s`: see SkiRental.
         """
         self.division = even
-        """The division in force."""
+        """The current division."""
         self._even = even
         self._largest = largest_micro_batch
         self._change = change
@@ -113,7 +113,7 @@ class ShareScheduler:
         self._rental.forget()
 
     def limit(self, micro_batch_size: int) -> None:
-        """Limit the samples that a rank holds at a time; the shares stay, in more micro-batches."""
+        """Limit the samples that a rank holds at a time. The shares stay the same, spread over more micro-batches."""
         self._even = _limited(self._even, micro_batch_size)
         self._largest = min(self._largest, micro_batch_size)
         self.follow(_limited(self.division, micro_batch_size))
@@ -121,18 +121,17 @@ class ShareScheduler:
     def note_step(
         self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1, change_s: float = inf
     ) -> ShareChange | None:
-        """Record a step of `samples` samples at these speeds of the ranks (None: not known yet); each micro-batch
-        exchanges for `exchange_s`. `steps` is the number of steps since the last call, and `change_s` the measured time
-        of a change.
+        """Record a step of `samples` samples at these rank speeds (None if not known yet), in which each micro-batch
+        exchanges for `exchange_s`. `steps` is the number of steps since the last call, and `change_s` is the measured
+        time of a change.
 
-        Return the change to make, which is then in force. A SkiRental decides when it pays.
-        """
+        Return the change to make, which then takes effect. A SkiRental decides when it pays off."""
         known = samples, tuple(speed for speed in speeds if speed is not None)
         if len(known[1]) < len(speeds):
             return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
-            # The steps that confirmed a change of speed were slow too, and the time lost in them counts.
+            # The steps that confirmed a change of speed were also slow, so the time lost in them counts.
             steps += max((speed.shown_steps for speed in set(known[1]) - self._counted), default=0)
             self._counted = set(known[1])
         wanted = self._wanted
@@ -146,7 +145,7 @@ class ShareScheduler:
         return wanted
 
     def _consider(self, samples: int, measured: Sequence[Speed], exchange_s: float) -> ShareChange | None:
-        """Return the change that pays in the long run. Any gain is enough to return to the even division."""
+        """Return the change that pays off in the long run. Any gain is enough to return to the even division."""
         speeds = equalise(measured, self._even.count_micro_batches(samples), samples / len(measured), self._change)
         before_s = compute_s(self.division, samples, speeds, exchange_s)
         best = best_division(self._even, samples, speeds, self._largest, exchange_s, keeps_micro_batches=self._keeps)
@@ -161,8 +160,8 @@ def _limited(division: Division, micro_batch_size: int) -> Division:
 
 
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
-    """Return `speeds`, with the median speed for all ranks whose time for `samples` differs from the median time by at
-    most the fraction `change` or by no more than noise explains."""
+    """Return `speeds`, replaced by the median speed for all ranks whose time for `samples` differs from the median time
+    by at most the fraction `change`, or by no more than noise explains."""
     times_s = [speed.time_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
@@ -175,25 +174,25 @@ def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change
 
 
 def reporting_interval(ranks: int, step_s: float = 0.0) -> int:
-    """Return the number of steps between exchanges of the speeds of `ranks` ranks, if a step takes `step_s` (0:
+    """Return the number of steps between two exchanges of the speeds of `ranks` ranks, if a step takes `step_s` (0 if
     unknown)."""
     usual = 1 + ranks // RANKS_A_STEP
     return min(usual, math.ceil(ranks * RANK_S / (SHARE * step_s))) if step_s > 0 else usual
 
 
 def exchange_each_s(layout: Layout, least_waited_s: float) -> float:
-    """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least, or 0 if ranks exchange only
-    once per step."""
+    """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least. It is 0 if ranks exchange
+    only once per step."""
     return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
 
 
 def samples_per_s(speeds: Sequence[Speed | None]) -> float:
-    """Return the samples per second that ranks with these speeds compute together."""
+    """Return the number of samples per second that ranks with these speeds compute in total."""
     return sum(0.0 if speed is None else 1 / speed.per_sample_s for speed in speeds)
 
 
 def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
-    """Return the share of each replica group, from the samples that it computes per second.
+    """Return each replica group's share of the samples, based on its samples per second.
 
     Groups that differ by at most the fraction `change` count as equally fast. A rate of 0 is unknown and counts as the
     median.
@@ -226,42 +225,42 @@ def describe_speeds(speeds: Sequence[Speed]) -> str:
 
 # Decide when to drop a node, by weighing the time saved against the cost of a restart.
 #
-# This is the scheduler's last resort: shares, layers and layout change without a restart, and leave a slow node some
-# work. A node is dropped if even that work delays the others longer than doing it themselves would, or if a spare node
-# can replace it. The decision is a pure function of measured times.
+# This is the scheduler's last resort: sample shares, layers and layouts change without a restart, and still leave a
+# slow node some work. A node is dropped if even that work delays the other nodes longer than doing it themselves would,
+# or if a spare node can replace it. The decision is a pure function of measured times.
 
 
 WORTH_LEAVING_OUT = 0.1
-"""A node is dropped if that saves at least this fraction of a step. The margin is large because the step without the
-node was never measured."""
+"""A node is dropped if that saves at least this fraction of a step. The margin is large because steps without the node
+have not been measured."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Compute times of the ranks in a step, without waits, by global rank."""
+    """Compute times of the ranks in a step, excluding waits, indexed by global rank."""
 
     in_force_s: tuple[float, ...]
-    """Seconds with the current shares."""
+    """Times in seconds with the current sample shares."""
     even_s: tuple[float, ...]
-    """Seconds with even shares."""
+    """Times in seconds with even sample shares."""
     paces: tuple[float, ...]
-    """Ratio of each rank's time to the usual time for its work; 1 for what counts as usual."""
+    """Ratio of each rank's time to the usual time for its work; 1 if it counts as usual."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The expected gain of a run without one of its nodes."""
+    """The expected gain from continuing a run without one of its nodes."""
 
     node: int
     """Index of the node: its first rank is this index times the number of ranks per node."""
     pace: float
     """Pace of its slowest rank."""
     before_s: float
-    """Current seconds of a step."""
+    """Current duration of a step, in seconds."""
     kept_s: float
-    """Seconds of a step with the node, in the best case."""
+    """Duration of a step with the node in the best case, in seconds."""
     expected_s: float
-    """Expected seconds of a step without the node."""
+    """Expected duration of a step without the node, in seconds."""
 
     @property
     def saved_s(self) -> float:
@@ -272,14 +271,13 @@ class Gain:
 def gain_without_slowest(
     times: RankTimes, ranks_per_node: int, step_s: float, best_s: float, work: float
 ) -> Gain | None:
-    """Return the gain of dropping the node with the slowest rank of all; None if that is not worthwhile.
+    """Return the gain from dropping the node with the slowest rank; None if that is not worthwhile.
 
     `step_s`: current seconds per step. `best_s`: the slowest rank's compute time with the node, in the best case.
     `work`: growth factor of each rank's work without the node (1 if a spare node replaces it).
 
     All parts of a step except the slowest rank's compute time are assumed to stay the same. The remaining ranks keep
-    their paces, and the work of the dropped node is done at the usual pace.
-    """
+    their paces, and the dropped node's work is assumed to be done at the usual pace."""
     nodes = [range(first, first + ranks_per_node) for first in range(0, len(times.paces), ranks_per_node)]
     paces = [max(times.paces[rank] for rank in ranks) for ranks in nodes]
     node = max(range(len(nodes)), key=lambda place: paces[place])
@@ -297,8 +295,8 @@ def gain_without_slowest(
 
 
 def best_shares_s(layout: Layout, even: Division, samples: int, speeds: Sequence[Speed], largest: int) -> float:
-    """Return the slowest rank's compute time in a step of `samples` with the best shares of the data-parallel ranks,
-    with at most `largest` samples on each at a time; `speeds` are by global rank."""
+    """Return the slowest rank's compute time in a step of `samples` with the best sample shares, with at most `largest`
+    samples per rank at a time. `speeds` are indexed by global rank."""
     counts = even.counts(samples)
     rows = [slowest([speeds[rank] for rank in row], n) for row, n in zip(data_rows(layout), counts, strict=True)]
     known = [speed for speed in rows if speed is not None]
@@ -306,8 +304,8 @@ def best_shares_s(layout: Layout, even: Division, samples: int, speeds: Sequence
 
 
 def data_rows(layout: Layout) -> list[list[int]]:
-    """Return the global ranks of each data-parallel rank, which work on the same samples. `pp` is the outermost axis,
-    `cp` and `tp` are the innermost."""
+    """Return, for each data-parallel rank, its global ranks, which work on the same samples. `pp` is the outermost
+    axis, and `cp` and `tp` are the innermost."""
     inner = layout.cp * layout.tp
     rows = layout.data_parallel_size
     return [
@@ -317,7 +315,7 @@ def data_rows(layout: Layout) -> list[list[int]]:
 
 
 def added_work(before: Layout, after: Layout, samples: int) -> float:
-    """Return the ratio of the largest work of any rank in layout `after` to the mean work in `before`, for a step of
+    """Return the largest work of any rank in layout `after`, divided by the mean work in `before`, for a step of
     `samples`."""
     most = math.ceil(samples / after.data_parallel_size)
     mean = samples / before.data_parallel_size
@@ -325,21 +323,21 @@ def added_work(before: Layout, after: Layout, samples: int) -> float:
 
 
 def _split(layout: Layout) -> int:
-    """Return the number of ranks that share the work of a sample."""
+    """Return the number of ranks that share the work on a sample."""
     return layout.cp * layout.tp * layout.pp
 
 
 class LeaveOutScheduler:
-    """Decide when dropping a node pays: once the time lost with it equals the cost of a restart, as in the ski-rental
-    problem, and if the remaining steps recover that cost."""
+    """Decide when dropping a node pays off: as in the ski-rental problem, once the time lost by keeping it equals the
+    cost of a restart, provided that the remaining steps recover that cost."""
 
     def __init__(self) -> None:
         self._rental = SkiRental[int]()
         self._node: int | None = None
 
     def note_steps(self, gain: Gain | None, steps: int, remaining_steps: int, cost_s: float) -> Gain | None:
-        """Record `steps` steps during which `gain` was expected; return it if the node is to be dropped now. `cost_s`:
-        the time from a stop to the first step of the next start."""
+        """Record `steps` steps during which `gain` was expected. Return it if the node should be dropped now. `cost_s`:
+        time from stopping to the first step after the restart."""
         node = None if gain is None else gain.node
         if node != self._node:
             self._node = node

@@ -10,12 +10,12 @@ from typing import Generic, TypeVar
 
 Choice = TypeVar("Choice")
 ADVICE_S = 30.0
-"""Advice is given once a change was wanted for this many seconds of training. Waiting is free, because advice changes
-nothing; and on a busy machine other programs slow one rank for some seconds, then another."""
+"""Advice is given once a change has been wanted for this many seconds of training. Waiting costs nothing, because
+advice changes nothing. On a busy machine, other programs may slow different ranks for a few seconds each."""
 
 
 def patience_s(mode: str) -> float:
-    """Return the minimum seconds that a scheduler in this mode waits before a decision."""
+    """Return the minimum number of seconds that a scheduler in this mode waits before a decision."""
     return 0.0 if mode == "auto" else ADVICE_S
 
 
@@ -23,12 +23,13 @@ class SkiRental(Generic[Choice]):
     """Track the wanted change, step by step."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: minimum seconds of steps before a decision."""
+        """`patience_s`: minimum number of seconds of steps before a decision."""
         self._patience_s = patience_s
         self._waited_s = 0.0
         self._lost_s = 0.0
         self._given: Choice | None = None
-        """A choice that was decided and not applied, such as advice. It is not decided again while it is wanted."""
+        """A choice that was decided but not applied, such as advice. It is not decided again for as long as it is
+        wanted."""
 
     def forget(self) -> None:
         """Reset: nothing is wanted."""
@@ -50,8 +51,8 @@ class SkiRental(Generic[Choice]):
     ) -> bool:
         """Record `steps` steps of `step_s`, each of which would have taken `saved_s` less with the wanted change.
 
-        Return True if the change is to be made now: `cost_s` was lost without it, and the remaining steps recover that.
-        """
+        Return True if it is time to make the change: `cost_s` has been lost without it, and the remaining steps recover
+        that cost."""
         if wanted == self._given:
             self.count_anew()
             return False

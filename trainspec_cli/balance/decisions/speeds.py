@@ -1,11 +1,10 @@
 """Measure how fast a rank computes: the time of a micro-batch as a function of its samples, and when that has changed.
-Also measure how much slower than usual each rank of a layout is, and which gradient bucket size causes the shortest
+Also measure how much slower than usual each rank of a layout is, and which gradient bucket size leads to the shortest
 waits.
 
-A rank's own compute time shows its speed; the time of a whole step does not, since all ranks wait for the slowest. A
-change is confirmed when several consecutive steps lie outside the rank's own noise; fewer are needed if they lie far
-outside. Greyhound (arXiv:2410.12588) also confirms changes of 10% and more.
-"""
+A rank's own compute time shows its speed. The time of a full step does not, because all ranks wait for the slowest. A
+change is confirmed when several consecutive steps lie outside the rank's own noise; fewer steps suffice if they lie far
+outside. Greyhound (arXiv:2410.12588) also confirms changes of 10% and more."""
 
 from __future__ import annotations
 
@@ -19,29 +18,29 @@ from typing import NamedTuple
 from trainspec_cli.recipe.keys.layout import Layout
 
 FIRST_STEPS = 8
-"""Minimum number of steps for a rank's first speed; noisy steps need more."""
+"""Minimum number of steps to learn a rank's first speed; noisy steps require more."""
 SKIPPED_STEPS = 2
-"""Steps to skip after a start or a change of shares, because they compile and warm up."""
+"""Steps to skip after a start or a change of sample shares, because they include compiling and warm-up."""
 CONFIRMING_STEPS = 3
 """Number of consecutive steps that confirm a change."""
 CLEAR_FACTOR = 2.0
 CLEAR_STEPS = 2
 CLEAR_S = 30.0
-"""A change of more than `CLEAR_FACTOR` times the noise is clear: `CLEAR_STEPS` consecutive steps confirm it, once they
-have taken `CLEAR_S` seconds. Work that runs alongside training, such as writing a checkpoint, ends sooner."""
+"""A change of more than `CLEAR_FACTOR` times the noise is clear: `CLEAR_STEPS` consecutive steps confirm it if they
+take at least `CLEAR_S` seconds in total. Work that runs alongside training, such as writing a checkpoint, ends
+sooner."""
 SETTLING_S = 1.0
-"""Other work on the machine that lasts less than this is not a change of a rank's speed."""
+"""Other work on the machine that takes less time than this does not count as a change of a rank's speed."""
 REFINING_STEPS = 10
-"""After a change in speed or shares, the median of this many steps without a further change replaces the speed, because
-the few steps that confirmed the change are noisy."""
+"""After a change in speed or shares, the speed is replaced by the median of this many steps without a further change,
+because the few steps that confirmed the change are noisy."""
 REMEMBERED_STEPS = 50
-"""Number of steps whose noise is remembered; also the number of steps after which a speed is accepted, however noisy it
-is."""
+"""Number of steps whose noise is remembered. After this many steps, a speed is accepted however noisy it is."""
 STEEP = 1.35
 """A change by more than this factor shows within `CONFIRMING_STEPS` steps, even while a speed is being learnt. If steps
-differ by 5%, every change by a factor of 1.5 or more does, and noise never does."""
+vary by 5%, every change by a factor of 1.5 or more shows, and noise never does."""
 EARLY_NOISE = 1 - 1 / STEEP
-"""Noise of a speed that is not settled: ranks count as equally fast up to the factor `STEEP`."""
+"""Noise assigned to a speed that is not settled: ranks count as equally fast up to the factor `STEEP`."""
 SEPARABLE = 0.25
 """The fixed part of a micro-batch's time is fitted only from two sizes that differ by at least this fraction. With
 closer sizes, noise would be mistaken for a fixed part."""
@@ -49,37 +48,39 @@ OFF_THE_LINE = 0.15
 """If the size of micro-batches changes by this fraction, their time may not lie on the fitted line, so the speed is
 measured again."""
 NOISE_FACTOR = 4.0
-"""Number of standard deviations (median absolute deviation x 1.4826) at which a step lies outside the noise."""
+"""A step that is more than this many standard deviations (median absolute deviation x 1.4826) away lies outside the
+noise."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a micro-batch's forward and backward pass: `fixed_s`, plus `per_sample_s` for each sample in it."""
+    """Time in seconds of a micro-batch's forward and backward pass: `fixed_s`, plus `per_sample_s` for each of its
+    samples."""
 
     fixed_s: float
     per_sample_s: float
     noise: float = field(default=0.0, compare=False)
-    """Uncertainty of the speed as a fraction, from the spread of the steps that it was learnt from."""
+    """Relative uncertainty of the speed, from the spread of the steps it was learnt from."""
 
     def time_s(self, samples: float, micro_batches: int) -> float:
-        """Return the seconds that `samples` in `micro_batches` micro-batches take."""
+        """Return the time in seconds for `samples` samples in `micro_batches` micro-batches."""
         return micro_batches * self.fixed_s + samples * self.per_sample_s
 
     shown_steps: int = field(default=0, compare=False)
-    """Number of steps that confirmed it as a change; the time lost in them counts when a response is decided."""
+    """Number of steps that confirmed it as a change. The time lost in them counts when deciding on a response."""
     is_settled: bool = field(default=True, compare=False)
-    """True if it was learnt from enough steps for small differences to count."""
+    """Whether it was learnt from enough steps for small differences to be meaningful."""
 
     def scaled(self, factor: float) -> Speed:
         return replace(self, fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
 
 
 def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
-    """Return the seconds of a rank's step that reflect its speed; `garbage_s` of its passes were garbage collection.
+    """Return the part of a rank's step time, in seconds, that reflects its speed; `garbage_s` of its passes was garbage
+    collection.
 
-    Data loading, checkpoints and garbage collection do not show how fast a rank computes, and do not shrink with its
-    share of samples.
-    """
+    Data loading, checkpoints and garbage collection do not reflect how fast a rank computes, and do not shrink with its
+    share of the samples."""
     return max(0.0, parts_s["forward"] + parts_s["backward"] - garbage_s)
 
 
@@ -97,27 +98,27 @@ class SpeedTracker:
 
     def __init__(self, change: float, settling_s: float = 0.0):
         """`change`: the smallest relative change that is confirmed. `settling_s`: minimum total duration of the steps
-        that show a speed or a change."""
+        that establish a speed or a change."""
         self._change = change
         self._settling_s = settling_s
         self._speed: Speed | None = None
         self._learnt = StepShape(0, 1)
         """Shape of the steps that determined the speed."""
         self._learning = list[_Seen]()
-        """Steps that will determine the next speed; here a pace is in seconds."""
+        """Steps that will determine the next speed; in this list, a pace is a time in seconds."""
         self._early: Speed | None = None
         """Preliminary speed from these steps, if it differs steeply from the known one."""
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        """Ratio of measured to expected time in steps without a change."""
+        """Ratio of measured to expected time, for steps without a change."""
         self._departed = list[_Seen]()
-        """The latest consecutive steps that did show a change."""
+        """The latest consecutive steps that showed a change."""
         self._unrefined: list[float] | None = None
         """Paces of the steps since a change; None once the speed is refined."""
         self._refined_at = StepShape(0, 1)
         self._shape, self._steps = StepShape(0, 1), 0
-        """The shape of the latest steps, and the number of consecutive steps with it."""
+        """The shape of the latest steps, and the number of consecutive steps with that shape."""
         self._skipped: _Seen | None = None
-        """The last skipped step of a shape; it counts towards a steep change if the following steps show one too."""
+        """The last skipped step of a shape. It counts towards a steep change if the following steps also show one."""
 
     @property
     def speed(self) -> Speed | None:
@@ -126,13 +127,13 @@ class SpeedTracker:
 
     @property
     def estimate(self) -> Speed | None:
-        """Return the preliminary speed if the first steps of a shape show a steep change, otherwise the confirmed
-        speed."""
+        """Return the preliminary speed if the first steps of a shape show a steep change; otherwise return the
+        confirmed speed."""
         return self._early or self._speed
 
     def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
-        """Record a step where this rank computed for `compute_s` and waited for others for `waited_s`. Waiting does
-        not show its speed, but counts towards the duration of the steps."""
+        """Record a step in which this rank computed for `compute_s` and waited for others for `waited_s`. Waiting time
+        does not reflect its speed, but counts towards the duration of the steps."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._begin(shape)
@@ -148,7 +149,8 @@ class SpeedTracker:
             self._compare(seen, self._speed.time_s(*shape), self._speed)
 
     def _begin(self, shape: StepShape) -> None:
-        """Start a series of steps of another shape. Micro-batch sizes that were processed before need no warm-up."""
+        """Start a series of steps with a different shape. Micro-batch sizes that have been processed before need no
+        warm-up."""
         if shape.samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
             self._unrefined = []
         warms_up = not shape.sizes <= self._shape.sizes
@@ -166,8 +168,8 @@ class SpeedTracker:
         self._shape = shape
 
     def _learn(self, seen: _Seen) -> None:
-        """Learn until the error of the median is smaller than a change. A steep change in the meantime restarts the
-        learning: the steps before and after it have no common median, and their spread would count as noise."""
+        """Learn until the median's error is smaller than a change. A steep change in the meantime restarts learning:
+        the steps before and after it have no common median, and their spread would count as noise."""
         known = self._learning[: len(self._learning) - len(self._departed)]
         self._learning.append(seen)
         middle_s = median(one.pace for one in known) if known else seen.pace
@@ -197,8 +199,8 @@ class SpeedTracker:
         self._accept(found, len(paces))
 
     def _estimate_early(self, shown: Sequence[_Seen]) -> None:
-        """Publish a preliminary speed if the known one does not explain the first steps. It is based on the lower
-        quartile of their times, so that single disturbed steps do not count."""
+        """Publish a preliminary speed if the known one does not explain the first steps. It uses the lower quartile of
+        their times, so that individual disturbed steps do not count."""
         if len(shown) < CONFIRMING_STEPS or sum(one.passed_s for one in shown) < self._settling_s:
             return
         measured_s = sorted(one.pace for one in shown)[(len(shown) - 1) // 4]
@@ -208,7 +210,7 @@ class SpeedTracker:
             self._early = replace(found, noise=EARLY_NOISE, shown_steps=len(shown), is_settled=False)
 
     def _speed_from(self, measured_s: float) -> Speed:
-        """Return the speed that fits a step's measured time."""
+        """Return the speed that matches a step's measured time."""
         if self._speed is None:
             return Speed(0.0, measured_s / self._shape.samples)
         return through(self._learnt, self._speed, self._shape, measured_s)
@@ -216,13 +218,13 @@ class SpeedTracker:
     def _accept(self, speed: Speed, steps: int, shown_steps: int = 0) -> None:
         """Set the speed to the median of `steps` steps; a median's standard error is 1.25 deviations / sqrt(steps)."""
         noise = 1.25 * self._limit(self._paces) / math.sqrt(steps)
-        # The number of steps counts, not the noise alone: on a rank whose steps always vary widely, the noise never
-        # falls below EARLY_NOISE, and no decision that needs settled speeds on all ranks would ever be made.
+        # The number of steps counts, not only the noise. On a rank whose steps always vary widely, noise never falls
+        # below EARLY_NOISE, and no decision that needs settled speeds on all ranks would ever be made.
         is_settled = noise < EARLY_NOISE or steps >= FIRST_STEPS
         self._speed = replace(speed, noise=noise, shown_steps=shown_steps, is_settled=is_settled)
 
     def _are_enough(self, paces: Sequence[float]) -> bool:
-        """Return whether these steps are enough to learn a speed; few are enough if the rank's noise is known."""
+        """Return whether these steps suffice to learn a speed; a few suffice if the rank's noise is known."""
         steps = len(paces)
         least = CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
         noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
@@ -247,8 +249,8 @@ class SpeedTracker:
                     self._unrefined = None
                     self._refined_at = self._shape
             elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
-                # A change too small to show in single steps shows in the median of all remembered ones, once more than
-                # half of them came after it.
+                # A change that is too small to show in single steps appears in the median of all remembered ones, once
+                # more than half of them came after it.
                 self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])
             return
         if self._confirms(seen, noise):
@@ -258,7 +260,7 @@ class SpeedTracker:
             self._unrefined = []
 
     def _confirms(self, seen: _Seen, noise: float) -> bool:
-        """Record a step outside the noise; return whether it and the steps before it confirm a change."""
+        """Record a step outside the noise. Return whether it and the preceding steps confirm a change."""
         self._departed = [*(one for one in self._departed if (one.pace > 1) == (seen.pace > 1)), seen]
         least = min(max(one.pace, 1 / one.pace) for one in self._departed)
         seconds = sum(one.passed_s for one in self._departed)
@@ -273,7 +275,7 @@ class SpeedTracker:
 
     @staticmethod
     def _limit(paces: Collection[float]) -> float:
-        """Return how far noise may put a step from the median of `paces`; 0 if there are too few of them."""
+        """Return how far noise can move a step from the median of `paces`; 0 if there are too few of them."""
         if len(paces) < FIRST_STEPS:
             return 0.0
         return NOISE_FACTOR * spread(paces)[1]
@@ -286,7 +288,7 @@ def spread(values: Collection[float]) -> tuple[float, float]:
 
 
 def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
-    """Return the slowest speed among ranks that work on the same samples; None until all are known."""
+    """Return the slowest speed among ranks that work on the same samples; None until all speeds are known."""
     known = [speed for speed in speeds if speed is not None]
     return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
 
@@ -303,7 +305,7 @@ class StepShape(NamedTuple):
         return {self.samples // self.micro_batches, -(-self.samples // self.micro_batches)}
 
     def differs(self, other: StepShape) -> bool:
-        """Return whether the shapes differ enough to fit a fixed time and a per-sample time."""
+        """Return whether the shapes differ enough to fit a fixed time and a time per sample."""
         return self.apart(other) >= SEPARABLE
 
     def apart(self, other: StepShape) -> float:
@@ -315,9 +317,8 @@ class StepShape(NamedTuple):
 def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) -> Speed:
     """Return the speed that explains both the known time of one shape and the measured time of another.
 
-    If that would take a negative fixed part, the device itself has become slower or faster, and the known speed is
-    scaled.
-    """
+    If that would require a negative fixed part, the device itself has become slower or faster, and the known speed is
+    scaled."""
     known_s = known.time_s(*before)
     determinant = before.micro_batches * now.samples - now.micro_batches * before.samples
     if determinant:
@@ -328,10 +329,7 @@ def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) 
     return known.scaled(measured_s / known.time_s(*now))
 
 
-# How much longer than usual each rank computes, independently of the work that its layout gives it.
-#
-# Ranks of one pipeline stage do the same work, so their median is the usual time. It is learnt once per layout, from
-# the ranks' earlier paces: after a change of layout, a rank may be alone in its stage and is still as slow as before.
+# How much longer than usual each rank computes, regardless of the work that its layout assigns to it.
 
 
 class PaceTracker:
@@ -341,11 +339,11 @@ class PaceTracker:
         self._paces: tuple[float, ...] = ()
         self._layout: Layout | None = None
         self._usual_s: list[float] = []
-        """Usual compute time of the ranks of each pipeline stage."""
+        """Usual compute time of the ranks in each pipeline stage."""
 
     def note(self, layout: Layout, times_s: Sequence[float]) -> tuple[float, ...]:
-        """Record the compute time of each global rank in a step with even shares; return its ratio to the usual time,
-        1 for what counts as usual."""
+        """Record the compute time of each global rank in a step with even sample shares. Return its ratio to the usual
+        time; 1 if it counts as usual."""
         rows = [times_s[slice(*place)] for place in _stages(layout)]
         if layout != self._layout:
             known = self._paces if len(self._paces) == len(times_s) else (1.0,) * len(times_s)
@@ -366,15 +364,16 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
     return median_low(time_s / pace for time_s, pace in zip(times_s, paces, strict=True))
 
 
-# Find the size of the buckets in which gradients are summed, by trials in a run's first steps.
+# Find the bucket size for summing gradients, by trying several sizes in a run's first steps.
 #
 # A large bucket pays the latency of an exchange once for many gradients, but leaves more of the last exchange exposed
-# after the backward pass. b* = sqrt(S a B) balances the two, for S bytes, latency a and bandwidth B. Steps try sizes
-# around it in turn, and the size with the shortest waits is kept. All ranks see the same figures and decide alike.
+# after the backward pass. b* = sqrt(S a B) balances the two, for S bytes, latency a and bandwidth B. The first steps
+# try sizes around it in turn, and the run keeps the size with the shortest waits. All ranks see the same measurements
+# and make the same decision.
 
 
 ONE_BY_ONE = 0
-"""Bucket size for one bucket per block."""
+"""Bucket size that means one bucket per block."""
 WARM_STEPS = 3
 """Number of first steps after a start, which are spent connecting and warming up."""
 ROUNDS = 3
@@ -388,8 +387,8 @@ BETTER = 0.95
 
 
 def sizes_to_try(total_bytes: int, block_bytes: int, planned_bytes: float | None) -> tuple[int, ...]:
-    """Return sizes in order of preference, with `planned_bytes` (b*) first if it is known; empty if there is only one
-    block. `block_bytes`: size of the largest block's gradients."""
+    """Return sizes in order of preference, starting with `planned_bytes` (b*) if it is known; empty if there is only
+    one block. `block_bytes`: size of the largest block's gradients."""
     if total_bytes <= block_bytes:
         return ()
     middle = planned_bytes or math.sqrt(total_bytes * block_bytes)
@@ -412,7 +411,7 @@ class BucketTries:
 
     @property
     def size(self) -> int:
-        """Return the bucket size of the next step; after the trials, the best one."""
+        """Return the bucket size for the next step; after the trials, the best one."""
         if self.is_done:
             return self.best
         return min(self.sizes, key=lambda size: len(self.waited_s.get(size, ())))
@@ -430,7 +429,7 @@ class BucketTries:
         return {size: median(seconds) for size, seconds in self.waited_s.items()}
 
     def note(self, size: int, waited_s: float, step_s: float) -> None:
-        """Record a step of `step_s` with buckets of `size`, with a mean wait of `waited_s`."""
+        """Record a step of `step_s` with buckets of `size` and a mean wait of `waited_s`."""
         if size not in self.sizes or self.is_done:
             return
         self.waited_s.setdefault(size, []).append(waited_s)

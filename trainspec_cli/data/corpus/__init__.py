@@ -1,2 +1,2 @@
-"""Conversion of text to token shards: sources, held-out split, tokenizer, folders on disk, order of samples; and
+"""Conversion of text to token shards (sources, held-out split, tokenizer, folders on disk, order of samples), and
 labelled images."""

@@ -1,4 +1,5 @@
-"""The tokenizer (a byte-level BPE trained on the data, or the user's `tokenizer.json`): text to tokens and back."""
+"""The tokenizer, which converts text to tokens and back: a byte-level BPE trained on the data, or the user's
+`tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<
 """Names of the end-of-document token in published tokenizers."""
 
 MAX_FILE_BYTES = 256 * 2**20
-"""The maximum size of an accepted tokenizer.json. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
+"""Maximum size of an accepted tokenizer.json. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
 
 MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
@@ -30,21 +31,20 @@ MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-document token."""
 
 WORD_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with the preceding space or sign
     r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, with the line end and the next line's indentation
+    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs with the line end and the next line's indentation
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
-"""Merges stay within one match. Keeping line ends together with indentation gives 8% fewer tokens of Python than
-GPT-2's pattern."""
+"""Merges stay within one match of this pattern. Keeping line ends together with indentation results in 8% fewer tokens
+for Python code than GPT-2's pattern."""
 
 
 def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` entries (fewer if the text is too small to fill it).
+    """Train a byte-level BPE with at most `vocab_size` entries (fewer if the text is too small to fill it).
 
-    The same texts give the same tokenizer, whatever the number of threads.
-    """
+    The same texts lead to the same tokenizer, regardless of the number of threads."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -64,7 +64,8 @@ def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) ->
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """Split words of more than `MAX_WORD_CHARS` in `text`: training time grows with the square of a word's length."""
+    """Split words in `text` that are longer than `MAX_WORD_CHARS`, because training time grows with the square of a
+    word's length."""
     start = 0
     for long in _LONG_WORD.finditer(text):
         yield text[start : long.end()]
@@ -79,12 +80,12 @@ def load(file: Path) -> Tokenizer:
     try:
         tokenizer = _read_tokenizer(file)
         empty = not tokenizer.get_vocab_size()
-    except ValueError as error:  # the library raises no more specific error
+    except ValueError as error:  # the library does not raise a more specific error
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")
-    # Tokenizer files of published models truncate texts to the model's length, which would lose the rest of each
-    # document.
+    # Tokenizer files of published models truncate texts to the model's maximum length, which would lose the rest of
+    # each document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _as_plain_text(tokenizer)
@@ -103,7 +104,7 @@ def _read_tokenizer(file: Path) -> Tokenizer:
 
 
 def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Make the tokenizer encode a special token's spelling like any other text."""
+    """Make the tokenizer encode the spelling of a special token like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -114,7 +115,7 @@ def digest(tokenizer: Tokenizer) -> str:
 
 
 def count_vocab(tokenizer: Tokenizer) -> int:
-    """Return the highest id plus one: the number of rows that an embedding needs, gaps included."""
+    """Return the highest id plus one, which is the number of rows that an embedding needs, including gaps."""
     # This is not the number of entries: published vocabularies have gaps, and an id beyond the embedding would end the
     # run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -157,20 +158,20 @@ def encode_template(token_folder: str | Path, text: str) -> list[int]:
 
 
 def until_special(token_folder: str | Path, ids: Sequence[int]) -> Sequence[int]:
-    """Cut `ids` before the first special token, which ends a reply."""
+    """Truncate `ids` before the first special token, which ends a reply."""
     added = _load_from(token_folder).get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
     return ids[: next((index for index, token_id in enumerate(ids) if token_id in special), len(ids))]
 
 
 def decode(token_folder: str | Path, ids: Sequence[int]) -> str:
-    """Return the text of `ids`; special tokens are spelled out, and bytes that are not UTF-8 become U+FFFD."""
+    """Return the text of `ids`. Special tokens are spelled out, and bytes that are not valid UTF-8 become U+FFFD."""
     return _load_from(token_folder).decode(list(ids), skip_special_tokens=False)
 
 
 def decode_parts(token_folder: str | Path, parts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each part of a text. A decoder may treat the first token of a text differently, so parts are
-    not decoded separately."""
+    """Return the text of each part of a text. Parts are not decoded separately, because a decoder may treat the first
+    token of a text differently."""
     tokenizer = _load_from(token_folder)
     texts: list[str] = []
     ids: list[int] = []

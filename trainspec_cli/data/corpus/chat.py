@@ -1,4 +1,4 @@
-"""Parse conversations and completions, one per line, into text with marked spans to train on."""
+"""Parse conversations and completions, one per line, into text in which the spans to train on are marked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainspec_cli.data.huggingface.chat_template import ChatTemplate, Span, fin
 from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.recipe.keys.run import DataSpec
 
-# The formats of conversations. Each is converted to the messages that a chat template expects.
+# The formats of conversations, each of which is converted to the messages that a chat template expects.
 
 
 Record = Mapping[str, object]
@@ -34,10 +34,10 @@ _SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
     "ShareGPT": ("conversations",),
     "Alpaca": ("instruction",),
 }
-"""A record with all of these fields has this format; the first match counts."""
+"""A record that has all of these fields has this format; the first match counts."""
 ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
 PREFERENCE_FIELDS = ("chosen", "rejected")
-"""A record with both fields is a preference pair, for a kind of training that is not supported."""
+"""A record with both fields is a preference pair, which belongs to a kind of training that is not supported."""
 FIELDS = ("messages", "prompt", "completion", "conversations", "instruction", "input", "output", "system")
 REFUSED_FIELDS = ("history", *PREFERENCE_FIELDS)
 FIELDS_OF_TEMPLATES = ("tools", "documents")
@@ -46,20 +46,20 @@ COLUMNS = (*FIELDS, *REFUSED_FIELDS, *FIELDS_OF_TEMPLATES)
 """The columns to read from a table."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The usual roles of messages; a template may know others."""
+"""The usual roles of messages; a template may support others."""
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 SHAREGPT_TOOLS = ("tool", "function", "function_call", "function_response", "observation", "tool_call", "tool_response")
 _INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [...]}}'
 
 
 def describe_formats(found: Iterable[ChatFormat]) -> str:
-    """Return for example `messages and completions`, in the order that this file lists them."""
+    """Return the names as text, such as `messages and completions`, in the order in which this file lists them."""
     there = set(found)
     return " and ".join(name for name in SHAPES if name in there)
 
 
 class FormatError(ValueError):
-    """A record does not match its format; states what was found and what is allowed."""
+    """A record does not match its format; the message states what was found and what is allowed."""
 
     def __init__(self, got: str, allowed: str):
         super().__init__(got)
@@ -68,7 +68,7 @@ class FormatError(ValueError):
 
 def find_format(record: Record) -> ChatFormat:
     """Return the format of a record, determined by its fields. Raises FormatError if no format matches."""
-    # Determined by fields, because file names are unreliable and data sets mix conventions.
+    # The fields determine the format, because file names are unreliable and data sets mix conventions.
     for name, signs in _SIGNS.items():
         if all(record.get(sign) is not None for sign in signs):
             return name
@@ -80,7 +80,7 @@ def find_format(record: Record) -> ChatFormat:
 
 
 def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
-    """Return the format of a record in a file whose first record has the format `first`. Messages and completions can
+    """Return the format of a record in a file whose first record has the format `first`. Messages and completions may
     be mixed. Raises FormatError for any other format, and for a record without a format."""
     if first is None:
         return find_format(record)
@@ -96,7 +96,7 @@ def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
 
 
 def to_messages(record: Record, of: ChatFormat) -> list[Record]:
-    """Return a conversation in one of the formats as messages for a template. Raises FormatError."""
+    """Convert a conversation in one of the formats to messages for a template. Raises FormatError."""
     if of == "ShareGPT":
         if record.get("tools"):
             raise FormatError("`tools` are not read from ShareGPT", _INSTEAD)
@@ -170,12 +170,12 @@ def _text(section: Record, key: str, within: str, of: ChatFormat) -> str:
 class Conversation:
     text: str
     spans: Sequence[Span]
-    """The parts of `text` to train on, in characters."""
+    """The parts of `text` to train on, as character ranges."""
     format: ChatFormat
 
     @property
     def is_chat(self) -> bool:
-        """Return whether a template writes every special token; a plain completion begins and ends with the tokenizer's
+        """Return whether a template writes every special token. A plain completion starts and ends with the tokenizer's
         own special tokens."""
         return self.format != "completions"
 
@@ -185,9 +185,8 @@ def parse_record(
 ) -> Conversation:
     """Parse one line in a given format.
 
-    Raises FormatError for its mistakes, ValueError if the template refuses it, RecipeError if there is no chat
-    template.
-    """
+    Raises FormatError for mistakes in it, ValueError if the template rejects it, and RecipeError if there is no chat
+    template."""
     if of == "completions":
         prompt = record["prompt"]
         completion = record["completion"]
@@ -205,13 +204,12 @@ def parse_record(
 
 @lru_cache(maxsize=4)
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
-    """Find the chat template when the first conversation needs it; completions need no template."""
+    """Find the chat template when the first conversation needs it; completions do not need one."""
     return find_template(expand(tokenizer) if tokenizer else None, wanted)
 
 
 def question(data: DataSpec, prompt: str) -> str | None:
-    """Render `prompt` as a user's message, up to the beginning of the reply; None if `data` has no template
-    (completions)."""
+    """Render `prompt` as a user message, up to the start of the reply; None if `data` has no template (completions)."""
     if data.source != "chat":
         return None
     try:
@@ -222,8 +220,8 @@ def question(data: DataSpec, prompt: str) -> str | None:
 
 
 def keep_template(data: DataSpec, folder: Path) -> None:
-    """Write the template for the conversations of `data` to `folder` unless it exists; write nothing for
-    completions."""
+    """Write the template for the conversations in `data` to `folder` unless it already exists. For completions, write
+    nothing."""
     file = folder / CHAT_TEMPLATE
     sources = {data.source, *(part.source for part in data.mixture.values())}
     if file.is_file() or "chat" not in sources:

@@ -1,7 +1,7 @@
 """Labelled samples (images, volumes, phantoms) of a DataSpec, read by number.
 
-An image is (C, ...) of fp32 with mean 0 and variance 1; its label is one class, or a class for every voxel (int64).
-"""
+An image has the shape (C, ...) in fp32, with mean 0 and variance 1. Its label is one class, or a class for every voxel
+(int64)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ class LabelledSamples(Protocol):
         """Return training sample `index`; the generator chooses its crop."""
 
     def heldout(self, index: int) -> Labelled:
-        """Return held-out sample `index`, always the same crop."""
+        """Return held-out sample `index`, always with the same crop."""
 
 
 def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> LabelledSamples:
     """Open the samples.
 
-    Raises RecipeError if there are none, or if their sizes, channels or classes do not match the model.
-    """
+    Raises RecipeError if there are none, or if their sizes, channels or classes do not match the model."""
     if data.source == "phantom":
         return Phantoms(data, model)
     assert folder is not None, f"{data.source} are read from a folder"
@@ -44,7 +43,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """Check the folder and return it; None for phantoms. Raises the errors of `open_samples`."""
+    """Check that the folder exists and return it; None for phantoms. Raises the errors of `open_samples`."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

@@ -1,4 +1,4 @@
-"""Prepare the data of a DataSpec: a token folder, created once and cached."""
+"""Prepare the data of a DataSpec as a token folder, which is created once and cached."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from trainspec_cli.recipe.keys.run import DataSpec
 
 
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the folder to read `data` from: a token folder, or a collection of several (see sources.py).
+    """Return the folder from which to read `data`: a token folder, or a collection of several (see sources.py).
 
-    Raises the errors of `prepare_one`, and RecipeError if the parts' tokenizers differ.
-    """
+    Raises the errors of `prepare_one`, and RecipeError if the tokenizers of the parts differ."""
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
-    # Validation text needs the tokens that the model knows, so it uses the first part's tokenizer.
+    # Validation text must consist of tokens that the model knows, so it uses the first part's tokenizer.
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
-    # A tokenizer file that the recipe names is kept: conversations need the chat template in its folder.
+    # A tokenizer file named by the recipe is kept, because conversations need the chat template in its folder.
     is_named = data.tokenizer.path is not None or not tokenizer.is_file()
     same = data if is_named else replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer)))
     validation = {name: _prepare_part(same, "validation", name, on_progress) for name in data.validation}
@@ -42,7 +41,7 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
 
 
 def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress | None) -> Path:
-    """Prepare one of several sources. Problems of its user-defined code are reported at the key that names it."""
+    """Prepare one of several sources. Problems in its user-defined code are reported at the key that names the code."""
     part = data.parts[name] if group == "mixture" else data.validation[name]
     try:
         return prepare_one(data.with_part(part), on_progress)
@@ -53,7 +52,7 @@ def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress
 
 
 def _at_part(problem: Problem, where: str) -> Problem:
-    """Return a source's problem with the paths of one of several sources."""
+    """Return a source's problem with its paths changed to those of one among several sources."""
     keys = ("data.source", "data.options", "data.text_field")
     if problem.path not in keys:
         return problem
@@ -62,12 +61,11 @@ def _at_part(problem: Problem, where: str) -> Problem:
 
 
 def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, created if
-    missing.
+    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, which is
+    created if it is missing.
 
     Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`) and MachineError
-    (disk full, damaged folder). Several processes may request the same data at the same time.
-    """
+    (disk full, damaged folder). Several processes may request the same data at the same time."""
     if data.source == "tokens":
         folder = _token_folder(data)
     else:
@@ -75,17 +73,17 @@ def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
         folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
         if not folder.exists():
             make_cache()
-            with suppress(FileExistsError):  # another process made the same folder meanwhile
+            with suppress(FileExistsError):  # another process created the same folder in the meantime
                 prepare_into(data, folder, on_progress)
     _check_length(TokenFolder.open(folder), data)
     return folder
 
 
-# Prepared data in the cache. A folder's name is a digest of everything that its tokens depend on.
+# Prepared data in the cache. The name of a folder is a digest of everything that its tokens depend on.
 
 
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:
-    """Return the cache folder for `data` read from `files` in their present state (path, size, modification time)."""
+    """Return the cache folder for `data`, read from `files` in their current state (path, size, modification time)."""
     import tokenizers
 
     spec = data.tokenizer
@@ -95,7 +93,8 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     elif spec.path is not None:
         content = expand(spec.path).read_bytes()
         tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
-    # The files' state rather than their content: digesting terabytes would take longer than preparing them.
+    # This uses the files' state instead of their content, because digesting terabytes would take longer than preparing
+    # them.
     stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
     facts = {
         "schema": SCHEMA,
@@ -115,7 +114,8 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
 
 
 def prepared_folder(data: DataSpec) -> Path | None:
-    """Return the folder of a user-defined source if its documents are already in the cache, without running code."""
+    """Return the folder of a user-defined source if its documents are already in the cache, without running any
+    code."""
     folder = cached_folder(data, source_files(data))
     return folder if folder.exists() else None
 
@@ -147,11 +147,11 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
                 _check_length(TokenFolder.open(_token_folder(one)), one)
             elif one.source in READERS and one.source != "python_stdlib":
                 check_options(one)
-                # `validate` must answer quickly, and format mistakes show in the first documents.
+                # `validate` must answer quickly, and format mistakes show up in the first documents.
                 limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
                 formats |= _check_conversations(limited)
         except RecipeError as error:
-            # One source's mistake must not hide those of the others.
+            # A mistake in one source must not hide those in the others.
             problems += error.problems
     if problems:
         raise RecipeError(problems)
@@ -160,10 +160,10 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
 
 def _check_conversations(data: DataSpec) -> set[ChatFormat]:
     """Read the documents of a source and return the formats of its conversations. Raises RecipeError if every reply
-    begins beyond `data.seq_len`, provided that the tokenizer is known."""
+    starts beyond `data.seq_len`, provided that the tokenizer is known."""
     formats: set[ChatFormat] = set()
     has_file = data.source == "chat" and data.tokenizer.path is not None
-    # A tokenizer that is still to be trained is unknown here, so lengths cannot be checked.
+    # A tokenizer that has not been trained yet is unknown here, so lengths cannot be checked.
     tokenizer = load(expand(data.tokenizer.path or "")) if has_file else None
     silenced: list[tuple[str, int]] = []
     for document in documents(data, find_files(data)):
@@ -172,7 +172,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
         if document.conversation and tokenizer is not None:
             before = tokens_before_reply(document.conversation, tokenizer)
             if before is not None and before <= data.seq_len:
-                tokenizer = None  # one reply within the length is enough
+                tokenizer = None  # a single reply within the length is enough
             elif before is not None:
                 silenced.append((document.name, before))
     if silenced and tokenizer is not None:
@@ -181,7 +181,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
 
 
 def check_options(data: DataSpec) -> None:
-    """Raise RecipeError with all mistakes in the numeric options and in the tokenizer's file."""
+    """Raise RecipeError with all mistakes in the numeric options and in the tokenizer file."""
     spec = data.tokenizer
     problems = []
     if not 0 < data.heldout_fraction < 1:
@@ -208,9 +208,10 @@ def _token_folder(data: DataSpec) -> Path:
 
 
 def _check_length(folder: TokenFolder, data: DataSpec) -> None:
-    """Check that there is a sample to train on. Held-out text may be shorter: it is evaluated in padded windows."""
+    """Check that there is a sample to train on. Held-out text may be shorter, because it is evaluated in padded
+    windows."""
     seq_len = data.seq_len
-    if folder.manifest.learns_parts:  # documents are packed into the rows that they need
+    if folder.manifest.learns_parts:  # documents are packed into as many rows as they need
         rows = Packed(folder, "train", seq_len)
         if rows.is_empty:
             raise _all_silenced(data, rows.silenced, _silenced_of(folder, data))
@@ -222,7 +223,7 @@ def _check_length(folder: TokenFolder, data: DataSpec) -> None:
 
 
 def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
-    """Return the conversations whose replies begin beyond `data.seq_len`, each with the number of tokens before its
+    """Return the conversations whose replies start beyond `data.seq_len`, each with the number of tokens before its
     first reply; empty for a token folder, which does not record where its text came from."""
     if data.source != "chat":
         return []

@@ -1,7 +1,6 @@
-"""The records of document files (table rows and JSON objects), and their mistakes.
+"""The records of document files (table rows and JSON objects), and mistakes in them.
 
-An invalid record is kept as a mistake and reading continues, so that all mistakes are reported together.
-"""
+An invalid record is stored as a mistake and reading continues, so that all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -21,14 +20,15 @@ from trainspec_cli.data.corpus.source_files import cannot_read
 from trainspec_cli.recipe.json_text import json_text
 
 MAX_KINDS, MAX_MISTAKES = 20, 1000
-"""Reading stops at this many kinds of mistakes, or mistakes in total: a file in another format has one on each line."""
+"""Reading stops after this many kinds of mistakes, or this many mistakes in total, because a file in a different format
+has one on each line."""
 SHOWN_PLACES = 5
 BAD_DOCUMENT = "bad_document"
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, like the others
-    """A document cannot be read. `kind` is common to documents with the same mistake."""
+    """A document that cannot be read. `kind` is the same for documents with the same mistake."""
 
     def __init__(self, problem: Problem, kind: str):
         super().__init__(problem)
@@ -36,7 +36,8 @@ class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, like the
 
 
 class Mistakes:
-    """Lines, rows and files without a valid document: each kind of mistake once, with all its locations."""
+    """Lines, rows and files without a valid document. Each kind of mistake is listed once, with all of its
+    locations."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str | None, str], tuple[Problem, list[str]]] = {}
@@ -45,7 +46,7 @@ class Mistakes:
 
     @contextmanager
     def passing_over(self) -> Iterator[None]:
-        """Record the mistake of one document, so that the following documents are read too."""
+        """Record the mistake in one document, so that the following documents are read as well."""
         try:
             yield
         except BadDocument as error:
@@ -56,14 +57,14 @@ class Mistakes:
                 self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
                 self._kinds[key] = problem, []
-            # Otherwise a file in another format would be read to its end, with a mistake on each line.
+            # Otherwise a file in a different format would be read to its end, with a mistake on each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # not about a single document
+        except RecipeError as error:  # the error is not about a single document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:
-        """Raise RecipeError if there were mistakes."""
+        """Raise RecipeError if there were any mistakes."""
         if problems := self._problems():
             raise RecipeError(problems)
 
@@ -86,7 +87,7 @@ class Mistakes:
 def bad_document(
     file: Path, line: int | None, got: str, hint: str, *, sample: str = "", record: str = ""
 ) -> BadDocument:
-    """Return the error for a document. `record` precedes the mistake, `sample` shows its beginning."""
+    """Return the error for a document. `record` precedes the mistake, and `sample` shows the start of the document."""
     name = f"{record}: " if record else ""
     message = f"{name}{got}: {excerpt(sample)}" if sample else f"{name}{got}"
     problem = Problem(BAD_DOCUMENT, message, path="data.path", hint=hint, file=str(file), line=line)
@@ -99,7 +100,7 @@ def excerpt(text: str, max_chars: int = 60) -> str:
 
 
 def decode(content: bytes, file: Path, line: int | None, start: int) -> str:
-    """Decode UTF-8 without its byte order mark; `start` is the offset of `content` in the file, in bytes."""
+    """Decode UTF-8, removing the byte order mark; `start` is the byte offset of `content` in the file."""
     try:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -108,17 +109,16 @@ def decode(content: bytes, file: Path, line: int | None, start: int) -> str:
         raise bad_document(file, line, got, hint) from error
 
 
-# Read the rows of Parquet and Arrow tables. Needs extra `hf`.
+# Read the rows of Parquet and Arrow tables. This needs the extra `hf`.
 
 
 ROWS_AT_ONCE = 1024
 
 
 def table_rows(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Mapping[str, object]]:
-    """Yield rows with the columns of `wanted` that the file has.
+    """Yield rows with those columns of `wanted` that the file has.
 
-    Raises RecipeError with `hint` if it has none, MachineError if the file is damaged.
-    """
+    Raises RecipeError with `hint` if it has none of them, and MachineError if the file is damaged."""
     import pyarrow
 
     check_regular(file)
@@ -143,7 +143,7 @@ def _arrow(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Any]:
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
-        # The suffix is the same for both formats; only the file format begins with this word.
+        # Both formats have the same suffix, but only the file format starts with this word.
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
@@ -161,7 +161,7 @@ def _present(file: Path, names: Sequence[str], wanted: Sequence[str], hint: str)
     return present
 
 
-# Read the records of JSON files: one object per line, or an array of objects in one file.
+# Read the records of JSON files: one object per line, or an array of objects in a file.
 
 
 MAX_ARRAY_BYTES = 4 * 2**30
@@ -170,12 +170,12 @@ _FIRST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\S)")
 
 
 JsonRecord = tuple[int, str, JsonObject]
-"""(first line, from 1; `record 7` if it is in an array, whose records may share a line; fields)"""
+"""(first line, from 1; or `record 7` if it is in an array, whose records may share a line; fields)"""
 
 
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects in a file that is a single array, or has one object per line. `shape` states what each must
-    be."""
+    """Yield the objects in a file that either is a single array or has one object per line. `shape` states what each
+    must be."""
     try:
         with open_regular(file) as opened:
             first = _FIRST.match(opened.read(64 * 2**10))
@@ -198,7 +198,7 @@ def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRec
 
 
 def json_lines(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects of lines numbered from 1; blank lines are skipped. `shape` states what a line must be."""
+    """Yield the objects in lines numbered from 1; blank lines are skipped. `shape` states what a line must be."""
     try:
         with open_regular(file) as lines:
             start = 0

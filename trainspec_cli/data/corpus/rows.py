@@ -1,9 +1,8 @@
 """Rows: the tokens and targets of one training sample, for any source.
 
-A row has `seq_len` tokens and `seq_len` targets. Text is cut into consecutive windows; conversations are packed
-undivided, several per row, and only the targets to train on count. Both are pure functions of the files on disk, so a
-row's number identifies it.
-"""
+A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed
+whole, several per row, and only the targets to train on count. Both are pure functions of the files on disk, so a row's
+number identifies it."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ PADDING_DOCUMENT = -1
 
 @dataclass(frozen=True)
 class Row:
-    """The arrays of a sample, each of `seq_len` (int64)."""
+    """The arrays of a sample, each with `seq_len` elements (int64)."""
 
     tokens: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
-    """The document of each token, if attention must stay within documents."""
+    """The document to which each token belongs, if attention must stay within documents."""
 
 
 class Rows(Protocol):
@@ -43,11 +42,11 @@ class Rows(Protocol):
     def read(self, index: int) -> Row: ...
 
     def counted(self, index: int) -> int:
-        """Return the number of the row's targets that count, without reading the row."""
+        """Return the number of targets in the row that count, without reading the row."""
 
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:
-    """Return a row without targets that count, which fills up a batch."""
+    """Return a row in which no target counts, used to fill up a batch."""
     tokens = np.zeros(seq_len, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     return Row(tokens, targets, np.full(seq_len, PADDING_DOCUMENT, dtype=np.int64) if documents else None)
@@ -55,13 +54,13 @@ def empty_row(seq_len: int, *, documents: bool) -> Row:
 
 @dataclass(frozen=True)
 class Windows:
-    """A text split in non-overlapping windows; each window's last target is the first token of the next."""
+    """A text divided into non-overlapping windows; each window's last target is the first token of the next window."""
 
     folder: TokenFolder
     split: Split
     seq_len: int
     keeps_rest: bool = False
-    """If True, the remainder at the end also becomes a row, with padding: in evaluation every token counts."""
+    """Whether the remainder at the end also becomes a row, with padding, because every token counts in evaluation."""
     masks_documents: bool = False
 
     def __len__(self) -> int:
@@ -83,10 +82,10 @@ class Windows:
 
 
 class Packed:
-    """The documents of a split, undivided, several per row: best fit, longest first (arXiv:2404.10830).
+    """The documents of a split, each kept whole, several per row, packed by best fit, longest first (arXiv:2404.10830).
 
-    A document longer than a row is cut at the end; one left without a target that counts is left out.
-    """
+    A document longer than a row is truncated at the end. If that leaves no target that counts, the document is
+    omitted."""
 
     def __init__(self, folder: TokenFolder, split: Split, seq_len: int):
         self.folder = folder
@@ -96,15 +95,15 @@ class Packed:
         self._starts = index.starts
         whole = np.diff(index.starts) - 1
         self._lengths = np.minimum(whole, seq_len)
-        """Number of targets per document: all its tokens but the first."""
+        """Number of targets per document: all of its tokens except the first."""
         first_targets = index.starts[:-1] + 1
         before = index.learnt_before(first_targets)
         self._counts = index.learnt_before(first_targets + self._lengths) - before
         self._learnt = index
         self.cut = int((whole > seq_len).sum())
-        """The number of documents that lost their end."""
+        """Number of documents that lost their end."""
         self.silenced = int(((self._counts == 0) & (index.learnt_before(first_targets + whole) > before)).sum())
-        """The number of documents that lost all targets that count and are therefore left out."""
+        """Number of documents that lost all targets that count, and are therefore omitted."""
 
     @property
     def is_empty(self) -> bool:
@@ -178,7 +177,7 @@ class JoinedRows:
 
 
 def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: bool | None = None) -> Rows:
-    """Open a split with the settings of `data`; by default `keeps_rest` is set only for held-out text."""
+    """Open a split with the settings in `data`. By default, `keeps_rest` is set only for held-out text."""
     if folder.manifest.learns_parts:
         return Packed(folder, split, data.seq_len)
     rest = split == "heldout" if keeps_rest is None else keeps_rest
@@ -187,12 +186,12 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
 
 def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a row's first document (or of the entire row, if every token is trained on) and the mask of
-    those that are targets; the first token, which nothing predicts, has the mask of the second."""
+    those that are targets. The first token, which nothing predicts, gets the mask of the second."""
     within = np.ones(len(row.tokens), dtype=bool)
     if row.documents is not None and (row.targets == IGNORED).any():
         within = row.documents == row.documents[0]
     targets = row.targets[within]
     learnt = targets != IGNORED
-    last = targets[-1:][learnt[-1:]]  # if the last target is left out, it is unknown
+    last = targets[-1:][learnt[-1:]]  # if the last target is not trained on, it is unknown
     tokens = np.concatenate((row.tokens[within], last))
     return tokens, np.concatenate((learnt[:1], learnt))[: len(tokens)]

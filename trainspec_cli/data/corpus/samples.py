@@ -1,9 +1,9 @@
 """The order of samples: a pure function of seed and position, for one source or a weighted mixture of several.
 
-A position counts the samples of a run from 0, over all ranks and epochs; sample i of a split is its tokens [i *
-seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, in its
-own order, whatever the number of ranks. Any position is found in O(1), so a run can resume anywhere.
-"""
+A position counts the samples of a run from 0, over all ranks and epochs. Sample i of a split consists of its tokens [i
+* seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, in a
+different order, regardless of the number of ranks. Any position can be located in O(1), so a run can resume
+anywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 from trainspec_cli.data.corpus.rows import Row, Rows
 
 ROUNDS = 8
-"""Half rounds of the Feistel network, alternating between the two coordinates."""
+"""Number of half rounds of the Feistel network, alternating between the two coordinates."""
 
 
 def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,7 +28,7 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
 
     Raises ValueError if there are no samples.
     """
-    if samples <= 0:  # no index would be in range, and `permute` would not end
+    if samples <= 0:  # no index would be in range, and `permute` would never end
         raise ValueError(f"{samples} samples have no order")
     epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), samples)
     indices = np.empty_like(within)
@@ -41,9 +41,8 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Map `indices` by the permutation of range(size) that seed and epoch determine.
 
-    A Feistel network over the smallest near-square grid with at least `size` cells; an index outside of `size` is
-    mapped again until it is inside (cycle walking; Black and Rogaway 2002).
-    """
+    This is a Feistel network over the smallest near-square grid with at least `size` cells. An index outside of `size`
+    is mapped again until it is inside (cycle walking; Black and Rogaway 2002)."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     width = max(1, math.isqrt(max(size - 1, 0)) + 1)
@@ -55,7 +54,7 @@ def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
 
 
 def _feistel(cells: np.ndarray, width: int, height: int, keys: np.ndarray) -> np.ndarray:
-    """Permute cells: each round adds to one coordinate a keyed hash of the other, which is invertible."""
+    """Permute cells: each round adds a keyed hash of one coordinate to the other, which is invertible."""
     row, column = np.divmod(cells, np.uint64(width))
     for key in keys.reshape(-1, 2):
         row = (row + _mix(column, key[0]) % np.uint64(height)) % np.uint64(height)
@@ -100,16 +99,15 @@ class Shuffled:
 
 
 BLOCK = 1000
-"""The number of positions over which a mixture's shares are exact, up to rounding."""
+"""Number of positions over which the proportions of a mixture are exact, up to rounding."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """A mixture of streams by weight. Each stream advances only when it is drawn from.
+    """A mixture of streams by weight. A stream advances only when a row is drawn from it.
 
-    Positions are divided into blocks; in each block every stream has its share of slots, which a permutation
-    distributes.
-    """
+    Positions are divided into blocks. In each block, every stream has its share of the slots, which a permutation
+    distributes."""
 
     streams: Sequence[SampleOrder]
     weights: Sequence[float]
@@ -131,7 +129,8 @@ class Mixed:
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """Return the first slot of each stream in a block, by largest remainders, with at least one slot each."""
+        """Return the first slot of each stream in a block. Slots are assigned by largest remainder, with at least one
+        per stream."""
         shares = np.array(self.weights) / sum(self.weights) * BLOCK
         slots = np.maximum(1, np.floor(shares).astype(np.int64))
         for stream in np.argsort(np.floor(shares) - shares, kind="stable")[: max(0, BLOCK - int(slots.sum()))]:
@@ -149,7 +148,7 @@ _LINE_END = re.compile(r"(?<=\S)[\r\n]+(?=\S)")
 
 
 def content_hash(text: str) -> int:
-    """Return 64 bits that depend only on the text."""
+    """Return a 64-bit hash that depends only on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"heldout").digest(), "big")
 
 
@@ -173,14 +172,14 @@ class SplitScan:
 
 @dataclass(frozen=True)
 class HeldoutRule:
-    """Holds out the documents whose hash is below `threshold`, or, if all documents are equal, the end of each."""
+    """Holds out the documents whose hash is below `threshold` or, if all documents are equal, the end of each one."""
 
     threshold: int
     cut_fraction: float | None = None
 
     @classmethod
     def from_scan(cls, scan: SplitScan, fraction: float) -> HeldoutRule:
-        """Return the rule that holds out `fraction` of the documents, at least one and not all."""
+        """Return the rule that holds out `fraction` of the documents: at least one, but not all."""
         if scan.lowest_hash == scan.highest_hash:
             return cls(threshold=0, cut_fraction=fraction)
         # Documents are held out by content, so that the split stays the same when files are renamed, added or
@@ -189,14 +188,14 @@ class HeldoutRule:
         return cls(threshold=min(max(threshold, scan.lowest_hash + 1), scan.highest_hash))
 
     def parts(self, text: str) -> tuple[str, str]:
-        """Return the training part and the held-out part; one of them is empty unless `cut_fraction` is set."""
+        """Return the training part and the held-out part. One of them is empty unless `cut_fraction` is set."""
         if self.cut_fraction is not None:
             return _cut(text, self.cut_fraction)
         return ("", text) if content_hash(text) < self.threshold else (text, "")
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
-    """Cut off about the last `fraction`, at the start of a line if there is one nearby."""
+    """Split off about the last `fraction`, at the start of a line if there is one nearby."""
     at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
     line_start = text.rfind("\n", 0, at) + 1
     if line_start > 0 and at - line_start < len(text) * fraction:
@@ -207,8 +206,8 @@ def _cut(text: str, fraction: float) -> tuple[str, str]:
 def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
     """Yield `text` in parts of about `max_chars`, divided at line ends with a visible character on both sides.
 
-    No token of a tokenizer trained by bpe.py spans such a cut, so the parts encode to the same tokens as the whole.
-    """
+    No token of a tokenizer trained by bpe.py spans such a division, so the parts are encoded to the same tokens as the
+    full text."""
     start = 0
     while len(text) - start > max_chars and (found := _LINE_END.search(text, start + max_chars - 1)):
         yield text[start : found.end()]
@@ -217,7 +216,7 @@ def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
 
 
 def hold_out(names: Sequence[str], fraction: float) -> set[str]:
-    """Choose about `fraction` of `names` by their hashes; at least one, but never all."""
+    """Choose about `fraction` of `names` by their hashes: at least one, but never all."""
     scan = SplitScan()
     for name in names:
         scan.add(name)

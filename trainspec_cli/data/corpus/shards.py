@@ -1,8 +1,8 @@
-"""Token shards: little-endian files of at most 100M ids, written once and read memory-mapped.
+"""Token shards: little-endian files of at most 100M ids, written once and memory-mapped for reading.
 
-Shards of conversations have a document index: `train_documents.npy` holds the position of each document's first token
-and the end of the last document (int64), `train_learnt.npy` one byte per token, 1 if it is trained on.
-"""
+Shards of conversations have a document index. `train_documents.npy` contains the position of each document's first
+token, and the end of the last document (int64). `train_learnt.npy` contains one byte per token, which is 1 if the token
+is trained on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from trainspec_cli.recipe.records import read_record, to_plain
 
 
 SCHEMA = 1
-"""Incremented whenever the files, their meaning or their creation change; cached folders are then prepared again."""
+"""Incremented whenever the files, their meaning or the way they are created change. Cached folders are then prepared
+again."""
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -47,20 +48,20 @@ class Shard:
     """One file of little-endian token ids."""
 
     file: str
-    """A name in the folder, or an absolute path for another program's file."""
+    """A name in the folder, or an absolute path if the file belongs to another program."""
     tokens: int
     sha256: str
-    """Empty for another program's file."""
+    """Empty if the file belongs to another program."""
     offset_bytes: int = 0
-    """Offset of the ids in the file (0 in files written here)."""
+    """Byte offset of the ids in the file (0 in files written here)."""
 
 
 @dataclass(frozen=True)
 class SplitSummary:
     tokens: int
-    """Includes an end-of-document token after each document."""
+    """Number of tokens, including an end-of-document token after each document."""
     bytes: int
-    """Size of the text as UTF-8."""
+    """Size of the text in UTF-8."""
     documents: int
     shards: tuple[Shard, ...]
 
@@ -70,23 +71,23 @@ class ShardManifest:
     schema: int
     dtype: Dtype
     vocab_size: int
-    """The tokenizer's size; ids are below it."""
+    """The size of the tokenizer; all ids are smaller."""
     vocab_size_asked: int
-    """The requested size; larger than `vocab_size` if the text was too small to fill it."""
+    """The requested size. It is larger than `vocab_size` if the text was too small to fill it."""
     end_of_document_id: int
     tokenizer_sha256: str
     """Empty if the ids came without a tokenizer."""
     source: dict[str, str | int | None]
-    """The source of the text, for information."""
+    """The source of the text, for information only."""
     heldout_fraction: float
     xz_bits_per_byte: float | None
     """Size of the held-out text under `xz -9e`; null if Python was built without lzma."""
     train: SplitSummary
     heldout: SplitSummary
     learns_parts: bool = False
-    """True if only some tokens of each document are trained on; the folder then has an index of documents."""
+    """Whether only some tokens of each document are trained on; if so, the folder has an index of documents."""
     own_tokenizer_sha256: str = ""
-    """The digest of the user-defined tokenizer, if one produced the tokens: its code is not stored in the folder."""
+    """The digest of the user-defined tokenizer if one produced the tokens. Its code is not stored in the folder."""
 
     @property
     def any_tokenizer_sha256(self) -> str:
@@ -107,7 +108,7 @@ def write_manifest(folder: Path, manifest: ShardManifest) -> None:
 
 
 def read_manifest(folder: Path) -> ShardManifest:
-    """Read a folder's manifest. Raises RecipeError if it is missing, MachineError if it is damaged."""
+    """Read a folder's manifest. Raises RecipeError if it is missing, and MachineError if it is damaged."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
         missing = "is a file" if folder.exists() else "does not exist"
@@ -122,8 +123,8 @@ def read_manifest(folder: Path) -> ShardManifest:
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
         manifest = read_record(ShardManifest, fields)
-        # The engine maps the shards by these figures without reading them, so a wrong figure would train on other
-        # tokens.
+        # The engine maps the shards by these numbers without reading them, so a wrong number would lead to training on
+        # the wrong tokens.
         if manifest.dtype not in get_args(Dtype):
             raise ValueError(f"its ids are of type {manifest.dtype}")
         for name in SPLITS:
@@ -181,7 +182,7 @@ class ShardWriter:
         self._close_shard()
 
     def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
-        """Add ids that encode `text_bytes` of text and end `documents` documents."""
+        """Add ids that encode `text_bytes` bytes of text and end `documents` documents."""
         self._text_bytes += text_bytes
         self._documents += documents
         tokens = np.asarray(ids, dtype=self._dtype)
@@ -205,7 +206,7 @@ class ShardWriter:
 
     def _write(self, tokens: np.ndarray) -> None:
         assert self._file is not None
-        content = tokens.tobytes()  # not ndarray.tofile, which hides the errno of a full disk
+        content = tokens.tobytes()  # ndarray.tofile would hide the errno of a full disk
         self._file.write(content)
         self._digest.update(content)
         self._shard_tokens += len(tokens)
@@ -235,10 +236,9 @@ class TokenFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFolder:
-        """Open a folder and check that every file exists with the right size (`verify` also reads them).
+        """Open a folder and check that every file exists with the right size (with `verify`, also read them).
 
-        Raises RecipeError if it is not a token folder, MachineError if it is damaged.
-        """
+        Raises RecipeError if it is not a token folder, and MachineError if it is damaged."""
         path = expand(path)
         return cls(path, read_manifest(path))
 
@@ -246,11 +246,11 @@ class TokenFolder:
         return self.manifest.split(split).tokens
 
     def num_bytes(self, split: Split) -> int:
-        """Return the number of UTF-8 bytes that the tokens of `split` encode."""
+        """Return the number of UTF-8 bytes encoded by the tokens of `split`."""
         return self.manifest.split(split).bytes
 
     def tokens(self, split: Split, start: int, count: int) -> np.ndarray:
-        """Return a copy of `count` ids from `start`, as int64, across shards if needed."""
+        """Return a copy of `count` ids starting at `start`, as int64, across shards if needed."""
         stop = start + count
         if not 0 <= start <= stop <= self.num_tokens(split):
             raise IndexError(f"tokens {start}:{stop} of {self.num_tokens(split)} in {split} of {self.path}")
@@ -271,7 +271,7 @@ class TokenFolder:
         return read_documents(self.path, split, self.num_tokens(split))
 
     def verify(self) -> None:
-        """Read every file and compare its digest. Raises MachineError naming an altered file."""
+        """Read every file and compare its digest. Raises MachineError, which names an altered file."""
         digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
         for split in SPLITS:
             digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
@@ -285,7 +285,7 @@ class TokenFolder:
         expected_bytes = shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
-        # Other programs' shards have no digest and may have a header, so only a lower bound on their size is known.
+        # Shards from other programs have no digest and may have a header, so only a lower bound on their size is known.
         if not shard.sha256:
             if shard.offset_bytes + expected_bytes > file.stat().st_size:
                 raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")
@@ -308,7 +308,7 @@ class Documents:
     """(tokens,) of uint8, memory-mapped: 1 if the token is trained on."""
 
     def learnt(self, start: int, count: int) -> np.ndarray:
-        """Return (count,) of bool: whether each token from `start` is trained on."""
+        """Return, as bool of shape (count,), whether each token starting at `start` is trained on."""
         learnt: np.ndarray = np.asarray(self.mask[start : start + count]) != 0
         return learnt
 
@@ -323,7 +323,7 @@ class Documents:
 
 
 def write_documents(folder: Path, split: str, masks: Sequence[np.ndarray]) -> None:
-    """Write the index of documents; `masks` has an array per document, 1 for each token to train on."""
+    """Write the index of documents. `masks` contains an array for each document, with 1 for each token to train on."""
     np.save(folder / f"{split}_documents.npy", np.cumsum([0, *map(len, masks)], dtype=np.int64))
     mask = np.concatenate([np.zeros(0, dtype=np.uint8), *masks])
     np.save(folder / f"{split}_learnt.npy", mask.astype(np.uint8))
@@ -347,20 +347,20 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
     return Documents(starts, mask)
 
 
-# Create a folder atomically: write it under a temporary name, flush it to disk, then rename it.
+# Create a folder atomically: write it under a temporary name, flush it to disk, and rename it.
 
 
 @contextmanager
 def publishing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, which is renamed to `folder` when the block succeeds.
 
-    Raises FileExistsError if `folder` was filled meanwhile, and MachineError if the disk is full or cannot be written;
-    the temporary folder is then removed. Leftovers of a killed process are removed by the next one.
-    """
+    Raises FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or cannot be
+    written to; in these cases, the temporary folder is removed. Leftovers of a killed process are removed by the next
+    one."""
     temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A killed process leaves its folder behind. Folders of other nodes stay, because their processes cannot be
+        # A killed process leaves its folder behind. Folders from other nodes stay, because their processes cannot be
         # checked here.
         pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
         for entry in folder.parent.iterdir():

@@ -1,4 +1,4 @@
-"""The files that a recipe's `data` names, in a fixed order: sorted by path."""
+"""The files named in a recipe's `data`, in a fixed order: sorted by path."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainspec_cli.recipe.keys.run import DataSpec
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 STDLIB_LEFT_OUT = frozenset({
-    "site-packages", "dist-packages",  # not the standard library
-    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # packaged separately by some systems
-    "encodings", "pydoc_data",  # tables, not programs
+    "site-packages", "dist-packages",  # these are not the standard library
+    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # some systems package these separately
+    "encodings", "pydoc_data",  # these are tables, not programs
 })  # fmt: skip
 
 
@@ -32,12 +32,12 @@ _SUFFIXES: dict[str, str | tuple[str, ...]] = {
 
 
 def source_of(file: Path) -> str:
-    """Return the source that reads files of this name: the first that knows its suffix, or text."""
+    """Return the source that reads files with this name: the first one that supports its suffix, or text."""
     return next((source for source, suffix in _SUFFIXES.items() if file.name.endswith(suffix)), "text")
 
 
 def find_files(data: DataSpec) -> list[Path]:
-    """Return the files of `data`, in reading order. Raises RecipeError if there is none."""
+    """Return the files of `data`, in reading order. Raises RecipeError if there are none."""
     if data.source == "python_stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, ".py", STDLIB_LEFT_OUT) if not file.name.startswith("_sysconfigdata")]
@@ -58,13 +58,13 @@ def find_files(data: DataSpec) -> list[Path]:
 
 
 def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
-    """Return the file, the files below the folder (except hidden ones), or those that match the glob."""
+    """Return the file itself, the files below the folder (except hidden ones), or those that match the glob."""
     place = expand(path)
     if exists(place):
         return [place]
     try:
         is_folder = place.is_dir()
-    except OSError:  # an impossible folder name
+    except OSError:  # not a possible folder name
         is_folder = False
     if is_folder:
         files = list(_walk(place, suffix))
@@ -88,7 +88,7 @@ def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = 
         raise cannot_read(Path(error.filename), error)
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        # Sorted in place, so that os.walk has the same order on every file system.
+        # Sorted in place, so that os.walk visits folders in the same order on every file system.
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and name[0] != ".")
         for name in sorted(names):
             if name.endswith(suffix) and name[0] != ".":

@@ -1,7 +1,7 @@
 """Read documents from each raw source: Python's standard library, text, JSON lines, tables and conversations.
 
-The order is fixed (by path, then by line), so the same files always give the same documents. Tables need extra `hf`.
-"""
+The order is fixed (by path, then by line), so the same files always result in the same documents. Tables need the extra
+`hf`."""
 
 from __future__ import annotations
 
@@ -57,15 +57,14 @@ class Document:
     text: str
     """Never empty, and always encodable as UTF-8."""
     conversation: Conversation | None = None
-    """Set if only a part of the text is trained on."""
+    """Set if only part of the text is trained on."""
 
 
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
-    """Yield every non-empty document of `files`; the document that crosses `max_bytes` is cut there.
+    """Yield every non-empty document in `files`. The document that crosses `max_bytes` is truncated there.
 
-    Raises RecipeError at the end with each kind of mistake, or as soon as there are `MAX_MISTAKES`; MachineError for a
-    file that cannot be read.
-    """
+    Raises RecipeError at the end with each kind of mistake, or as soon as there are `MAX_MISTAKES` of them, and
+    MachineError for a file that cannot be read."""
     mistakes = Mistakes()
     read = READERS[data.source]
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
@@ -118,8 +117,8 @@ def _read_table(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docu
 
 
 def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
-    """Yield one conversation per record, rendered by its template. The first record with a format determines that of
-    all records."""
+    """Yield one conversation per record, rendered by its template. The first record with a recognised format determines
+    the format of all records."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
     first: ChatFormat | None = None
     records: Iterable[tuple[int, str, Record]]  # (line or row, the record's name or "", record)
@@ -144,8 +143,8 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        # If the first record lacks the field, the entire file has another format; reading on would only repeat the
-        # mistake.
+        # If the first record lacks the field, the entire file has a different format, and reading on would only repeat
+        # the mistake.
         fields = excerpt(", ".join(map(str, record)), 200) or "none"
         try:
             hint = f"set data=chat: these are conversations ({find_format(record)})"
@@ -181,7 +180,7 @@ READERS: dict[str, Callable[[Path, DataSpec, Mistakes], Iterator[Document]]] = {
 }
 
 
-# A run's training and evaluation text: one token folder, or several with one tokenizer under a `collection.json`.
+# A run's training and evaluation text: one token folder, or several with the same tokenizer under a `collection.json`.
 
 
 COLLECTION = "collection.json"
@@ -189,7 +188,7 @@ COLLECTION = "collection.json"
 
 @dataclass(frozen=True)
 class CollectionPart:
-    """A training text as listed in collection.json."""
+    """A training text, as listed in collection.json."""
 
     folder: str
     weight: float
@@ -197,7 +196,7 @@ class CollectionPart:
 
 @dataclass(frozen=True)
 class CollectionRecord:
-    """The content of collection.json: absolute paths of token folders, by name."""
+    """The content of collection.json: absolute paths of token folders by name."""
 
     parts: dict[str, CollectionPart]
     validation: dict[str, str]
@@ -213,18 +212,19 @@ class CorpusPart:
 class EvaluationText:
     rows: Rows
     bytes: int
-    """Size in UTF-8 bytes, or 0 if unknown."""
+    """Size in UTF-8 bytes; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class Collection:
     parts: Mapping[str, CorpusPart]
-    """The training texts by name; a single text has the name ""."""
+    """The training texts by name. If there is only one, its name is ""."""
     validation: Mapping[str, TokenFolder]
 
     @classmethod
     def open(cls, folder: Path | str) -> Collection:
-        """Open a token folder or a collection. Raises RecipeError and MachineError as `TokenFolder.open` does."""
+        """Open a token folder or a collection. Raises RecipeError and MachineError in the same cases as
+        `TokenFolder.open`."""
         file = expand(folder) / COLLECTION
         if not file.is_file():
             return cls({"": CorpusPart(TokenFolder.open(folder), 1.0)}, {})
@@ -234,7 +234,7 @@ class Collection:
 
     @property
     def main(self) -> TokenFolder:
-        """Return the first part; all parts share its tokenizer."""
+        """Return the first part, whose tokenizer all parts share."""
         return next(iter(self.parts.values())).folder
 
     @property
@@ -242,8 +242,8 @@ class Collection:
         return self.main.path if (self.main.path / TOKENIZER_FILE).is_file() else None
 
     def check(self, data: DataSpec, vocab_size: int) -> list[str]:
-        """Return warnings about how `data` will be read. Raises RecipeError if token ids exceed the embedding's
-        rows."""
+        """Return warnings about how `data` will be read. Raises RecipeError if token ids exceed the number of rows in
+        the embedding."""
         ids = self.main.manifest.vocab_size
         if ids > vocab_size:
             message = f"the tokenizer has {ids:,} ids, but the model has {vocab_size:,} rows (`model.vocab_size`)"
@@ -262,13 +262,13 @@ class Collection:
         """Return the stream of training samples. Raises RecipeError for a part without samples."""
         streams = [Shuffled(open_rows(part.folder, "train", data), seed) for part in self.parts.values()]
         for part, stream in zip(self.parts.values(), streams, strict=True):
-            if not len(stream.source):  # there is no sample for any position
+            if not len(stream.source):  # there are no samples at all
                 message = f"{part.folder.path} has no training sample of data.seq_len={data.seq_len:,}"
                 raise RecipeError(Problem("too_little_data", message, "data.seq_len", "choose another data.seq_len"))
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
-        """Return each part's held-out split and each full validation set, leaving out empty ones."""
+        """Return each part's held-out split and each complete validation set, leaving out empty ones."""
         found = {
             name: EvaluationText(open_rows(part.folder, "heldout", data), part.folder.num_bytes("heldout"))
             for name, part in self.parts.items()
@@ -283,7 +283,7 @@ def _whole(folder: TokenFolder, data: DataSpec) -> EvaluationText:
 
 
 def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mapping[str, Path]) -> Path:
-    """Write a collection into the cache and return its folder. Raises RecipeError if the tokenizers differ."""
+    """Write a collection to the cache and return its folder. Raises RecipeError if the tokenizers differ."""
     check_tokenizers([folder for folder, _ in parts.values()] + list(validation.values()))
     record = CollectionRecord(
         parts={name: CollectionPart(str(folder.absolute()), weight) for name, (folder, weight) in parts.items()},
@@ -293,13 +293,13 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
-        with suppress(FileExistsError), publishing(folder) as temporary:  # unless another process has made it meanwhile
+        with suppress(FileExistsError), publishing(folder) as temporary:  # unless another process has created it
             (temporary / COLLECTION).write_text(text, encoding="utf-8")
     return folder
 
 
 def check_tokenizers(folders: list[Path]) -> None:
-    """Raise RecipeError if token folders were made with different tokenizers."""
+    """Raise RecipeError if token folders were created with different tokenizers."""
     digests = {TokenFolder.open(folder).manifest.any_tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
         message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"

@@ -1,7 +1,6 @@
-"""nanoGPT's and Megatron's token files, read in place.
+"""nanoGPT's and Megatron's token files, which are read in place.
 
-Both hold consecutive ids, like a shard, so only a manifest that names the files is written.
-"""
+Like a shard, both contain consecutive ids, so only a manifest that names the files is written."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ from trainspec_cli.data.corpus.shards import (
 from trainspec_cli.recipe.keys.run import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
-"""llm.c's files of the same kind begin with a header of 256 int32 values."""
+"""llm.c's files of the same kind start with a header of 256 int32 values."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Dtype] = {4: "uint32", 8: "uint16"}
-"""Megatron's dtype code -> type on disk (4 is int32, whose ids are not negative)."""
+"""Megatron's dtype code -> type on disk (4 is int32; ids are never negative)."""
 MAX_INDEX_BYTES = 2**33
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
 def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
-    """Write a manifest of `files` into `folder`, and the tokenizer if one is named. Raises TrainspecError."""
+    """Write a manifest of `files` to `folder`, and the tokenizer if one is named. Raises TrainspecError."""
     dtype, train, heldout = _READERS[data.source](data, files)
     tokenizer = None
     end_id = -1
@@ -66,7 +65,7 @@ def _summary(shards: Sequence[Shard]) -> SplitSummary:
 
 
 def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
-    """Hold out the files with `val` in their name, or the end of the last file if there are none."""
+    """Hold out the files with `val` in their name or, if there are none, the end of the last file."""
     shards = [(file, _nanogpt_shard(file)) for file in files]
     heldout = [shard for file, shard in shards if "val" in file.stem]
     train = [shard for file, shard in shards if "val" not in file.stem]
@@ -98,7 +97,7 @@ def _split(shard: Shard, at: int, dtype: Dtype) -> tuple[Shard, Shard]:
 
 
 def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
-    """Read each NAME.bin with its NAME.idx. The last documents are held out."""
+    """Read each NAME.bin together with its NAME.idx. The last documents are held out."""
     read = [_read_index(file.with_suffix(".idx")) for file in files]
     dtypes = {dtype for dtype, _ in read}
     if len(dtypes) > 1:
@@ -121,7 +120,7 @@ def _read_megatron(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[S
 
 
 def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
-    """Return the ids' dtype, and the end of each document in tokens."""
+    """Return the dtype of the ids, and the end of each document as a token position."""
     if not file.is_file():
         raise RecipeError(Problem("missing_file", f"{file} is missing: a .bin file needs its index", "data.path"))
     content = read_bytes(file, MAX_INDEX_BYTES)

@@ -1,7 +1,6 @@
 """Convert documents to a token folder in three passes over the text: scan, train the tokenizer, encode.
 
-Conversations are encoded with a mark on each token to train on.
-"""
+In conversations, each token to train on is marked."""
 
 from __future__ import annotations
 
@@ -41,18 +40,18 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 OnProgress = Callable[[str, float, int], None]
-"""Called with the phase, the completed fraction of all work (0 to 1), and the number of documents so far in the
-phase."""
+"""Called with the phase, the completed fraction of all work (0 to 1), and the number of documents processed so far in
+the phase."""
 
 PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
 REPORTED_S = 1.0
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
-"""Size of the text on which the tokenizer is trained, sampled evenly from all text; more text hardly changes the
+"""Size of the text on which the tokenizer is trained, sampled evenly from all text. More text hardly changes the
 vocabulary."""
 BATCH_CHARS = 2 * 2**20
-"""Characters encoded per call, over all cores."""
+"""Number of characters encoded per call, over all cores."""
 BATCH_CONVERSATIONS = 512
-"""Conversations encoded per call, over all cores."""
+"""Number of conversations encoded per call, over all cores."""
 
 
 def write_tokens(
@@ -62,8 +61,8 @@ def write_tokens(
     on_progress: OnProgress,
     described: dict[str, str | int | None] | None = None,
 ) -> None:
-    """Write shards, tokenizer and manifest into `folder`. Raises RecipeError if the text is empty or malformed.
-    `described`: the manifest's description of the source; None: derived from `data`."""
+    """Write shards, tokenizer and manifest to `folder`. Raises RecipeError if the text is empty or malformed.
+    `described`: the manifest's description of the source; if None, it is derived from `data`."""
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     encoder = _build_encoder(data, files, scan, rule, on_progress)
@@ -105,8 +104,8 @@ def write_tokens(
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
-    """Yield each document, and report progress every hundredth of the phase, and at least every `REPORTED_S`: a
-    compressed file holds more text than its size suggests, so its end is unknown."""
+    """Yield each document, and report progress at every hundredth of the phase, and at least every `REPORTED_S`. A
+    compressed file contains more text than its size suggests, so its end is unknown."""
     begin, end = PHASES[phase]
     done_bytes = count = 0
     reported = -1.0
@@ -134,7 +133,7 @@ def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitSc
 
 @dataclass(frozen=True)
 class Encoder:
-    """The tokenizer of text, and the size of its vocabulary."""
+    """The tokenizer for text, and the size of its vocabulary."""
 
     encode_batch: Callable[[list[str]], list[list[int]]]
     vocab_size: int
@@ -170,11 +169,11 @@ def _build_tokenizer(
 
 
 def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
-    """Yield about `fraction` of the text, evenly distributed, including the first text."""
+    """Yield about `fraction` of the text, evenly distributed, always including the first text."""
     seen = taken = 0
     for text in texts:
-        # Taking only the first texts would give the vocabulary of one file; `<=` includes the first text, so that there
-        # is always one.
+        # Taking only the first texts would result in the vocabulary of a single file. `<=` includes the first text, so
+        # that there is always one.
         if taken <= seen * fraction:
             taken += len(text)
             yield text
@@ -213,7 +212,7 @@ def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict[Split, SplitSummary], float | None]:
-    """Write the shards of both splits; also return the xz bits per byte of the held-out text."""
+    """Write the shards of both splits. Also return the xz bits per byte of the held-out text."""
     dtype = choose_dtype(encoder.vocab_size)
     xz = XzMeter()
     with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
@@ -231,15 +230,15 @@ def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict
 
 
 class XzMeter:
-    """Measures the compressed size of a text under `xz -9e`, a baseline for the model's bits per byte."""
+    """Measures the compressed size of a text under `xz -9e`, as a baseline for the model's bits per byte."""
 
     def __init__(self) -> None:
         try:
             import lzma
-        except ImportError:  # a Python built without liblzma; the manifest records null
+        except ImportError:  # Python was built without liblzma; the manifest records null
             self._compressor = None
         else:
-            # The strongest setting: a weaker one would flatter the model in the comparison.
+            # This is the strongest setting; a weaker one would make the model look better in the comparison.
             self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
         self._text_bytes = self._xz_bytes = 0
 
@@ -249,7 +248,7 @@ class XzMeter:
             self._xz_bytes += len(self._compressor.compress(text))
 
     def finish(self) -> float | None:
-        """Return bits per byte of all text added; None if Python lacks lzma or nothing was added."""
+        """Return the bits per byte of all text added so far; None if Python lacks lzma or nothing was added."""
         if self._compressor is None or not self._text_bytes:
             return None
         self._xz_bytes += len(self._compressor.flush())
@@ -259,9 +258,9 @@ class XzMeter:
 def write_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
 ) -> tuple[dict[Split, SplitSummary], set[ChatFormat]]:
-    """Write shards and document indices of both splits; also return the formats of the conversations. Raises
+    """Write the shards and document indices of both splits. Also return the formats of the conversations. Raises
     RecipeError if there is no token to train on."""
-    tokenizer.encode_special_tokens = False  # for the template's own special tokens
+    tokenizer.encode_special_tokens = False  # keeps the template's own special tokens
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
     masks: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -274,17 +273,17 @@ def write_conversations(
                 ids = list(encoding.ids)
                 learnt = _learnt(conversation.spans, encoding)
                 if conversation.is_chat:
-                    # A special token right after a reply ends the turn, which the model must learn.
+                    # A special token right after a reply ends the turn, so the model must learn it.
                     is_special = np.array([token in special for token in ids], dtype=bool)
                     learnt = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
-                # Some tokenizers append the end themselves; two ends would teach the model to end twice.
+                # Some tokenizers append the end token themselves; two of them would teach the model to end twice.
                 elif ids[-1:] != [end_id]:
                     ids.append(end_id)
                     learnt = np.append(learnt, True)
                 else:
                     learnt[-1] = True
                 num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
-                # A conversation is not split, because half a reply cannot be trained on; its first part decides for all
+                # A conversation is not split, because half a reply cannot be trained on. Its first part decides for all
                 # of it.
                 is_train = bool(rule.parts(conversation.text)[0])
                 (train if is_train else heldout).append(ids, text_bytes=num_bytes, documents=1)
@@ -305,8 +304,8 @@ def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int
 
 
 def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
-    """Encode a batch with offsets. Rendered templates already contain special tokens; completions get the tokenizer's
-    own."""
+    """Encode a batch with offsets. Rendered templates already contain special tokens; completions get those of the
+    tokenizer."""
     encodings = {}
     for is_chat in (True, False):
         texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
@@ -319,7 +318,7 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
-        # A token that crosses the edge of a reply counts, because its text could not be trained on otherwise. Tokens
+        # A token that crosses the edge of a reply counts, because otherwise its text could not be trained on. Tokens
         # without text do not count.
         learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
     return learnt

@@ -1,7 +1,7 @@
-"""User-defined code for data: documents (`data.source=FILE.py:NAME`), and tokenizers.
+"""User-defined code for data: documents (`data.source=FILE.py:NAME`) and tokenizers.
 
-The code of a source is called once, and its documents are written to a file, because preparing reads text three times.
-"""
+The code of a source is called only once, and its documents are written to a file, because preparation reads text three
+times."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class OwnDocument:
 
 
 def source_files(data: DataSpec) -> list[Path]:
-    """Return the source files of the code, if they can be read."""
+    """Return the source files of the code, to the extent that they can be read."""
     return files_of(find(SOURCE.named(data.source, data.options)[0]))
 
 
 def source_facts(data: DataSpec) -> dict[str, object]:
-    """Return the facts on which the prepared data depends: the code's digest, its options, and the field that is
+    """Return everything that the prepared data depends on: the code's digest, its options, and the field that is
     read."""
     files = [source_sha256(file) for file in source_files(data)]
     name = data.source.rpartition(":")[2]
@@ -72,8 +72,8 @@ def source_facts(data: DataSpec) -> dict[str, object]:
 
 
 def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
-    """Write the documents of the code into `folder`, as tokens; `write_text` tokenises a file of JSON lines. Raises
-    RecipeError for exceptions of the code, and for invalid documents."""
+    """Write the documents from the code to `folder`, as tokens; `write_text` tokenises a file of JSON lines. Raises
+    RecipeError for exceptions in the code, and for invalid documents."""
     (extension,) = SOURCE.named(data.source, data.options)
     documents = _limited(_documents(extension, data), data.max_bytes)
     first = next(documents, None)
@@ -159,8 +159,8 @@ def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterato
 
 
 def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
-    """Write the ids one after another, as yielded by the code. Documents are held out by a hash of their ids. The ids
-    have no tokenizer, so their text is unknown."""
+    """Write the ids one after another, as the code yields them. Documents are held out by a hash of their ids. The ids
+    come without a tokenizer, so their text is unknown."""
     given = {
         "data.max_bytes": data.max_bytes is not None,
         "data.tokenizer.path": data.tokenizer.path is not None,
@@ -184,7 +184,7 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
             largest = max(largest, int(document.ids.max(initial=0)))
     chosen = hold_out(names, data.heldout_fraction)
     is_heldout = [name in chosen for name in names]
-    if not chosen:  # all documents are equal, so hold out the end of the last one
+    if not chosen:  # all documents are equal, so the end of the last one is held out
         rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
         lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
     every = np.memmap(aside, dtype="<u4", mode="r")
@@ -213,7 +213,7 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
 
 
 # A user-defined tokenizer (`data.tokenizer.code=FILE.py:NAME`): the user's code converts text to token ids and back. A
-# token folder stores only its digest and none of its code: text is decoded by the tokenizer that the recipe names.
+# token folder stores only its digest, not its code. Text is decoded by the tokenizer named in the recipe.
 
 
 TRIAL_TEXT = "Tokens, and back: 3 + 4 = 7.\n"
@@ -221,7 +221,7 @@ LARGEST_VOCABULARY = 2**31
 
 
 class OwnTokenizer:
-    """Calls the user's code and checks its results. Raises RecipeError before a run has started, WorkerError
+    """Calls the user's code and checks its results. Raises RecipeError before a run has started, and WorkerError
     afterwards."""
 
     def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):
@@ -235,7 +235,7 @@ class OwnTokenizer:
         self.decode(self.encode(TRIAL_TEXT))
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, without an end of document."""
+        """Return the tokens of `text`, without an end-of-document token."""
         with user_code_errors(self._extension, "in `encode`", self._error):
             ids = [int(one) for one in self._inner.encode(text)]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
@@ -269,7 +269,7 @@ def tokenizer_sha256(data: DataSpec) -> str:
     digests = [source_sha256(file) for file in files_of(find(extension))]
     facts: dict[str, object] = {
         "name": extension.text.rpartition(":")[2],
-        "code": " ".join(digests) or extension.text,  # compiled code cannot be read
+        "code": " ".join(digests) or extension.text,  # compiled code has no readable source
         "options": data.tokenizer.options,
     }
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()

@@ -1,1 +1,2 @@
-"""Read and write Hugging Face's formats: config.json, safetensors files, tensor names, tokenizers. Torch-free."""
+"""Read and write Hugging Face's formats: config.json, safetensors files, tensor names, tokenizers. Does not import
+torch."""

@@ -1,9 +1,8 @@
 """Chat templates: render a conversation as the text on which its model was trained, and find the assistant's replies in
 it.
 
-Templates are untrusted programs: they run in Jinja's sandbox, which prevents access to anything else, in a separate
-process with limited time and memory.
-"""
+Templates are untrusted programs. They run in Jinja's sandbox, which prevents access to anything else, in a separate
+process with limited time and memory."""
 
 from __future__ import annotations
 
@@ -56,18 +55,16 @@ class ChatTemplate:
     """Special tokens by name, which templates may use."""
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
-        """Render a conversation; with `asks`, up to the beginning of the assistant's reply.
+        """Render a conversation; with `asks`, up to the start of the assistant's reply.
 
-        Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the time or
-        memory limit.
-        """
+        Raises ValueError with the template's own message if the template rejects the conversation, fails, or exceeds
+        the time or memory limit."""
         return self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra}).text
 
     def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
         """Return the full text, and the spans of the assistant's replies. Raises the errors of `render`.
 
-        A reply is the text that changes with the reply's content, so templates may trim it or leave out thoughts.
-        """
+        A reply is the text that changes with the reply's content, so templates may trim it or omit thoughts."""
         answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
         return answer.text, [(start, end) for start, end in answer.spans]
 
@@ -88,13 +85,12 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
-    """Return the template `wanted` (`chatml`, or a file), otherwise the one in the folder of `tokenizer`.
+    """Return the template `wanted` (`chatml`, or a file) or, by default, the one in the folder of `tokenizer`.
 
-    Raises RecipeError if there is none.
-    """
+    Raises RecipeError if there is none."""
     folder = tokenizer.parent if tokenizer else None
     config = _read_config(folder / TOKENIZER_CONFIG) if folder else {}
-    # Folders that transformers wrote before 2024 may name their special tokens only in this file.
+    # In folders that transformers wrote before 2024, the special tokens may be named only in this file.
     older = _read_config(folder / SPECIAL_TOKENS) if folder else {}
     special = {key: value for key in SPECIAL_KEYS if (value := config.get(key) or older.get(key))}
     tokens = {key: str(t.get("content", "") if isinstance(t, Mapping) else t) for key, t in special.items()}
@@ -140,7 +136,7 @@ def _read_config(file: Path) -> JsonObject:
 
 
 def _default(template: JsonValue) -> str | None:
-    """Return the default template; some tokenizers have several by name, for tools or retrieval."""
+    """Return the default template; some tokenizers have several named ones, for tools or retrieval."""
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
@@ -159,7 +155,7 @@ class TemplateProcess:
         self._source = source
         self._process: subprocess.Popen[str] | None = None
         self.fault = self._start().fault
-        """Why the template cannot run at all; empty if it can."""
+        """Why the template cannot run at all; empty if it can run."""
 
     def ask(self, question: Mapping[str, object]) -> TemplateAnswer:
         if self._process is None:
@@ -185,7 +181,7 @@ class TemplateProcess:
         return answer or TemplateAnswer(fault=fault)
 
     def _exchange(self, line: str) -> TemplateAnswer | None:
-        """Send a line and return its answer; None if the process ended instead."""
+        """Send a line and return the answer; None if the process exited instead."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(f"{line}\n")
@@ -199,7 +195,7 @@ class TemplateProcess:
         return TemplateAnswer(**json.loads(reply))
 
     def close(self) -> None:
-        """End the process. It would also end by itself when its standard input is closed."""
+        """End the process. It would also exit by itself when its standard input is closed."""
         process = self._process
         self._process = None
         if process is not None:

@@ -1,4 +1,5 @@
-"""Conversion between config.json and the engine's decoder. Keys without a counterpart are refused by name."""
+"""Conversion between config.json and the engine's decoder. Keys without a counterpart are rejected with an error that
+names them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 MODEL_TYPES = tuple(_ARCHITECTURES)
-"""Model types all of whose tensors the engine's decoder can hold."""
+"""Model types whose tensors the engine's decoder can represent completely."""
 
 
 def model_type(model: ModelSpec) -> str:
@@ -44,7 +45,7 @@ def model_type(model: ModelSpec) -> str:
 def _misfits(model: ModelSpec) -> list[Problem]:
     if not isinstance(model, DecoderModel):
         return [_misfit("family", model.family)]
-    # The sizes do not matter: only the defaults of the other keys are compared.
+    # The sizes do not matter; only the defaults of the other keys are compared.
     plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     keys = ["gated_mlp", "learned_positions", "mla", "activation", "gate_limit", "attention_sinks"]
     biased = model.attention_bias != "none"
@@ -79,7 +80,7 @@ def _misfit(key: str, value: object) -> Problem:
 
 
 def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
-    """Return the content of config.json, with keys that both transformers 4 and 5 read; `dtype` is torch's name."""
+    """Return the content of config.json, with keys that both transformers 4 and 5 can read. `dtype` is torch's name."""
     kind = model_type(model)
     config: JsonObject = {
         "architectures": [_ARCHITECTURES[kind]],
@@ -112,7 +113,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
             written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
             written["truncate"] = scaling.whole_bounds
         config["rope_scaling"] = written
-    # Keys whose default for the type would be wrong.
+    # Keys whose default for this type would be wrong.
     if kind in ("mistral", "mixtral"):
         config["sliding_window"] = model.sliding_window
     if kind in ("llama", "qwen3", "qwen3_moe"):
@@ -135,8 +136,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
 def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[object, object]]:
     """Return the keys in which two models compute different functions, with both values (asked, found).
 
-    Keys that only affect training, and unused keys, may differ.
-    """
+    Keys that affect only training, and unused keys, may differ."""
     mine = _comparable(asked)
     theirs = _comparable(found)
     return {key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)}
@@ -168,12 +168,13 @@ _EXPECTED: dict[str, tuple[JsonValue, ...]] = {
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
 }
-"""Keys that may change the architecture, with the values that do not."""
+"""Keys that may change the architecture, with the values that leave it unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The keys of config.json that determine a decoder's shape. Every type needs the keys without a default."""
+    """The keys of config.json that determine the shape of a decoder. Every model type needs the keys without a
+    default."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -253,8 +254,8 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
 
 
 def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
-    """Return the keys of dataclass `cls`. Raises RecipeError with every key whose kind transformers would not write,
-    and every negative number; otherwise with the first missing key."""
+    """Return the keys of dataclass `cls`. Raises RecipeError with every negative number and every key whose type
+    transformers would not write, or otherwise with the first missing key."""
     kinds = get_type_hints(cls)
     wrong = []
     hint = "name a folder written by transformers"
@@ -275,7 +276,7 @@ def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
 
 
 def _needed(value: T | None, key: str) -> T:
-    """Return the value of a key that only some types need. Raises KeyError if it is missing."""
+    """Return the value of a key that only some model types need. Raises KeyError if it is missing."""
     if value is None:
         raise KeyError(key)
     return value

@@ -1,4 +1,4 @@
-"""A folder for `from_pretrained`: check that it has exactly the tensors that the model needs."""
+"""A folder for `from_pretrained`: check that it contains exactly the tensors that the model needs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
-"""Files that an export copies from the run's source folder."""
+"""Files that an export copies from the folder whose weights the run started from."""
 MAX_TENSORS = 200_000
 SHOWN = 8
-"""The maximum number of tensors named in a message."""
+"""Maximum number of tensors named in a message."""
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors of old checkpoints that can be computed from config.json."""
 
 
 def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
-    """Read a JSON file of the folder. Raises RecipeError if it is missing or not JSON."""
+    """Read a JSON file in the folder. Raises RecipeError if it is missing or not JSON."""
     file = folder / name
     if not file.is_file():
         raise RecipeError(_missing(folder, name))
@@ -61,8 +61,8 @@ def _missing(folder: Path, name: str) -> Problem:
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     """Return the tensors of `model`.
 
-    Raises RecipeError naming missing, superfluous or misshapen tensors, MachineError if a file is damaged.
-    """
+    Raises RecipeError, which names missing or superfluous tensors and those with a wrong shape, and MachineError if a
+    file is damaged."""
     model_type(model)
     check_count(model)
     entries = open_checkpoint(folder)
@@ -72,7 +72,7 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
 
 
 def check_count(model: DecoderModel) -> None:
-    """Raise RecipeError if a model has too many tensors to be checked by name."""
+    """Raise RecipeError if a model has too many tensors to check by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
         message = f"{model.num_layers:,} layers of {experts:,} experts are too many tensors for one checkpoint"
@@ -110,7 +110,7 @@ _HINT = "its tensors do not match its config.json: download it again, or name an
 
 
 def list_names(names: list[str]) -> str:
-    """Join the first names, and append the number of the others."""
+    """Join the first names, and append the number of remaining ones."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

@@ -1,8 +1,7 @@
-"""The safetensors format: eight bytes of length, a JSON header, then the tensors' bytes.
+"""The safetensors format: the length in eight bytes, a JSON header, then the bytes of the tensors.
 
-Implemented here so that reading a header does not need torch, and at most one tensor is in memory.
-https://huggingface.co/docs/safetensors
-"""
+It is implemented here so that reading a header does not require torch, and at most one tensor is in memory.
+https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The formats from which weights are read; others are quantised."""
+"""The formats from which weights can be read; others are quantised."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,7 +44,7 @@ class HeaderEntry:
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, ...]
-    """Offsets of its first byte and of the byte after its last, from the end of the header."""
+    """Offsets of its first byte and of the byte after its last one, counted from the end of the header."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,9 @@ class StoredTensor:
 
 
 def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder's model.safetensors, or of the files in its index.
+    """Return every tensor in a folder's model.safetensors, or in the files listed in its index.
 
-    Raises RecipeError if there is none, MachineError if a file is missing or damaged.
-    """
+    Raises RecipeError if there are none, and MachineError if a file is missing or damaged."""
     if (folder / INDEX).is_file():
         names = sorted(set(_read_index(folder / INDEX).values()))
     elif (folder / SINGLE).is_file():
@@ -94,7 +92,7 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file. Raises MachineError naming the file or the faulty tensor."""
+    """Return the tensors in one file. Raises MachineError, which names the file or the faulty tensor."""
     if not file.is_file():
         raise _damaged(file, "is missing, but the index names it")
     with open_regular(file) as content:
@@ -130,7 +128,7 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Return a header for tensors (dtype, shape) stored in this order; its length is a multiple of 8."""
+    """Return a header for tensors (dtype, shape) stored in this order. Its length is a multiple of 8."""
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -138,7 +136,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         header[name] = to_plain(HeaderEntry(dtype, shape, (start, end)))
         start = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    # Tensors then start at a multiple of 8 bytes and can be mapped in place.
+    # This aligns the tensors to 8 bytes, so that they can be mapped in place.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -147,10 +145,10 @@ def _damaged(file: Path, what: str) -> MachineError:
     return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")
 
 
-# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table serves both
-# directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors are a full
-# parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters use PEFT's names, and have an
-# adapter_config.json.
+# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table is used in
+# both directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors are a
+# complete parameter. A routed expert's matrices are parts of one, and are transposed. LoRA adapters use PEFT's names,
+# and have an adapter_config.json.
 
 
 Shape = tuple[int, ...]
@@ -173,15 +171,15 @@ _PROJECTIONS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor, and the box of a parameter that it fills."""
+    """A tensor, and the box within a parameter that it fills."""
 
     tensor: str
     start: Shape
-    """The start of the box in the parameter."""
+    """Start of the box within the parameter."""
     shape: Shape
-    """The shape of the box, with the same number of dimensions as the parameter."""
+    """Shape of the box, with the same number of dimensions as the parameter."""
     transposed: bool = False
-    """True if the tensor stores the last two dimensions in reverse order."""
+    """Whether the tensor stores the last two dimensions in reverse order."""
 
     @property
     def tensor_shape(self) -> Shape:
@@ -190,7 +188,7 @@ class Piece:
         return shape[::-1] if self.transposed else shape
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Return (slices of this piece, slices of the box at `start`) of the overlap, or None."""
+        """Return (slices of this piece, slices of the box at `start`) for the overlap; None if they do not overlap."""
         inner = []
         outer = []
         for mine, size, theirs, extent in zip(self.start, self.shape, start, shape, strict=True):
@@ -206,7 +204,7 @@ class Piece:
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    """The name in the engine's model."""
+    """Its name in the engine's model."""
     shape: Shape
     pieces: tuple[Piece, ...]
 
@@ -227,7 +225,7 @@ def parameters(model: DecoderModel) -> list[Parameter]:
 
 
 def tensor_shapes(model: DecoderModel) -> dict[str, Shape]:
-    """Return the shape of every tensor of a checkpoint of `model`, by its name."""
+    """Return the shape of every tensor in a checkpoint of `model`, by name."""
     return {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
 
 
@@ -264,7 +262,8 @@ def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Paramete
 
 
 def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
-    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, otherwise Mixtral's."""
+    """Yield the experts' parameters, with Qwen3's names if queries and keys are normalised, otherwise with
+    Mixtral's."""
     theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
     count = experts.num_experts
@@ -303,7 +302,7 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
 
 
 def adapter_config(lora: LoraSpec, base: str | None) -> JsonObject:
-    """Return the content of adapter_config.json. `base` names the frozen weights for from_pretrained."""
+    """Return the content of adapter_config.json. `base` identifies the frozen weights for from_pretrained."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,9 +1,8 @@
-"""The process that runs chat templates, which are untrusted programs and may loop or grow indefinitely.
+"""The process that runs chat templates, which are untrusted programs and may loop or use more and more memory.
 
-Each JSON input line yields a JSON output line. The first line is the template; each following line is a conversation.
-The kernel kills the process when a conversation takes more processor time than its first argument (in seconds), and its
-memory is limited. The file imports nothing from trainspec, so it starts in a tenth of a second.
-"""
+Each JSON input line results in a JSON output line. The first line is the template; each following line is a
+conversation. The kernel kills the process when a conversation takes more processor time than the first argument (in
+seconds), and its memory is limited. The file imports nothing from trainspec, so it starts in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY_LIMIT_BYTES = 2**30
 OUTPUT_LIMIT_CHARS = 2**24
 OTHER_CONTENT = "\ue000"
-"""Replaces a reply to find its span; a private-use character, so that no reply begins or ends with it."""
+"""Replaces a reply in order to find its span. It is a private-use character, so no reply starts or ends with it."""
 
 Message = Mapping[str, object]
 Span = tuple[int, int]
@@ -63,7 +62,7 @@ def render(template: Any, messages: Sequence[Message], values: Mapping[str, obje
 
 
 def find_replies(template: Any, text: str, messages: Sequence[Message], values: Mapping[str, object]) -> list[Span]:
-    """Return the spans of the assistant's replies in `text`: the parts that change with the replies' content."""
+    """Return the spans of the assistant's replies in `text`: the parts that change with the content of the replies."""
     spans = []
     for number, message in enumerate(messages):
         if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content"):
@@ -73,7 +72,7 @@ def find_replies(template: Any, text: str, messages: Sequence[Message], values: 
 
 
 def difference(text: str, other: str) -> Span:
-    """Return the span of `text` that differs in `other`."""
+    """Return the span of `text` that differs from `other`."""
     shortest = min(len(text), len(other))
     start = next((i for i in range(shortest) if text[i] != other[i]), shortest)
     most = shortest - start
@@ -93,7 +92,7 @@ def answer(
         return {"fault": str(error)}
     except MemoryError:
         return {"fault": f"it takes more than {MEMORY_LIMIT_BYTES // 2**20} MiB of memory"}
-    except Exception as error:  # an untrusted program may raise anything
+    except Exception as error:  # an untrusted program may raise any exception
         return {"fault": f"{type(error).__name__}: {error}"}
 
 

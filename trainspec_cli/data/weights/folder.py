@@ -1,4 +1,4 @@
-"""A folder of another project's weights: the project, the model, and the location of each tensor."""
+"""A folder of weights from another project: the project, the model, and the location of each tensor."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _refuse_nanogpt(folder: Path) -> None:
 def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
     """Return the tensors of `model`, under Hugging Face's names.
 
-    Raises RecipeError naming missing, superfluous or misshapen tensors, MachineError if a file is damaged.
-    """
+    Raises RecipeError, which names missing or superfluous tensors and those with a wrong shape, and MachineError if a
+    file is damaged."""
     _refuse_nanogpt(folder)
     check_count(model)
     if exists(folder / DCP_FILE):
@@ -86,7 +86,7 @@ def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
     for naming, first in _FIRST.items():
         for prefix in _PREFIXES:
             if prefix + first in shapes:
-                # Depending on the version, Megatron saves layers individually or stacked into one tensor.
+                # Depending on its version, Megatron saves layers individually or stacked into one tensor.
                 numbered = naming == "megatron" and any(re.search(r"layers\.\d", name) for name in shapes)
                 return ("megatron_layers" if numbered else naming), prefix
     known = ", ".join(_FIRST.values())
@@ -98,13 +98,13 @@ def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
 def _match(
     wanted: list[OtherTensor], naming: Naming, prefix: str, shapes: Mapping[str, Shape], folder: Path
 ) -> dict[str, str]:
-    """Return each tensor's name -> its name in the folder, which must have all of them except copies. Raises
+    """Return each tensor's name -> its name in the folder, which must contain all of them except for copies. Raises
     RecipeError."""
     names = {}
     for one in wanted:
         spellings = [prefix + spelled for spelled in other_spellings(one.name, naming)]
         names[one.name] = next((spelled for spelled in spellings if spelled in shapes), spellings[0])
-    # Some projects leave out copies (such as a tied head), so copies are read only if they exist.
+    # Some projects omit copies (such as a tied head), so copies are read only if they exist.
     asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
     found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
     if problems := compare_tensors(asked, found, (), folder):
@@ -112,13 +112,14 @@ def _match(
     return {name: theirs for name, theirs in names.items() if theirs in shapes}
 
 
-# The parts of another project's tensors that make up Hugging Face's, whatever boxes its files hold.
+# The parts of another project's tensors that make up Hugging Face's, regardless of how its files divide them into
+# boxes.
 
 
 def select(
     wanted: Iterable[OtherTensor], held: Mapping[str, PartedTensor], shapes: Mapping[str, Shape]
 ) -> dict[str, PartedTensor]:
-    """Return the Hugging Face tensors of these `shapes`. `held` has every one of `wanted` by name."""
+    """Return the Hugging Face tensors with these `shapes`. `held` contains every tensor in `wanted`, by name."""
     parts: dict[str, list[Part]] = {tensor: [] for tensor in shapes}
     for other in wanted:
         for rows in () if other.is_copy else other.rows:
@@ -127,7 +128,7 @@ def select(
 
 
 def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
-    """Yield the parts of another tensor that contain `rows`."""
+    """Yield the parts of another project's tensor that contain `rows`."""
     for part in parts:
         found = part if rows.layer is None else _unstack(part, rows.layer)
         if found is None:
@@ -142,7 +143,7 @@ def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
 
 
 def _unstack(part: Part, layer: int) -> Part | None:
-    """Return the part of one layer in a part of a stack."""
+    """Return the part that belongs to one layer, from a part of a stack."""
     at = layer - part.start[0]
     if not 0 <= at < part.held.shape[0]:
         return None
@@ -152,7 +153,7 @@ def _unstack(part: Part, layer: int) -> Part | None:
 
 
 def _stride(held: StridedTensor, skipped: int, count: int, step: int) -> StridedTensor:
-    """Return every `step`-th row, `count` of them, after the first `skipped`."""
+    """Return every `step`-th row, `count` of them, after the first `skipped` rows."""
     start = held.start + skipped * held.strides[0] * DTYPE_BYTES[held.dtype]
     strides = (held.strides[0] * step, *held.strides[1:])
     return StridedTensor(held.file, held.dtype, (count, *held.shape[1:]), start, strides)

@@ -1,5 +1,5 @@
-"""Conversion between litgpt's model_config.yaml and the engine's decoder. Keys without a counterpart are refused by
-name."""
+"""Conversion between litgpt's model_config.yaml and the engine's decoder. Keys without a counterpart are rejected with
+an error that names them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FIXED: Mapping[str, tuple[JsonValue, tuple[JsonValue, ...]]] = {
     "scale_embeddings": (False, (False,)),
     "latent_attention": (None, (None,)),
 }
-"""Keys that may change the architecture: litgpt's default, and the values that do not."""
+"""Keys that may change the architecture: litgpt's default, and the values that leave it unchanged."""
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor")
 
 
@@ -66,7 +66,7 @@ class LitgptSizes:
 
 
 def read_model(file: Path) -> JsonObject:
-    """Return the `model` section that `file` describes. Raises RecipeError, UnreadableFileError."""
+    """Return the `model` section that `file` describes. Raises RecipeError and UnreadableFileError."""
     config = read_yaml(file)
     if not isinstance(config, dict):
         raise _refuse(file, f"holds {show_kind(config)}; expected keys and values")

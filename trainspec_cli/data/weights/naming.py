@@ -1,9 +1,9 @@
 """The tensors of other projects' checkpoints, expressed as rows of Hugging Face's tensors.
 
-The table serves both directions. A project may use other names, put several tensors into one (litgpt's and Megatron's
-queries, keys and values), order the rows of each head differently (torchtitan rotates neighbouring pairs, Hugging Face
-halves), or stack all layers (Megatron). In each case, rows of one tensor are rows of another at a constant step.
-"""
+The table is used in both directions. A project may use other names, combine several tensors into one (litgpt's and
+Megatron's queries, keys and values), order the rows of each head differently (torchtitan rotates neighbouring pairs,
+Hugging Face halves), or stack all layers (Megatron). In each case, rows of one tensor correspond to rows of another at
+a constant step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 Naming = Literal["hf", "torchtitan", "megatron", "megatron_layers", "litgpt"]
-"""`megatron` stacks the layers of each tensor, `megatron_layers` numbers them; both are Megatron's."""
+"""`megatron` stacks the layers of each tensor, `megatron_layers` numbers them; both come from Megatron."""
 SUPPORTED: Mapping[Naming, tuple[str, ...]] = {
     "torchtitan": ("llama", "qwen3"),
     "megatron": ("llama", "qwen2", "qwen3"),
     "megatron_layers": ("llama", "qwen2", "qwen3"),
     "litgpt": ("llama", "qwen2", "qwen3"),
 }
-"""The model types (Hugging Face's names) for which a project's names are known."""
+"""The model types (Hugging Face's names) for which a project's tensor names are known."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RowRange:
     step: int = 1
     """Distance between consecutive rows in the other tensor."""
     layer: int | None = None
-    """The index along the other tensor's first dimension, if it stacks layers."""
+    """Index along the other tensor's first dimension, if it stacks layers."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class OtherTensor:
     shape: Shape
     rows: tuple[RowRange, ...]
     is_copy: bool = False
-    """True if other tensors contain all of it too, like the head of a model whose head is tied to its embedding."""
+    """Whether all of its content is also in other tensors, like the head of a model whose head is tied to its
+    embedding."""
 
 
 def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
@@ -155,7 +156,7 @@ _LITGPT = {
 
 
 def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Yield litgpt's tensors; its models always have a separate head."""
+    """Yield litgpt's tensors. Its models always have a separate head."""
     yield from _ends(model, shapes, "litgpt", copies_head=True)
     for layer in range(model.num_layers):
         theirs = f"transformer.h.{layer}"
@@ -193,7 +194,7 @@ _MEGATRON = {
 
 
 def _megatron(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Yield Megatron's tensors, each with all layers stacked."""
+    """Yield Megatron's tensors, each of which stacks all layers."""
     yield from _ends(model, shapes, "megatron", copies_head=False)
     layers = [list(_megatron_layer(model, layer, shapes)) for layer in range(model.num_layers)]
     for stacked in zip(*layers, strict=True):
@@ -209,7 +210,8 @@ def _megatron_layers(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterat
 
 
 def _megatron_layer(model: DecoderModel, layer: int, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Yield the tensors of one layer: each group of heads has its queries, then its key and its value."""
+    """Yield the tensors of one layer, in which each group of heads has its queries, followed by its key and its
+    value."""
     for name, modules in _MEGATRON.items():
         parts = [f"model.layers.{layer}.{module}" for module in modules]
         if parts[0] in shapes:
@@ -236,7 +238,7 @@ _TABLES: Mapping[Naming, Callable[[DecoderModel, Mapping[str, Shape]], Iterator[
 
 
 def other_spellings(name: str, naming: Naming) -> Iterator[str]:
-    """Yield the names of a tensor in a project's releases; the name for exports comes first."""
+    """Yield the names of a tensor in a project's releases, with the name used for exports first."""
     yield name
     if naming == "torchtitan":
         yield name.replace(".qkv_linear.", ".")

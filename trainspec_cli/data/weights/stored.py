@@ -1,4 +1,4 @@
-"""The location of a tensor's numbers: files, offsets and strides."""
+"""The location of a tensor's values: files, offsets and strides."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StridedTensor:
-    """Numbers in a file, which need not be contiguous."""
+    """Values in a file, which need not be contiguous."""
 
     file: Path
     dtype: str
-    """The dtype's name in safetensors."""
+    """The name of the dtype in safetensors."""
     shape: Shape
     start: int
-    """Offset of the first number in the file, in bytes."""
+    """Byte offset of the first value in the file."""
     strides: Shape
     """Distance between two neighbours along each dimension, in elements."""
 
     @property
     def span_bytes(self) -> int:
-        """Return the number of bytes from the first number to the end of the last."""
+        """Return the number of bytes from the first value to the end of the last one."""
         if 0 in self.shape:
             return 0
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
@@ -37,16 +37,16 @@ class StridedTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, and the location of its numbers."""
+    """A box within a tensor, and the location of its values."""
 
     start: Shape
-    """The start of the box in the tensor."""
+    """Start of the box within the tensor."""
     held: StridedTensor
 
 
 @dataclass(frozen=True)
 class PartedTensor:
-    """A tensor that is assembled from parts of one or several files."""
+    """A tensor assembled from parts of one or several files."""
 
     shape: Shape
     parts: tuple[Part, ...]
@@ -57,7 +57,7 @@ class PartedTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the parts hold exactly as many numbers as the tensor."""
+        """Return whether the parts contain exactly as many values as the tensor."""
         return sum(math.prod(part.held.shape) for part in self.parts) == math.prod(self.shape)
 
 

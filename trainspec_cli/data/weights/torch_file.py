@@ -1,8 +1,7 @@
-"""The tensors of torch.save files, and of distributed checkpoints, which consist of such files.
+"""The tensors in torch.save files, and in distributed checkpoints, which consist of such files.
 
-A torch.save file is a zip archive with a pickle and one entry for each storage. The archive may be a range of a larger
-file, as in a distributed checkpoint. Entries are not compressed, so their numbers can be read in place.
-"""
+A torch.save file is a zip archive with a pickle and one entry for each storage. The archive may be a range within a
+larger file, as in a distributed checkpoint. Entries are not compressed, so their values can be read in place."""
 
 from __future__ import annotations
 
@@ -27,14 +26,13 @@ _STORAGES = {
     "torch.BFloat16Storage": "BF16",
 }
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""A zip entry: ..., the length of its name, the length of its extra field."""
+"""A zip entry: ..., length of its name, length of its extra field."""
 
 
 def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTensor]:
-    """Return the tensors of a state dict that was saved alone, or under one of the keys `inside` of a dict.
+    """Return the tensors of a state dict that was saved alone, or under one of the keys in `inside` of a dict.
 
-    Other values are left out. Raises MachineError naming the file, and the faulty tensor.
-    """
+    Other values are omitted. Raises MachineError, which names the file and the faulty tensor."""
     archive = TorchArchive(file, 0, file.stat().st_size)
     try:
         held = as_dict(archive.value)
@@ -51,7 +49,7 @@ def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTens
 
 
 def read_tensor(file: Path, start: int, length: int, name: str) -> StridedTensor:
-    """Return the only tensor of an archive of `length` bytes at `start`. Raises MachineError."""
+    """Return the only tensor in an archive of `length` bytes at `start`. Raises MachineError."""
     archive = TorchArchive(file, start, length)
     return archive.tensor(name, archive.value)
 
@@ -76,7 +74,7 @@ class TorchArchive:
     def _read(self, content: BinaryIO, start: int, length: int) -> Value:
         archive = zipfile.ZipFile(_Range(content, start, length))
         for entry in archive.infolist():
-            # Numbers are read in place, which compression and encryption prevent.
+            # Values are read in place, which compression and encryption would prevent.
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                 raise ValueError(f"{entry.filename} is compressed or encrypted")
             # The local header repeats the lengths of name and extra field, which may differ from those in the
@@ -101,7 +99,7 @@ class TorchArchive:
         return content.read(size)
 
     def tensor(self, name: str, value: Value) -> StridedTensor:
-        """Return a tensor of the pickle. Raises MachineError naming it."""
+        """Return a tensor in the pickle. Raises MachineError, which names it."""
         try:
             return self._tensor(value)
         except (ValueError, TypeError, KeyError, IndexError) as error:
@@ -115,7 +113,7 @@ class TorchArchive:
         if value.of != "torch._utils._rebuild_tensor_v2":
             raise ValueError(f"it is made by {value.of}, not by torch._utils._rebuild_tensor_v2")
         storage, offset, size, strides = value.arguments[:4]
-        # The storage's dtype, and its offset and size in the file.
+        # The dtype of the storage, and its offset and size in the file.
         if not isinstance(storage, Made) or storage.of != "persistent" or not isinstance(storage.arguments, tuple):
             raise ValueError("it has no storage")
         _word, kind, key = storage.arguments[:3]
@@ -136,7 +134,7 @@ class TorchArchive:
 
 
 class _Range(io.RawIOBase):
-    """A range of a file, as a separate file object."""
+    """A range of a file, presented as a separate file object."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
         self._file = file
@@ -170,8 +168,8 @@ class _Range(io.RawIOBase):
 
 # The values that a pickle describes, read as a list of instructions: no classes are looked up and nothing is called. A
 # class or function in the pickle becomes its name, and an object that the pickle would create becomes a record of the
-# name, the arguments and the state. An untrusted file can therefore name anything without effect. The work is linear in
-# the file's size.
+# name, the arguments and the state. An untrusted file can therefore name anything without any effect. The time needed
+# is linear in the size of the file.
 
 
 Value = object
@@ -187,7 +185,7 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """The object that a call of the class or function named `of` would have created."""
+    """The object that calling the class or function named `of` would have created."""
 
     of: str
     arguments: Value
@@ -213,7 +211,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_pickle(content: bytes) -> Value:
-    """Return the value that `content` describes. Raises ValueError stating the mistake."""
+    """Return the value that `content` describes. Raises ValueError, which states the mistake."""
     reader = _Reader()
     try:
         for opcode, argument, _position in pickletools.genops(content):
@@ -226,7 +224,7 @@ def read_pickle(content: bytes) -> Value:
 
 
 class _Reader:
-    """The stack and the memo of a pickle while it is read."""
+    """The stack and the memo of a pickle while it is being read."""
 
     def __init__(self) -> None:
         self._stack: list[Value] = []
@@ -334,7 +332,7 @@ def fields_of(value: Value, of: str) -> dict[Value, Value]:
 
 
 def as_shape(value: Value) -> tuple[int, ...]:
-    """Return a tuple of whole numbers, or a torch.Size, as a tuple. Raises ValueError for anything else."""
+    """Return a tuple of integers, or a torch.Size, as a tuple. Raises ValueError for anything else."""
     if isinstance(value, Made) and value.of == "torch.Size" and isinstance(value.arguments, tuple):
         value = value.arguments[0] if value.arguments else ()
     if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMS:
@@ -348,8 +346,8 @@ MAX_EXTENT = 2**53
 MAX_DIMS = 16
 
 
-# Distributed checkpoints of torch (torch.distributed.checkpoint): `.metadata`, and the files that it names. `.metadata`
-# is a pickle, which is read without unpickling; each box of a tensor is a torch.save file within a file.
+# torch's distributed checkpoints (torch.distributed.checkpoint): `.metadata`, and the files that it names. `.metadata`
+# is a pickle, which is read without unpickling it. Each box of a tensor is a torch.save file within a file.
 
 
 METADATA = ".metadata"
@@ -381,7 +379,7 @@ class Checkpoint:
         return {name: shape for name, (shape, _chunks) in self._tensors.items()}
 
     def open(self, name: str) -> PartedTensor:
-        """Return the location of a tensor. Raises MachineError naming the tensor or the file."""
+        """Return the location of a tensor. Raises MachineError, which names the tensor or the file."""
         shape, chunks = self._tensors[name]
         parts = tuple(self._part(name, start, size) for start, size in chunks)
         whole = PartedTensor(shape, parts)
@@ -397,7 +395,7 @@ class Checkpoint:
         if (name, start) not in self._places:
             raise damaged(self._file, f"does not state the location of {name} from {list(start)}")
         file, offset, length = self._places[name, start]
-        # The pickle may be untrusted: a name with a folder in it could refer to any file on this machine.
+        # The pickle may be untrusted: a name that contains a folder could refer to any file on this machine.
         if Path(file).name != file or "\0" in file:
             raise damaged(self._file, f"names {file!r} for {name}, which is not a file in its folder")
         if not (self._folder / file).is_file():
@@ -409,7 +407,7 @@ class Checkpoint:
 
 
 def _tensors(described: dict[Value, Value]) -> Iterable[tuple[str, tuple[Shape, list[tuple[Shape, Shape]]]]]:
-    """Yield (name, (shape, (start, size) of each box)); values that are not tensors are left out."""
+    """Yield (name, (shape, (start, size) of each box)). Values that are not tensors are omitted."""
     for name, value in described.items():
         if isinstance(name, str) and isinstance(value, Made) and value.of == _TENSOR:
             held = fields_of(value, _TENSOR)

@@ -1,1 +1,1 @@
-"""The rates that chips, links and networks achieve in practice."""
+"""The rates that chips, links and networks reach in practice."""

@@ -21,7 +21,7 @@ scaled."""
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
-    """Return the rate that collectives reach on a device's share of a network; above 0."""
+    """Return the rate that collectives reach over a device's share of a network; above 0."""
     return max(eff.nic * NIC_KIND_RATIO.get(kind, 0.8) * gbit_per_s / 8 * 1e9, 1.0)
 
 
@@ -36,7 +36,7 @@ class NetworkTier:
     """A device's share of the tier's bandwidth, per direction, after oversubscription."""
     kind: str = "infiniband"
     latency_s: float | None = None
-    """Latency of a message that crosses the tier; None: the planner's default hop."""
+    """Latency of a message that crosses the tier; None for the planner's default hop."""
 
     def bytes_per_s(self, eff: Efficiency) -> float:
         return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
@@ -57,19 +57,20 @@ class Fabric:
     nic_kind: str = "infiniband"
     host_link_gb_per_s: float = 50.0
     described: tuple[NetworkTier, ...] = ()
-    """The network's tiers, innermost first; the last reaches every device. Empty: the NICs reach every device."""
+    """The network's tiers, innermost first; the last one reaches every device. If empty, the NICs reach every
+    device."""
     link_latency_s: float | None = None
-    """Latency of a message inside a scale-up domain; None: the planner's default hop."""
+    """Latency of a message inside a scale-up domain; None for the planner's default hop."""
     name: str = ""
 
     @cached_property
     def groups(self) -> dict[tuple[int, int], tuple[Efficiency, Group]]:
-        """Cache of groups by size and stride, with the efficiencies used to compute them."""
+        """Cache of groups by size and stride, together with the efficiencies used to compute them."""
         return {}
 
     @property
     def speaks_gloo(self) -> bool:
-        """Return whether collectives use gloo, as between CPUs."""
+        """Return whether collectives use gloo, for example between CPUs."""
         return self.chip.vendor == "cpu"
 
     @property
@@ -80,10 +81,10 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tier beyond the first network tier, for a group of ranks that crosses it."""
+    """A tier above the first network tier, for a group of ranks that crosses it."""
 
     ranks: int
-    """Ranks of the group inside one element of the tier below."""
+    """Number of the group's ranks inside one element of the tier below."""
     bytes_per_s: float
     """Bandwidth of one device."""
     latency_s: float | None = None
@@ -95,17 +96,17 @@ class Group:
 
     size: int
     per_domain: int
-    """Ranks of the group inside one scale-up domain."""
+    """Number of the group's ranks inside one scale-up domain."""
     link_bytes_per_s: float
     nic_bytes_per_s: float
     """Bandwidth of one device to other nodes."""
     outer: tuple[Crossing, ...] = ()
-    """Tiers beyond the first network tier that the group crosses, innermost first."""
+    """The tiers that the group crosses above the first network tier, innermost first."""
     link_latency_s: float | None = None
     nic_latency_s: float | None = None
     speaks_gloo: bool = False
-    """True if collectives use gloo: it has no tree algorithm, each step of its rings waits for the slowest hop, and its
-    reduce-scatter is an all-reduce after which each rank keeps its part."""
+    """Whether collectives use gloo. Gloo has no tree algorithm, and each step of its rings waits for the slowest hop.
+    Its reduce-scatter is an all-reduce after which each rank keeps its part."""
 
     @property
     def domains(self) -> int:
@@ -117,8 +118,8 @@ class Group:
 
     @cached_property
     def ring_bytes_per_s(self) -> float:
-        """Return the rate of rings through all ranks, ordered by tier: each rank of an element has its own ring to the
-        next element."""
+        """Return the rate of rings through all ranks, ordered by tier. Each rank of an element has a separate ring to
+        the next element."""
         if not self.crosses:
             return self.link_bytes_per_s
         network = self.nic_bytes_per_s * self.per_domain
@@ -128,7 +129,7 @@ class Group:
     @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
         """Return, for each network tier that the group crosses, how many elements of the tier below it connects, and
-        the latency of a message through it (None: the planner's default hop)."""
+        the latency of a message through it (None for the planner's default hop)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
@@ -137,7 +138,7 @@ class Group:
     @cached_property
     def hops(self) -> tuple[float, float]:
         """Return, for one ring or tree pass, the number of hops over links with the planner's default latency, and the
-        total seconds of hops over links with a given latency."""
+        total time in seconds of hops over links with a specified latency."""
         hops = 0.0
         stated_s = 0.0
         inside = ((min(self.per_domain, 8) - 1, self.link_latency_s),)
@@ -151,8 +152,8 @@ class Group:
 
 
 def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
-    """Return the group of `size` ranks, `stride` apart in rank order. The fabric caches groups: a search asks for a few
-    hundred distinct ones tens of thousands of times."""
+    """Return the group of `size` ranks, `stride` apart in rank order. The fabric caches groups, because a search
+    requests a few hundred distinct ones tens of thousands of times."""
     kept = fabric.groups.get((size, stride))
     if kept is None or kept[0] is not eff:
         group = group_with(fabric, size, lambda devices: min(size, max(1, devices // stride)), eff)
@@ -161,7 +162,7 @@ def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
 
 
 def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
-    """Return the group of `size` ranks; `inside` returns how many of them are in an element that has a given number of
+    """Return the group of `size` ranks; `inside` returns how many of them are inside an element with a given number of
     devices."""
     per_domain = inside(fabric.scaleup_devices)
     gloo = fabric.speaks_gloo
@@ -182,7 +183,7 @@ def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Eff
 
 
 def _hop_s(fabric: Fabric, latency_s: float | None) -> float | None:
-    """Return the latency of one step over a link: gloo sends after the receiver has signalled that it is ready."""
+    """Return the latency of one step over a link. Gloo sends only after the receiver has signalled that it is ready."""
     return 2 * latency_s if latency_s is not None and fabric.speaks_gloo else latency_s
 
 
@@ -208,14 +209,15 @@ def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Gr
     }
 
 
-# Time of a collective: latency, plus bytes over the slower of the fast links and the network (alpha-beta model).
+# Duration of a collective: latency, plus bytes divided by the slower of two rates, that of the fast links and that of
+# the network (alpha-beta model).
 #
-# Hockney's model with ring volumes, as in Thakur et al. 2005; the network card of each rank in a node carries one ring.
-# Error against measured NCCL curves: about 20% from 1 MB up, more below.
+# Hockney's model with ring volumes, as in Thakur et al. 2005; each rank's network card in a node carries one ring.
+# Error relative to measured NCCL curves: about 20% from 1 MB up, more below.
 
 
 def latency_s(group: Group, eff: Efficiency) -> float:
-    """Return the latency of one ring or tree pass in seconds: hops inside a domain, and a tree across each outer
+    """Return the latency in seconds of one ring or tree pass: hops inside a domain, and a tree across each outer
     tier."""
     if group.size <= 1:
         return 0.0
@@ -224,7 +226,7 @@ def latency_s(group: Group, eff: Efficiency) -> float:
 
 
 def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Return the seconds of an all-gather, after which every rank has `total_bytes`."""
+    """Return the duration in seconds of an all-gather, after which every rank has `total_bytes`."""
     if group.size <= 1 or total_bytes <= 0:
         return 0.0
     if group.speaks_gloo:
@@ -248,12 +250,12 @@ def _slowest_hop_s(group: Group, eff: Efficiency) -> float:
 
 
 def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Return the seconds of a reduce-scatter, after which every rank has its part of the sum of `total_bytes`. With
-    gloo each rank sends every other rank its part, and sums what it receives (`engine/comm/exchange.py`).
+    """Return the duration in seconds of a reduce-scatter, after which every rank has its part of the sum of
+    `total_bytes`. With gloo, each rank sends every other rank its part and sums what it receives
+    (`engine/comm/exchange.py`).
 
     A rank's connections within its domain are then faster and use its link first, so the time of the data that leaves
-    the domain is added (measured: `tests/bench/fabrics.py --all`).
-    """
+    the domain is added (measured: `tests/bench/fabrics.py --all`)."""
     if not group.speaks_gloo or group.size <= 1 or total_bytes <= 0:
         return all_gather_s(group, total_bytes, eff)
     inside_s, *crossing_s = _tier_times_s(group, total_bytes, 1)
@@ -261,24 +263,25 @@ def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float
 
 
 def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Return the seconds of an all-reduce: a reduce-scatter, and the same time again to gather the parts."""
+    """Return the duration in seconds of an all-reduce: a reduce-scatter, plus the same time to gather the parts."""
     return 2.0 * reduce_scatter_s(group, total_bytes, eff)
 
 
 def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
-    """Return the seconds of an all-to-all: each rank sends `sent_bytes`, `copies` of each token, evenly to the group.
+    """Return the duration in seconds of an all-to-all: each rank sends `sent_bytes`, with `copies` copies of each
+    token, evenly to the group.
 
-    With several copies, a token is sent to a domain once, however many of its experts are there, and is copied inside
-    (DeepEP, arXiv:2412.19437): of d domains it reaches (d-1) (1 - (1 - 1/d)^copies) others on average.
-    """
+    With several copies, a token is sent to a domain only once, however many of its experts are there, and is copied
+    inside the domain (DeepEP, arXiv:2412.19437). Of d domains, it reaches (d-1) (1 - (1 - 1/d)^copies) others on
+    average."""
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
     return latency_s(group, eff) + max(_tier_times_s(group, sent_bytes, copies, eff.all_to_all))
 
 
 def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> tuple[float, ...]:
-    """Return the transfer seconds without latency: inside the domain, over the network cards, and over each outer
-    tier."""
+    """Return the transfer times in seconds, without latency: inside the domain, over the network cards, and over each
+    outer tier."""
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
@@ -286,7 +289,7 @@ def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency:
 
 
 def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) -> float:
-    """Return the bytes that a rank sends beyond its element of a tier, which has `ranks` ranks of the group."""
+    """Return the bytes that a rank sends outside its element of a tier, which contains `ranks` ranks of the group."""
     crossings = (group.size - ranks) / group.size * copies
     domains = group.domains
     own = max(1, ranks // group.per_domain)
@@ -296,8 +299,8 @@ def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) ->
 
 
 def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
-    """Return the seconds of sending `message_bytes` to a neighbour on the axis, over the slowest tier that separates
-    any neighbours, since all others wait for them."""
+    """Return the time in seconds to send `message_bytes` to a neighbour on the axis. It counts the slowest tier between
+    any two neighbours, because all others wait for them."""
     if group.size <= 1:
         return 0.0
     near = group.link_bytes_per_s
@@ -310,10 +313,7 @@ def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
     return eff.collective_latency_s + slowest_s + message_bytes / bandwidth
 
 
-# The chip of a machine: from the catalogue, or derived from what the driver reports.
-#
-# A derived chip is conservative: it has the lowest rates of its generation. Its memory size is exact, so it is clear
-# what fits; its predicted times are upper bounds rather than estimates.
+# The chip of a machine, either from the catalogue or derived from what the driver reports.
 
 
 NVIDIA_FLOPS = {
@@ -330,37 +330,38 @@ NVIDIA_FLOPS = {
     (12, 0): 512,
     (12, 1): 512,
 }
-"""Compute capability -> FLOPs of dense half-precision products with fp32 accumulation, per multiprocessor and clock
-(architecture papers). GeForce parts of the Turing, Ampere, Ada and Blackwell generations have half the rate of their
-workstation siblings; the table lists the lower rate."""
+"""Compute capability -> FLOPs of dense half-precision matrix products with fp32 accumulation, per multiprocessor and
+clock (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
+their workstation siblings; the table lists the lower rate."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
 """gfx target -> the same per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070
 XT)."""
 FP32_FLOPS = 128
-"""The same for fp32 without matrix units: 64 lanes with two operations each, the fewest of any supported generation."""
+"""The same for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported generation."""
 SUSTAINED = 0.75
-"""Assumed fraction of the highest clock: on a GeForce that clock is 1.2 to 1.3 times the data sheet's boost clock."""
+"""Assumed fraction of the highest clock. On a GeForce, that clock is 1.2 to 1.3 times the boost clock in the data
+sheet."""
 
-# Used if an old driver or a GPU without dedicated memory does not report a value: the lowest among torch-supported
-# cards with 8 GB or more, and PCIe 3 x16.
+# Used for values that an old driver, or a GPU without dedicated memory, does not report: the lowest among
+# torch-supported cards with at least 8 GB, and PCIe 3 x16.
 LEAST_PROCESSORS = 16
 LEAST_CLOCK_MHZ = 1000.0
 LEAST_MEMORY_GB_PER_S = 200.0
 PCIE_GB_PER_S = 12.0
 ALIKE = 0.85
-"""An NVIDIA GPU with less than this fraction of the catalogue's load and store rate is another chip: a laptop part of
-the same name, or a slice (MIG). An AMD GPU with less than this fraction of the memory is one die of a board (MI250X),
-or a partition."""
+"""An NVIDIA GPU with less than this fraction of the catalogue's load and store rate is a different chip: a laptop part
+of the same name, or a slice (MIG). An AMD GPU with less than this fraction of the memory is one die of a board
+(MI250X), or a partition."""
 RATES = ("_tflops", "_tb_per_s", "cache_mb", "tdp_w")
 """Suffixes of accelerator values that scale with the size of a partition of the chip."""
 
 
 @lru_cache(maxsize=32)
 def chip_of(machine: Machine) -> tuple[AcceleratorSpec | None, tuple[str, ...]]:
-    """Return the chip of a machine's GPUs, and notes on where its values come from; None if only a name is known.
+    """Return the chip of a machine's GPUs, and notes on the sources of its values; None if only a name is known.
 
-    If the GPUs differ, the slowest one represents all, with the smallest memory, since a synchronous step waits for it.
-    """
+    If the GPUs differ, the slowest one represents all of them, with the smallest memory, because a synchronous step
+    waits for it."""
     if not machine.gpu_names:
         return None, machine.gpu_notes
     if machine.gpus:
@@ -387,7 +388,7 @@ def chip_of(machine: Machine) -> tuple[AcceleratorSpec | None, tuple[str, ...]]:
 
 
 def is_derived(machine: Machine) -> bool:
-    """Return whether some GPU of the machine is not in the catalogue, so that its rates are derived."""
+    """Return whether any GPU of the machine is missing from the catalogue, so that its rates are derived."""
     return any(_chip_of_gpu(gpu)[1] for gpu in dict.fromkeys(machine.gpus))
 
 
@@ -421,7 +422,7 @@ def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorS
 
 
 def derive(gpu: Gpu) -> AcceleratorSpec:
-    """Return a chip with the GPU's memory and at most its rates."""
+    """Return a chip with the GPU's memory, whose rates do not exceed the GPU's."""
     clocks_per_s = (gpu.processors or LEAST_PROCESSORS) * (gpu.clock_mhz or LEAST_CLOCK_MHZ) * 1e6
     table = NVIDIA_FLOPS if gpu.vendor == "nvidia" else AMD_FLOPS
     exact = table.get(gpu.compute_capability) or table.get((gpu.compute_capability[0], 0))
@@ -475,7 +476,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         name=cluster.fabric.name,
     )
     tiers = cluster.fabric.tiers
-    if cluster.oversubscription is not None and tiers:  # of the last tier, as for the cluster
+    if cluster.oversubscription is not None and tiers:  # this applies to the last tier, as for the cluster
         tiers = (*tiers[:-1], replace(tiers[-1], oversubscription=cluster.oversubscription))
     fabric = with_tiers(fabric, tiers)
     if cluster.oversubscription is not None and not fabric.described:
@@ -498,7 +499,7 @@ def usual_gbit(chip: AcceleratorSpec) -> float:
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
-    """Return the fabric with the tiers of a recipe; values left open are the cluster's."""
+    """Return the fabric with a recipe's tiers; values left open are taken from the cluster."""
     if not tiers:
         return fabric
     domain, *network = tiers
@@ -537,8 +538,8 @@ def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
 
 
 def cpu_of(machine: Machine) -> AcceleratorSpec:
-    """Return a CPU with half of the cores for each of two processes: 0.47 TFLOP/s per core with AMX, 0.11 without, and
-    6 GB/s of memory bandwidth."""
+    """Return a CPU that has half of the cores for each of two processes: 0.47 TFLOP/s per core with AMX and 0.11
+    without, and 6 GB/s of memory bandwidth."""
     cores = max(1.0, machine.cpu_cores / 2)
     return AcceleratorSpec(
         name="CPU",
@@ -567,7 +568,7 @@ def efficiency_of(cluster: ClusterSpec) -> Efficiency:
 
 
 def pool_names(pools: Sequence[PoolSpec]) -> list[str]:
-    """Return the name of each pool; equal names are numbered."""
+    """Return the name of each pool; duplicate names are numbered."""
     names = [pool.name or pool.accelerator.name for pool in pools]
     return [
         f"{name} ({names[: place + 1].count(name)})" if names.count(name) > 1 else name
@@ -576,7 +577,7 @@ def pool_names(pools: Sequence[PoolSpec]) -> list[str]:
 
 
 def cluster_of(cluster: ClusterSpec, pool: PoolSpec) -> ClusterSpec:
-    """Return a pool as a cluster; values left open are those of the full cluster."""
+    """Return a pool as a cluster; values left open are taken from the full cluster."""
     price = pool.price_usd_per_device_hour
     cost = cluster.cost if price is None else replace(cluster.cost, price_usd_per_device_hour=price)
     return replace(
@@ -596,8 +597,8 @@ def cluster_of(cluster: ClusterSpec, pool: PoolSpec) -> ClusterSpec:
 
 
 def on_pools(spec: RunSpec, pools: Sequence[PoolSpec]) -> RunSpec:
-    """Return the recipe restricted to these pools. A single pool becomes an ordinary cluster; without pools nothing
-    changes."""
+    """Return the recipe restricted to these pools. A single pool becomes an ordinary cluster. If `pools` is empty,
+    nothing changes."""
     if not pools:
         return spec
     if len(pools) == 1:

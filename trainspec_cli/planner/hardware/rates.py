@@ -1,4 +1,4 @@
-"""Achieved rates of a chip and its links: the vendor's figures times a few measured efficiencies."""
+"""Achieved rates of a chip and its links: the vendor's values times a few measured efficiencies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
-"""Board power per bf16 peak of the chips whose best matmul was measured (H100 SXM); with less power, the clock
-drops."""
+"""Board power per bf16 peak of the chips whose best matrix multiplication was measured (H100 SXM). With less power, the
+clock drops."""
 FRACTIONS = frozenset(
     {
         *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
@@ -35,34 +35,34 @@ class Efficiency:
     """The planner's few free parameters, fitted to published runs (`trainspec backtest --fit`) and the same for all
     chips.
 
-    Fractions are of the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth.
-    """
+    Fractions refer to the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth."""
 
     matmul: float = 0.937
-    """Fraction of the best matmul measured on a chip: clocks under a training load, cold caches."""
+    """Fraction of the best matmul rate measured on a chip, because of clocks under a training load and cold caches."""
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472
-    """Fraction of a matrix product's memory traffic that its arithmetic does not hide."""
+    """Fraction of a matrix multiplication's memory traffic that its arithmetic does not hide."""
     kernel_s: float = 6.38e-06
-    """Ramp-up and tail of one kernel on the device."""
+    """Ramp-up and tail time of one kernel on the device."""
     tail_waves: float = 0.466
-    """Fraction of a wave of tiles that is idle at the end of a matrix product."""
+    """Fraction of a wave of tiles that is idle at the end of a matrix multiplication."""
     misalignment: float = 0.36
-    """Rate lost each time the largest power of two dividing a matrix dimension halves below 64 (tensor-core tiles)."""
+    """Rate lost each time the largest power of two that divides a matrix dimension halves below 64 (tensor-core
+    tiles)."""
     attention_forward: float = 0.694
     """Fused attention's rate relative to the sustained bf16 matmul rate."""
     attention_backward: float = 0.605
     attention_older: float = 0.626
-    """Rate of attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
+    """The same for attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
     exponentials: float = 0.497
-    """Fraction of attention's exponentials that its products do not hide."""
+    """Fraction of attention's exponentials that its matrix products do not hide."""
     memory: float = 0.877
     """Fraction of the memory bandwidth that element-wise kernels achieve."""
     cache_reuse: float = 0.372
     """Fraction of the memory traffic that a cache much larger than the tensors saves."""
     elementwise: float = 1.11
-    """Actual passes over memory relative to those counted for lightly fused kernels."""
+    """Actual number of passes over memory, relative to the number counted for lightly fused kernels."""
     elementwise_eager: float = 1.48
     """The same if each operation is a separate kernel."""
     issue: float = 1.06
@@ -76,51 +76,51 @@ class Efficiency:
     link_pcie: float = 0.473
     nic: float = 0.673
     all_to_all: float = 0.643
-    """Rate of an all-to-all inside a scale-up domain relative to a ring: many small messages, permutations."""
+    """Rate of an all-to-all inside a scale-up domain, relative to a ring, because of many small messages and
+    permutations."""
     collective_latency_s: float = 1.52e-05
     hop_latency_s: float = 1.51e-06
-    """Latency added by each further rank of a ring."""
+    """Latency added by each additional rank of a ring."""
     tp_overlap: float = 0.713
-    """Fraction of tensor-parallel traffic hidden behind matmuls, except for a ring's first chunk."""
+    """Fraction of tensor-parallel traffic that is hidden behind matmuls, except for a ring's first chunk."""
     cp_overlap: float = 0.721
     ep_overlap: float = 0.328
     ep_overlap_network: float = 0.503
-    """The same for traffic to experts spread over nodes, with a schedule that hides it."""
+    """The same for traffic to experts spread over nodes, with a schedule that overlaps it."""
     dp_overlap: float = 0.8
-    """Fraction of the backward (or forward) that data-parallel traffic can hide behind."""
+    """Fraction of the backward (or forward) that can hide data-parallel traffic."""
     pp_overlap: float = 0.471
     contention: float = 0.226
-    """Hidden traffic slows concurrent compute by this fraction of the traffic's time."""
+    """Hidden traffic slows concurrent computation by this fraction of the traffic's time."""
     expert_imbalance: float = 0.201
-    """The fullest expert's share relative to the mean, minus one."""
+    """Load of the fullest expert relative to the mean, minus one."""
     experts_ungrouped: float = 1.39
     """Time of an expert layer with 16 experts per rank that run one after another, relative to a grouped kernel."""
     jitter: float = 0.0103
-    """Step time added by waiting for the slowest device, per doubling of the device count."""
+    """Fraction added to the step time by waiting for the slowest device, per doubling of the device count."""
     optimizer_passes: float = 1.22
     """Memory traffic of the optimizer relative to the ideal."""
     step_s: float = 0.02
-    """Host work between steps: clipping, logging, handing over data from the loader."""
+    """Host work between steps: clipping, logging, and receiving data from the loader."""
     step_graphed_s: float = 0.00441
     """The same if kernel launches are replayed from a graph."""
     bubble: float = 0.898
     """The pipeline bubble relative to the ideal."""
     conv: float = 0.886
-    """Rate of convolutions relative to a matrix product of the same size."""
+    """Rate of convolutions relative to a matrix multiplication of the same size."""
     conv_memory: float = 1.02
-    """Actual passes over activations of a convolutional network relative to those counted."""
+    """Actual number of passes over the activations of a convolutional network, relative to the number counted."""
 
     def as_dict(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> float:
-    """Return the rate of a large matrix product in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
+    """Return the rate of a large matrix multiplication in `fmt`: bf16, fp16, tf32, fp32, fp8, mxfp8 or nvfp4.
 
-    If a chip lacks a format, the next wider one that it supports is used.
-    """
-    # The best large product over the bf16 peak: as measured, otherwise 0.8, or less if board power is too low for the
-    # peak.
+    If the chip lacks the format, the next wider one that it supports is used."""
+    # Ratio of the best large matrix multiplication to the bf16 peak: as measured, otherwise 0.8, or less if board power
+    # is too low for the peak.
     fraction = 0.75
     if chip.matmul_bf16_tflops and chip.bf16_tflops:
         fraction = chip.matmul_bf16_tflops / chip.bf16_tflops
@@ -143,7 +143,7 @@ def matmul_flops_per_s(chip: AcceleratorSpec, fmt: str, eff: Efficiency) -> floa
 
 
 def peak_flops_per_s(chip: AcceleratorSpec, fmt: str) -> float:
-    """Return the data sheet's dense peak in `fmt`, the denominator of MFU."""
+    """Return the data sheet's dense peak in `fmt`, which is the denominator of MFU."""
     tflops = {
         "fp8": chip.fp8_tflops,
         "mxfp8": chip.fp8_tflops,
@@ -162,9 +162,8 @@ def memory_bytes_per_s(chip: AcceleratorSpec, eff: Efficiency) -> float:
 def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, eff: Efficiency) -> float:
     """Return the rate of a collective of `peers` devices inside the scale-up domain, in one direction.
 
-    A mesh of 8 devices gives each pair one seventh of the links, so fewer peers reach a smaller part of the total. A
-    bridge joins pairs; other devices communicate over PCIe.
-    """
+    In a mesh of 8 devices, each pair has one seventh of the links, so fewer peers reach a smaller part of the total. A
+    bridge joins pairs; other devices communicate over PCIe."""
     raw = link_gb_per_s * 1e9
     if chip.link_kind == "nvswitch":
         return eff.link_nvswitch * raw
@@ -177,24 +176,23 @@ def link_bytes_per_s(chip: AcceleratorSpec, link_gb_per_s: float, peers: int, ef
     return eff.link_pcie * raw
 
 
-# The accelerators and models that conf/ describes, for tables of runs that name them by label.
+# The accelerators and models described in conf/, for tables of runs that refer to them by label.
 
 
 T = TypeVar("T")
 
 
 class LeftOutWarning(UserWarning):
-    """Warns that a file in the user's ./conf is broken and the option of that name is left out."""
+    """Warns that a file in the user's ./conf is broken, so that the option with that name is left out."""
 
 
 def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
-    """Return `build` applied to every option of a group, by file name. The first folder with a file wins: the user's
-    ./conf, then the installed one or the checkout's.
+    """Return `build` applied to every option of a group, by file name. The first folder that contains a file wins: the
+    user's ./conf, then the installed one or the checkout's.
 
-    Options include what their `defaults` name. A broken user file is left out with a LeftOutWarning, so that commands
-    that do not need it still work; a shipped option with the same name is left out too, since the user replaced it.
-    Raises UnreadableFileError or RecipeError if a shipped file is broken.
-    """
+    Options include the options named in their `defaults`. A broken user file is left out with a LeftOutWarning, so that
+    commands that do not need it still work. A shipped option with the same name is left out too, because the user
+    replaced it. Raises UnreadableFileError or RecipeError if a shipped file is broken."""
     from trainspec_cli.core.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
 
     package = Path(__file__).resolve().parents[2]
@@ -240,7 +238,7 @@ def _why_left_out(path: Path, error: TrainspecError) -> str:
 
 
 def _line_of(path: Path, key: str) -> int | None:
-    """Return the line of a top-level key in a file, or None."""
+    """Return the line of a top-level key in a file; None if it is not found."""
     from yaml import YAMLError
 
     from trainspec_cli.core.reading.yaml_file import MAX_BYTES, compose_yaml
@@ -257,7 +255,7 @@ def _line_of(path: Path, key: str) -> int | None:
 def _with_defaults(
     name: str, options: Mapping[str, JsonObject], files: Mapping[str, Path], within: tuple[str, ...]
 ) -> JsonObject:
-    """Return an option merged over the options that its `defaults` name. `within`: the options that led to it."""
+    """Return an option merged over the options named in its `defaults`. `within`: the options that led to it."""
     own = options[name]
     entries = own.get("defaults")
     named = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
@@ -285,7 +283,7 @@ def _laid_over(below: JsonObject, above: JsonObject) -> JsonObject:
 
 
 def words(label: str) -> tuple[str, ...]:
-    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts that are compared."""
+    """`H100-SXM-80GB` -> (h100, sxm, 80gb): the parts used in comparisons."""
     return tuple(re.findall(r"[a-z0-9.]+", label.lower().replace("nvidia", "").replace("tesla", "")))
 
 
@@ -305,13 +303,13 @@ def without_defaults(values: JsonObject) -> JsonObject:
 
 
 VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})
-"""Distinguishing words in labels: `NVIDIA H100 80GB HBM3` is the SXM part."""
+"""Words that distinguish variants in labels: `NVIDIA H100 80GB HBM3` is the SXM part."""
 
 
 @lru_cache(maxsize=256)
 def find_accelerator(label: str) -> AcceleratorSpec | None:
-    """Return the chip that a label names: the one with the same first word and most of the other words in common; among
-    equals the one with the shorter name."""
+    """Return the chip that a label names: the one with the same first word and the most other words in common. In case
+    of a tie, the shorter name wins."""
     wanted = words(label)
     if not wanted:
         return None
@@ -331,7 +329,7 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
-    """Return the models that conf/ describes, without `auto`, which reads a checkpoint."""
+    """Return the models described in conf/, except for `auto`, which reads a checkpoint."""
     return {name: model for name, model in load_group("model", _model).items() if model is not None}
 
 
@@ -344,7 +342,7 @@ def _model(values: JsonObject) -> ModelSpec | None:
 
 
 def find_model(label: str) -> ModelSpec | None:
-    """Return the described model whose name equals the label or is its beginning (`resnet50-v1.5` is resnet50)."""
+    """Return the described model whose name equals the label or is a prefix of it (`resnet50-v1.5` is resnet50)."""
     plain = "".join(words(label.replace("_", "-")))
     known = {name.replace("_", ""): model for name, model in models().items()}
     fitting = [name for name in known if plain == name or plain.startswith(name)]

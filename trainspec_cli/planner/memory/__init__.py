@@ -1,10 +1,11 @@
-"""Peak memory. There are four models, each for a different question:
+"""Peak memory. There are four models, each of which answers a different question:
 
-- `engine/`: trainspec's engine, tensor by tensor. Gives an eager run's peak from arithmetic alone, within 3% of a
-trace. - `predict.estimate_memory`: any framework, from published formulas and constants. Used for compiled runs, for
-what the engine does not build, and for the backtest's published runs. - `planner/this_machine.py`: one process on this
-machine's CPU, from a probe of it: resident bytes, including holes in the heap. - the trace (`run/tools.py`): not a
-prediction but a count of the engine's real step under fake tensors. It checks `engine/`, and answers `plan --trace`.
+- `engine/`: trainspec's engine, tensor by tensor. It computes an eager run's peak by arithmetic alone, within 3% of
+a trace. - `predict.estimate_memory`: any framework, from published formulas and constants. It is used for compiled
+runs, for runs that the engine does not support, and for the backtest's published runs. - `planner/this_machine.py`:
+one process on this machine's CPU, from a probe of it: the resident bytes, including holes in the heap. - the trace
+(`run/tools.py`): not a prediction but a count of the engine's real step under fake tensors. It is used to check
+`engine/`, and for `plan --trace`.
 
-`predict.predict_memory` chooses between the first two for a run on devices. Nothing else predicts memory.
+For a run on devices, `predict.predict_memory` chooses between the first two. Nothing else predicts memory.
 """

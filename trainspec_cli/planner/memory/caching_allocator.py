@@ -1,21 +1,22 @@
 """Simulate PyTorch's caching allocator for CUDA devices: the bytes that it reserves for a sequence of allocations.
 
-The rules follow c10/cuda/CUDACachingAllocator.cpp. In both settings:
+The rules follow c10/cuda/CUDACachingAllocator.cpp. With and without expandable segments:
 
 - a request is rounded up to 512 bytes; up to 1 MiB it is served by the small pool, otherwise by the large one;
 - the smallest free block that is large enough is taken, and its remainder stays free as a separate block;
 - a freed block is merged with its free neighbours.
 
-By default a pool consists of segments, one cudaMalloc each: 2 MiB in the small pool, 20 MiB for requests below 10 MiB,
-otherwise the request rounded up to 2 MiB. Blocks of different segments never merge, and a large block is split only if
-more than 1 MiB is left. Segments are kept until the device is full; then those without live blocks are released.
+By default, a pool consists of segments, each from one cudaMalloc: 2 MiB in the small pool, 20 MiB for requests below 10
+MiB, otherwise the request rounded up to 2 MiB. Blocks of different segments never merge, and a large block is split
+only if more than 1 MiB remains. Segments are kept until the device is full; then the segments without live blocks are
+released.
 
-With `expandable_segments:True` a pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB (large),
-so that holes can merge with their neighbours. Blocks are split down to 512 bytes. The free block at the end of the
-range counts as if the range had grown to its maximum, so it is used last. On a full device the pages inside free blocks
-are unmapped; their addresses are kept and are the first to be mapped again.
+With `expandable_segments:True`, a pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB
+(large), so that holes can merge with their neighbours. Blocks are split down to 512 bytes. The free block at the end of
+the range counts as if the range had grown to its maximum, so it is used last. When the device is full, the pages inside
+free blocks are unmapped; their addresses are kept and are the first to be mapped again.
 
-One stream is simulated: other streams have separate pools, whose free blocks this one cannot use.
+Only one stream is simulated. Other streams have separate pools, whose free blocks it cannot use.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LARGE_ROUNDING = 2 * MIB
 
 
 GROWS_SEGMENTS = frozenset({"nvidia"})
-"""Vendors of devices that the launcher and the planner use with `expandable_segments:True`.
+"""Device vendors for which the launcher and the planner use `expandable_segments:True`.
 
 Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch issue
 187343) and to lose the contents of live blocks (ROCm issue 6603), so it is set only for NVIDIA.
@@ -49,7 +50,7 @@ class MemoryBlock:
     def __init__(self, address: int, size: float, pool: _Pool, *, is_mapped: bool = True):
         self.address = address
         self.size = size
-        """Infinite for the unmapped end of a range of addresses."""
+        """Infinite for the unmapped end of an address range."""
         self.pool = pool
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
@@ -58,18 +59,18 @@ class MemoryBlock:
 
     @property
     def reach(self) -> float:
-        """Return the largest size of a free block after growth."""
+        """Return the maximum size to which a free block can grow."""
         grows = self.after is not None and not self.after.is_mapped
         return self.size + (self.after.size if self.after is not None and grows else 0)
 
 
 class _Pool:
-    """The small or the large pool: its free blocks, smallest first, and unmapped ranges by address."""
+    """The small or the large pool: its free blocks, smallest first, and its unmapped ranges, by address."""
 
     def __init__(self, page: int, least_left: int, *, is_expandable: bool):
         self.page = page
         self.least_left = least_left
-        """A block is split only if at least this many bytes are left."""
+        """A block is split only if at least this many bytes remain."""
         self.end = 0
         """The next address for a new segment."""
         self.free: list[tuple[float, int]] = []
@@ -96,7 +97,7 @@ class _Pool:
         del self.blocks[block.address]
 
     def best_fit(self, size: int) -> MemoryBlock | None:
-        """Return the smallest free block that is large enough; a block that can grow counts with its largest size."""
+        """Return the smallest free block that is large enough; a block that can grow counts with its maximum size."""
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             return None
@@ -125,7 +126,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Counts bytes in live blocks and reserved bytes, and the peaks of both."""
+    """Counts the bytes in live blocks, the reserved bytes, and the peaks of both."""
 
     def __init__(self, *, expandable: bool = False, capacity_bytes: float = math.inf) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = 0
@@ -136,8 +137,8 @@ class CachingAllocator:
         self._large = _Pool(MEDIUM_SEGMENT, ROUNDING if expandable else SMALL_REQUEST + 1, is_expandable=expandable)
 
     def allocate(self, size: int) -> MemoryBlock:
-        """Allocate `size` bytes, above 0. Raises MemoryError if they do not fit even after all unused memory is
-        released."""
+        """Allocate `size` bytes, which must be above 0. Raises MemoryError if they do not fit even after releasing all
+        unused memory."""
         size = -(-size // ROUNDING) * ROUNDING
         pool = self._small if size <= SMALL_REQUEST else self._large
         block = pool.best_fit(size) or self._reserve(pool, size)
@@ -173,7 +174,7 @@ class CachingAllocator:
                     self.reserved_bytes -= int(block.size)
 
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock | None:
-        """Return a free block of at least `size` bytes of newly reserved memory; None if the device has too little
+        """Return a free block of at least `size` bytes from newly reserved memory; None if the device has too little
         memory."""
         if self.expandable:
             return self._expand(pool, size)
@@ -213,7 +214,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _unmap(self, block: MemoryBlock) -> None:
-        """Unmap the pages that are entirely inside a free block; the remainders at its ends stay free."""
+        """Unmap the pages that lie entirely inside a free block; the remainders at its ends stay free."""
         pool = block.pool
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + int(block.size)) // pool.page * pool.page
@@ -232,7 +233,7 @@ class CachingAllocator:
 
 
 def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
-    """Split a block that is in no list at `size` bytes. Return the rest."""
+    """Split a block, which must not be in any list, at `size` bytes. Return the rest."""
     rest = MemoryBlock(block.address + size, block.size - size, block.pool, is_mapped=block.is_mapped)
     rest.before = block
     rest.after = block.after
@@ -244,7 +245,8 @@ def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
 
 
 def _joined(block: MemoryBlock) -> MemoryBlock:
-    """Merge a block that is in no list with its free neighbours that are also mapped (or unmapped), and return it."""
+    """Merge a block, which must not be in any list, with its free neighbours in the same state (mapped or unmapped).
+    Return the merged block."""
     before = block.before
     after = block.after
     if before is not None and before.is_free and before.is_mapped == block.is_mapped:
@@ -258,7 +260,7 @@ def _joined(block: MemoryBlock) -> MemoryBlock:
 
 
 def _absorb(block: MemoryBlock, after: MemoryBlock) -> None:
-    """Extend a block by the one after it."""
+    """Extend a block by the following one."""
     block.size += after.size
     block.after = after.after
     if block.after is not None:

@@ -1,8 +1,7 @@
-"""The device memory of a run. Plans, launches and refusals all use `predict_memory`.
+"""The device memory of a run. Plans, launches and rejections all use `predict_memory`.
 
 `layer_memory` is only for searches over thousands of layouts: `peak_of` uses it for a rough estimate of at most `SLACK`
-times the prediction, so that a search drops no layout that fits. Users never see that estimate.
-"""
+times the prediction, so that a search drops no layout that fits. That estimate is never shown to users."""
 
 from __future__ import annotations
 
@@ -35,50 +34,52 @@ from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, WireFormats
 from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
-# The estimate for any framework, by cause and pipeline stage.
+# The estimate for an arbitrary framework, by cause and pipeline stage.
 #
-# Activations after Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
-# states after ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, since the reserve is meant
-# to keep every prediction from being more than 3% too low; up to 20% too high for frameworks with poorly documented
+# Activations follow Korthikanti et al. 2022 (arXiv:2205.05198), recounted for fused attention and gated feed-forwards;
+# states follow ZeRO (arXiv:1910.02054). Known error: 5% on published peaks, mostly too high, because the reserve is
+# meant to prevent predictions that are more than 3% too low; up to 20% too high for frameworks with poorly documented
 # copies (InternEvo's ZeRO-3).
 
 
 CONTEXT_BYTES = 1.2 * GIB
 """The device's context, kernels and library workspaces."""
 GROUP_BYTES = 0.3 * GIB
-"""Buffers of one communicator (NCCL's channels)."""
+"""Buffers of one communicator (NCCL channels)."""
 FRAGMENTATION = 0.08
-"""Fragmentation as a fraction of activations and temporaries, without recomputation, from applying the allocator's
-rules to traces of the engine's steps (5% of all allocated memory; `planner/memory/caching_allocator.py`)."""
+"""Fragmentation without recomputation, as a fraction of activations and temporaries. It results from applying the
+allocator's rules to traces of the engine's steps (5% of all allocated memory;
+`planner/memory/caching_allocator.py`)."""
 RECOMPUTE_FRAGMENTATION = 0.17
-"""Additional fragmentation with recomputation, whose blocks fit poorly into those of the first forwards: 22% of all
-memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
+"""Additional fragmentation with recomputation, whose blocks are a poor match for those of the first forwards: 22% of
+all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
 """The same for parameters, gradients and optimizer states, which are allocated once and rounded up to full blocks."""
 GROWN_FRAGMENTATION = 0.02
-"""Fragmentation with expandable segments as a fraction of all tensors; neighbouring holes merge and no segment is
-rounded up. It is the mean over traces of the engine's steps above 1 GiB, by the same rules."""
+"""Fragmentation with expandable segments, as a fraction of all tensors: neighbouring holes merge, and no segment is
+rounded up. It is the mean over traces of the engine's steps above 1 GiB, using the same rules."""
 GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 """Additional fragmentation with expandable segments and full recomputation: 7% of all memory in such traces."""
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""The same plus the cast."""
+"""The same plus the cast back."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
-"""Reserve as a fraction of the total: runs of one configuration differ by about that much (published pairs: 2 to 15%).
-A prediction that is too low leads to running out of memory, while one that is too high only wastes a little."""
+"""Reserve as a fraction of the total, because runs of the same configuration differ by about that much (published
+pairs: 2 to 15%). A prediction that is too low leads to running out of memory, while one that is too high only wastes a
+little."""
 NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
-"""Bytes per weight in 4-bit NormalFloat, including its share of the scales."""
+"""Bytes per weight in 4-bit NormalFloat, including the scales."""
 FEEDBACK_BYTES = 2 * 2
-"""Bytes of error feedback per value: in bf16, after the last update and during the current step."""
+"""Bytes of error feedback per value: in bf16, both after the last update and during the current step."""
 USABLE = 0.97
-"""Fraction of a device's memory that can be used before allocation fails or thrashes."""
+"""Fraction of a device's memory that can be used before allocations fail or thrash."""
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
-    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' figures are closer to GiB
+    """Return the bytes that a plan may use. A device sold as 80 GB has 79.6 GiB: vendors' numbers are closer to GiB
     than to GB."""
     return USABLE * chip.memory_gb * GIB
 
@@ -90,25 +91,25 @@ class LayerMemory:
     params: float
     expert_params: float
     kept_bytes: float
-    """Kept from forward to backward."""
+    """Bytes kept from forward to backward."""
     working_bytes: float
-    """Live while the layer itself runs."""
+    """Bytes that are live while the layer itself runs."""
     output_bytes: float
-    """Bytes of its output, the next layer's input."""
+    """Bytes of its output, which is the next layer's input."""
     logits_bytes: float
-    """On the last stage: logits and the loss's temporaries, for the tokens that are processed at once."""
+    """Bytes on the last stage for logits and the loss's temporaries, for the tokens that are processed at once."""
 
 
 def saved_of(work: Work, setup: Setup) -> float:
     """Return the bytes of activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
-        # Adapters are in the attention: other matmuls are frozen and do not need their inputs (a quantised base keeps
+        # Adapters are in the attention. Other matmuls are frozen and do not need their inputs (a quantised base keeps
         # them).
         saved -= work.saved_gemm_bytes
     elif setup.matmul in EIGHT_BIT:
         saved -= 0.5 * work.saved_gemm_bytes
-    if not setup.software.fused_attention:  # older frameworks keep dropout masks, one byte per element
+    if not setup.software.fused_attention:  # older frameworks keep dropout masks with one byte per element
         saved += 0.5 * work.input_bytes
         saved += 2.5 * work.score_bytes if work.attention_flops else 0.0
     if not setup.software.fused_kernels and setup.software.fused_attention:
@@ -117,7 +118,7 @@ def saved_of(work: Work, setup: Setup) -> float:
 
 
 def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
-    """Return the bytes that a layer keeps for its backward; full recomputation keeps only its input."""
+    """Return the bytes that a layer keeps for its backward. Full recomputation keeps only its input."""
     saved = sum(saved_of(work, setup) for work in works)
     again = setup.recompute
     if again.full:
@@ -126,7 +127,7 @@ def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
         scores = sum(2.5 * work.score_bytes for work in works if work.attention_flops)
         core = scores if not setup.software.fused_attention else 0.0
         kept = saved - again.attention * core
-        # Element-wise kernels and repeated matmuls keep roughly everything except the matmuls' inputs.
+        # Element-wise kernels and repeated matmuls keep roughly everything except the inputs of matmuls.
         rest = kept - sum(work.saved_gemm_bytes for work in works) - works[0].input_bytes
         kept -= max(again.matmul, again.elementwise) * max(0.0, rest)
     return again.layers * kept + (1 - again.layers) * saved
@@ -169,7 +170,7 @@ def in_flight(setup: Setup, stage: int) -> float:
         # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
         chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
         return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
-    # 1F1B: a stage runs ahead by the number of stages from it to the last one.
+    # 1F1B: a stage runs ahead by the number of stages after it.
     return float(min(layout.pp - stage, total))
 
 
@@ -187,7 +188,7 @@ def keeps_unsharded(setup: Setup) -> bool:
 def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
     """Return the bytes of (parameters, gradients, optimizer) between steps, for parameters sharded over `shards` ranks.
 
-    `ends`: the embedding and the head, which are not quantised.
+    `ends`: whether these are the embedding and the head, which are not quantised.
     """
     software = setup.software
     stage = sharding_stage(setup)
@@ -202,17 +203,17 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         weights = NF4_BYTES * params + each * trained / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
-        # FSDP's sharded gradients have the format of its fp32 parameters, regardless of the reduction's format.
+        # FSDP's sharded gradients have the format of its fp32 parameters, regardless of the format used for reduction.
         gradients = 4.0 * trained / shards
     replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
     if stage >= 2 and (keeps_unsharded(setup) or replicated):
-        # With replicas the engine exchanges once per step (`Layout.exchanges_every_backward`), and sums stay unsharded
+        # With replicas, the engine exchanges once per step (`Layout.exchanges_every_backward`), and sums stay unsharded
         # until then.
         gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
     outer = trained * setup.outer_bytes / (shards if stage else 1)
-    # Offloaded moments and master weights are in host memory; the outer optimizer's state stays on the device.
+    # Offloaded moments and master weights are in host memory; the state of an outer optimizer stays on the device.
     return weights, gradients, outer if setup.offload_optimizer else moments + master + outer
 
 
@@ -220,7 +221,7 @@ def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup
     """Return the bytes of ZeRO-3's unsharded tensors: two layers' parameters, one layer's gradients, and the embedding
     and head."""
     params = layer.params + layer.expert_params
-    if setup.lora.is_quantised:  # about the largest matrix: 2 bytes per value, plus 6 for temporaries
+    if setup.lora.is_quantised:  # roughly the largest matrix: 2 bytes per value, plus 6 for temporaries
         return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
     if sharding_stage(setup) < 3:
         return 0.0
@@ -253,7 +254,7 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     kept = (layers * layer.kept_bytes + sent) * held
     activations = kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
-    # Memory that the optimizer step needs beyond what the backward has freed.
+    # Memory needed by the optimizer step beyond what the backward has freed.
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepping *= setup.trainable
     freed = REUSE * (activations + logits + gathered)
@@ -262,7 +263,7 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory) -> M
     gradients = dense[1] + at_ends[1] + experts[1]
     if software.counted and setup.grad_accum <= held:
         # The engine has no gradient buffers: the first gradients are allocated while a micro-batch's activations are
-        # freed.
+        # being freed.
         gradients = max(0.0, gradients - activations / held)
     return with_overhead(
         setup,
@@ -287,8 +288,8 @@ def with_overhead(
     counted: bool = False,
 ) -> MemoryBreakdown:
     """Return the memory of a stage from these tensor bytes, adding the error feedback of compressed gradients,
-    communicators, fragmentation, the device's context, and the reserve. `counted`: gradients and buffers are allocated
-    within a step, as in the engine, instead of persisting."""
+    communicators, fragmentation, the device context and the reserve. `counted`: whether gradients and buffers are
+    allocated within a step, as in the engine, instead of persisting."""
     feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
     again = setup.recompute.matmul * setup.recompute.layers
     states = parameters + optimizer
@@ -321,7 +322,7 @@ def with_overhead(
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
     """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients): for
-    unsharded gradients if shards are summed, for its shard if replicas are."""
+    unsharded gradients if the sum runs over shards, for its shard if it runs over replicas."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -329,8 +330,8 @@ def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float
 
 
 def communicators(setup: Setup) -> int:
-    """Count the communicators: one per axis; some frameworks have another for all ranks of several axes, and one for a
-    pipeline's ends."""
+    """Count the communicators: one per axis. Some frameworks have another one for all ranks of several axes, and one
+    for a pipeline's ends."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     axes = sum(size > 1 for size in sizes)
@@ -338,8 +339,8 @@ def communicators(setup: Setup) -> int:
 
 
 def peak_of(setup: Setup, layer: LayerMemory, beyond_bytes: float = math.inf) -> float:
-    """Return the bytes of the fullest stage: the first, the last, or the first of those with the most layers. Returns
-    early if one takes more than `beyond_bytes`."""
+    """Return the bytes of the fullest stage: the first, the last, or the first among those with the most layers.
+    Returns early if one needs more than `beyond_bytes`."""
     counts = layers_per_rank(setup.model.num_layers, setup.layout)
     peak = 0.0
     for stage in {0, counts.index(max(counts)), len(counts) - 1}:
@@ -356,7 +357,7 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
     return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
 
 
-# The prediction: counted if the engine builds the run, otherwise estimated.
+# The prediction: counted if the engine supports the run, otherwise estimated.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
@@ -412,7 +413,7 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 
 def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
-    """Return the run to count; None if the engine does not build it, or if it cannot be counted."""
+    """Return the run to count; None if the engine does not support it, or if it cannot be counted."""
     software = setup.software
     layout = setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
@@ -422,14 +423,15 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         return None
     if recompute not in ("none", "selective", "full") or not is_counted(setup.model, offload):
         return None
-    # The engine spreads experts only within a replica, and refuses axes that a family does not support.
+    # The engine spreads experts only within a replica, and rejects axes that a family does not support.
     if any(getattr(layout, axis) > 1 for axis in MESH_AXES if axis in setup.model.record.refuses):
         return None
     if layout.etp > 1 or layout.expert_ranks % layout.ep:
         return None
     micro_batches = setup.grad_accum
     if layout.pp > 1 and layout.pipeline_schedule != "gpipe":
-        # A full pipeline repeats itself: more micro-batches than twice the stages need the same memory, within 0.03%.
+        # A full pipeline repeats itself: more micro-batches than twice the number of stages need the same memory,
+        # within 0.03%.
         micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,
@@ -448,30 +450,32 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
     )
 
 
-# The probability that a layout fits, from the error of the memory model, and the expected step time that includes it.
+# The probability that a layout fits, based on the error of the memory model, and the expected step time, which takes it
+# into account.
 #
-# On published runs the measured peak over the predicted one is about log-normal (`trainspec backtest`, 135 measured
-# peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from another source is
-# its source's mean plus the run's deviation: the mean of ln(measured / predicted), m, is the mean of the sources'
-# means, and its variance, s^2, is that within a source plus that between sources. So a predicted peak M fits a limit L
-# with
+# On published runs, the ratio of the measured to the predicted peak is approximately log-normal (`trainspec backtest`,
+# 135 measured peaks of 3 sources; checked by tests/planner/validation/test_backtest.py). The error of a run from
+# another source is that source's mean plus the run's deviation. The mean m of ln(measured / predicted) is the mean of
+# the sources' means, and its variance s^2 is the variance within a source plus that between sources. A predicted peak M
+# therefore fits a limit L with probability
 #
-#     P = Phi((ln(L / M) - m) / s) A layout that does not fit costs a failed start. The run then continues with less
-# memory: with recomputation, which is one more forward, or in another layout that is slower by about as much. The
-# expected step is
+#     P = Phi((ln(L / M) - m) / s)
+#
+# A layout that does not fit costs a failed start. The run then continues with less memory: with recomputation, which is
+# one more forward, or in another layout that is slower by about the same amount. The expected step time is
 #
 #     E = t + (1 - P) (t / 3 + start / steps)
 
 
 LOG_BIAS = -0.038
-"""m: predictions are 4% too high on average, because of the model's reserve."""
+"""m: predictions are 4% too high on average, because the model includes a reserve."""
 LOG_DEVIATION = 0.043
 """s: 0.037 within a source, 0.021 between them."""
 RELIEF = 1 / 3
-"""Slowdown of a step by recomputation: one more forward, relative to a forward and a backward that takes twice as
+"""Relative slowdown of a step by recomputation, which adds one forward to a forward and a backward that takes twice as
 long."""
 SURELY = 0.999
-"""A layout with at least this probability counts as surely fitting."""
+"""A layout with at least this probability is considered certain to fit."""
 
 
 def fit_probability(peak_bytes: float, limit_bytes: float) -> float:
@@ -481,15 +485,15 @@ def fit_probability(peak_bytes: float, limit_bytes: float) -> float:
 
 
 def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
-    """Return the expected step time of a layout that fits with `probability`. `start_s`: the time of a start, divided
-    by the number of steps in the run."""
+    """Return the expected step time of a layout that fits with `probability`. `start_s`: time of a start, divided by
+    the number of steps in the run."""
     return step_s + (1 - probability) * (step_s * RELIEF + start_s)
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
     """Return the estimated bytes that each rank's layers may use, scaled to the predicted `memory`, and the bytes of
-    one layer there (the difference that one more layer per stage makes). `limits_bytes`: the limit of each rank, if
-    they differ."""
+    one layer there (the difference made by one more layer per stage). `limits_bytes`: the limit of each rank, if they
+    differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted

@@ -60,8 +60,8 @@ from trainspec_cli.recipe.results.blueprint import PoolChoice, PoolsPlan
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
 
 KEPT = 2
-"""Layouts kept per shown layout, for each way to use the pools, since only counting every tensor later shows which
-fit."""
+"""Number of layouts kept per shown layout, for each way to use the pools. More are kept than shown because only
+counting every tensor reveals later which of them fit."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Placed:
     recompute: str
     step: PoolStep
     memory: tuple[tuple[MemoryBreakdown, ...], ...] = ()
-    """The memory of each pool's stages, once every tensor has been counted."""
+    """The memory of the stages in each pool, once every tensor has been counted."""
 
     def fullest_pool(self, pools: Sequence[Pool]) -> int:
         """Return the pool whose devices are closest to their limit."""
@@ -84,7 +84,7 @@ class Placed:
 
 
 class _Unit(NamedTuple):
-    """Candidates, each tried with every recomputation."""
+    """Candidates, each of which is tried with every recomputation."""
 
     layout: Layout
     micro_batch_size: int
@@ -113,14 +113,14 @@ class PoolSearch:
         self._templates = tuple(replace(one, compute=compute, matmul=matmul) for one in templates)
         self._memory = LayerMemories(layer_memory)
         self._best: dict[bool, list[tuple[float, int, Placed]]] = {False: [], True: []}
-        """Heaps of layouts: complete replicas on every pool, and pipelines that span the pools."""
+        """Heaps of layouts: one for complete replicas on every pool, one for pipelines that span the pools."""
         self._start_s = start_s_a_step(self.spec)
         self._least_over = float("inf")
         self._smallest: tuple[Setups, Placement, str] | None = None
 
     def run(self, shown: int) -> list[Placed]:
-        """Return the best layouts that fit when every tensor is counted, best first; if none fits, the one closest to
-        fitting."""
+        """Return the best layouts that fit when every tensor is counted, best first. If none fits, return the one that
+        comes closest."""
         self._try_all(KEPT * shown)
         counted = [placed for heap in self._best.values() for placed in self._count_some(heap, shown)]
         fitting = [placed for placed in counted if self._part(placed) <= 1]
@@ -172,7 +172,7 @@ class PoolSearch:
                 lightest = self._setups(unit, names[0])
                 bound_s = self.watch.bound_s(lightest, placement, self.samples)
                 units.append((bound_s, len(units), unit))
-        for *_, unit in sorted(units):  # most promising first, so that the others can be dropped early
+        for *_, unit in sorted(units):  # most promising first, so that others can be dropped early
             for name in names:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
                     break  # if a layout surely fits, a heavier recomputation would only be slower
@@ -193,7 +193,7 @@ class PoolSearch:
         )
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
-        """Try one recomputation. Return whether a heavier one is useless, because this one surely fits or is already
+        """Try one recomputation. Return whether heavier ones are pointless, because this one surely fits or is already
         too slow."""
         self.considered += 1
         best = self._best[bool(placement.order)]
@@ -201,10 +201,10 @@ class PoolSearch:
         if self.watch.bound_s(setups, placement, self.samples) >= worst_s:
             self.refused[SLOWER] += 1
             return True
-        # Ratio of the layout's least estimated memory to the available memory.
+        # Ratio of the layout's smallest estimated memory to the available memory.
         if placement.order:
-            # Ratio of the model's layers to those that fit on the stages of all pools, treating each stage as the last
-            # of its pool, which keeps the fewest micro-batches.
+            # Ratio of the model's layers to those that fit on the stages of all pools. Each stage is treated as the
+            # last one of its pool, which keeps the fewest micro-batches.
             room = 0.0
             for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
                 layer = self._memory.of(setup, name)
@@ -214,8 +214,8 @@ class PoolSearch:
                 room += placement.ranks[pool] * max(0.0, 1 + more)
             over = SLACK * setups[0].model.num_layers / max(room, 1e-9)
         else:
-            # Use the pool with the most memory, with full micro-batches: those of the fastest pool are about that
-            # large, and other sizes are tried too.
+            # Use the pool with the most memory, with full micro-batches. Those of the fastest pool have about that
+            # size, and other sizes are tried as well.
             most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
             over = peak_of(setups[most], self._memory.of(setups[most], name)) / self.pools[most].limit_bytes
         if over > SLACK:
@@ -256,8 +256,8 @@ class PoolSearch:
         )
 
     def count(self, placed: Placed) -> Placed:
-        """Return a layout with its layers cut by time and every tensor counted: the best cut if it fits, otherwise the
-        best that fits according to the memory estimate, otherwise the even one."""
+        """Return a layout with its layers split by time and every tensor counted. Uses the best layer split if it fits,
+        otherwise the best that fits according to the memory estimate, otherwise the even one."""
         even = self._counted(placed, placed.setups[0].layout)
         if not is_open(placed.setups[0].layout, self.spec.model):
             return even
@@ -295,7 +295,7 @@ def stages_on(pool: int, placement: Placement, layout: Layout) -> list[int]:
 
 
 SAME = 5e-3
-"""Choices that differ by less than this fraction are equally fast or cheap."""
+"""Choices that differ by less than this fraction count as equally fast or cheap."""
 
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
@@ -322,7 +322,7 @@ def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
     setup = replace(placed.setups[0], layout=step.layout, grad_accum=step.micro_batches)
     fullest = placed.fullest_pool(pools)
     peaks = [pool.devices * peak_flops_per_s(pool.fabric.chip, setup.matmul) for pool in pools]
-    # If all pools have every stage, use each stage's memory on the fullest pool.
+    # If every stage is on all pools, use each stage's memory on the fullest pool.
     memory = placed.memory[fullest]
     if placed.placement.order:
         of_pool = [iter(stages) for stages in placed.memory]
@@ -379,15 +379,15 @@ def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
 
 
 def compare_pools(spec: RunSpec, capacity: CapacityPlan) -> PoolsPlan:
-    """Compare the plan on all pools with the best plans on each pool alone and, with three or more pools, on all but
-    one."""
+    """Compare the plan on all pools with the best plan on each single pool and, with three or more pools, with the best
+    plan on all but one."""
     pools = spec.cluster.pools
     names = pool_names(pools)
     every = range(len(pools))
     fewer = [[place] for place in every]
     if len(pools) > 2:
         fewer = [*([place for place in every if place != left] for left in every), *fewer]
-    # The best plan for each way to divide the work over all pools, the better one first.
+    # The best plan for each way to divide the work over all pools; the better one comes first.
     best: dict[str, Candidate | None] = {}
     for candidate in capacity.candidates:
         if candidate.fits:
@@ -455,7 +455,7 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
 
 
 def _gains(fewer: Sequence[PoolChoice], whole: PoolChoice, figure: str) -> tuple[PoolChoice, float] | None:
-    """Return the choice of fewer pools that is best by a figure, and its ratio to all pools; None if unknown."""
+    """Return the best choice of fewer pools by the given figure, and its ratio to all pools; None if unknown."""
     of_all = getattr(whole, figure)
     known = [(choice, getattr(choice, figure)) for choice in fewer]
     ratios = [(choice, own / of_all if figure == "tokens_per_s" else of_all / own) for choice, own in known if own]
@@ -471,7 +471,7 @@ def _compare(better: str, worse: str, best: tuple[PoolChoice, float] | None) -> 
         return f"{name} is neither {better} nor {worse} than all pools"
     who, other = (name, "all pools") if ratio > 1 else ("all pools", name)
     more = ratio if ratio > 1 else 1 / ratio
-    part = more - 1 if better == "faster" else 1 - 1 / more  # increase of a rate, or reduction of a price
+    part = more - 1 if better == "faster" else 1 - 1 / more  # increase in the rate, or reduction in the price
     return f"{who} {'is' if ratio > 1 else 'are'} {part:.1%} {better} than {other}"
 
 

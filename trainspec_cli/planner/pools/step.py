@@ -1,9 +1,8 @@
 """Step time over several pools: each pool's time on its accelerator and links, and the wait for the slowest.
 
-If every pool has complete replicas, samples are divided as by the live scheduler (`balance/decisions/balance.py`), by
-each pool's time for a micro-batch. If each pool has separate stages, layers are divided by speed
-(`planner/pipeline.py`), and the slowest stage sets the pipeline's pace.
-"""
+If every pool has complete replicas, samples are divided by each pool's time for a micro-batch, as by the live scheduler
+(`balance/decisions/balance.py`). If each pool has separate stages, layers are divided by speed (`planner/pipeline.py`),
+and the slowest stage sets the pipeline's pace."""
 
 from __future__ import annotations
 
@@ -59,9 +58,9 @@ class Pool:
     name: str
     devices: int
     fabric: Fabric
-    """Devices and links of an equally large cluster with only this kind of device."""
+    """Devices and links of a cluster of the same size that has only this kind of device."""
     link_gbit_per_s: float | None
-    """A device's share of the link between pools; None: the pools' NICs."""
+    """A device's share of the link between pools; None if the pools' NICs are used."""
 
     @property
     def limit_bytes(self) -> float:
@@ -94,7 +93,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 NOT_WHOLE = "a pool's devices do not hold whole groups of the layout"
 MESSAGE_BYTES = 1e6
-"""Bytes of a send between stages, for finding the slowest of several links."""
+"""Number of bytes sent between stages when finding the slowest of several links."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,11 @@ class Placement:
     ranks: tuple[int, ...]
     """Data-parallel ranks of each pool, or pipeline ranks (`order`)."""
     order: tuple[int, ...] = ()
-    """The order of the pools along each pipeline; empty: every pool has complete replicas."""
+    """The order of the pools along each pipeline; empty if every pool has complete replicas."""
 
     @property
     def pool_of_stage_rank(self) -> list[int]:
-        """Return the pool of each pipeline rank, if pipelines span several."""
+        """Return the pool of each pipeline rank, if pipelines span several pools."""
         return [pool for pool in self.order for _ in range(self.ranks[pool])]
 
 
@@ -115,7 +114,7 @@ def placements(layout: Layout, pools: Sequence[Pool]) -> Iterator[Placement]:
     replica = layout.tp * layout.cp * layout.pp
     ranks = tuple(pool.devices // replica for pool in pools)
     shards_within = 1 < layout.dp_shard < layout.data_parallel_size
-    # Complete replicas on every pool: each pipeline stage has entire nodes of every pool.
+    # Complete replicas on every pool: each pipeline stage has complete nodes of every pool.
     if all(
         pool.devices % replica == 0
         and (layout.pp == 1 or pool.devices // layout.pp % pool.fabric.devices_per_node == 0)
@@ -137,7 +136,7 @@ def placements(layout: Layout, pools: Sequence[Pool]) -> Iterator[Placement]:
 def groups_of(
     layout: Layout, placement: Placement, pools: Sequence[Pool], eff: Efficiency
 ) -> tuple[dict[str, Group], ...]:
-    """Return the groups of each axis for the ranks of each pool; groups that span pools are as fast as their slowest
+    """Return the groups of each axis for the ranks of each pool. Groups that span pools are as fast as their slowest
     link."""
     own = [axis_groups(layout, pool.fabric, eff) for pool in pools]
     if placement.order:
@@ -151,7 +150,7 @@ def groups_of(
 
 
 def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Efficiency) -> Group:
-    """Return a group that spans the pools, with the link between them if the recipe describes it."""
+    """Return a group that spans the pools, including the link between them if the recipe describes it."""
     link = pools[0].link_gbit_per_s
     if link is None or group.size == 1:
         return group
@@ -165,7 +164,7 @@ def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Effi
 Setups = tuple[Setup, ...]
 """The same layout and micro-batch on the devices of each pool."""
 BETWEEN = 0.99
-"""A sample in a micro-batch of any size takes at least this fraction of its time with the best halved size; tests check
+"""A sample in a micro-batch of any size takes at least this fraction of its time at the best halved size; tests check
 this for all sizes."""
 
 
@@ -174,26 +173,26 @@ class PoolStep:
     """One step over several pools."""
 
     layout: Layout
-    """The layout, with its layers cut into stages."""
+    """The layout, with its layers split into stages."""
     time: StepTime
     """The time of the pool that all others wait for."""
     of_pools: tuple[StepTime, ...]
     """The step time of each pool, including its wait for others."""
     waiting_s: tuple[float, ...]
-    """The time that each pool waits for others."""
+    """The time that each pool spends waiting for others."""
     micro_batches: int
     largest: tuple[int, ...]
-    """The samples of each pool's largest micro-batch."""
+    """Number of samples in each pool's largest micro-batch."""
     samples: tuple[int, ...]
-    """Samples of the step in each pool."""
+    """Number of samples of the step in each pool."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Seconds of one micro-batch through the full model on one device."""
+    """Time in seconds of one micro-batch through the full model on one device."""
 
     kinds_s: tuple[float, ...]
-    """Seconds of all layers of each kind."""
+    """Time in seconds of all layers of each kind."""
     embedding_s: float
     head_s: float
 
@@ -218,7 +217,7 @@ def _of_pools(counts: Sequence[int], placement: Placement) -> list[Sequence[int]
 
 
 class Stopwatch:
-    """Times steps over pools. Caches timed micro-batches, which many layouts share."""
+    """Times steps over pools. It caches micro-batch times, which many layouts share."""
 
     def __init__(self, pools: Sequence[Pool], eff: Efficiency):
         self.pools = pools
@@ -227,24 +226,24 @@ class Stopwatch:
         self._least_s: dict[tuple[object, ...], float] = {}
 
     def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step for `samples`; if the cut is left open, layers are cut as if all were equal."""
+        """Return the step for `samples`. If the layer split is left open, layers are split as if all were equal."""
         layout = self.cut(setups, placement)
         return self.step_as_cut(tuple(replace(setup, layout=layout) for setup in setups), placement, samples)
 
     def step_as_cut(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step for `samples`; layers without a cut are cut evenly."""
+        """Return the step for `samples`. Without a specified split, layers are split evenly."""
         groups = groups_of(setups[0].layout, placement, self.pools, self._eff)
         timed = self._through_pools if placement.order else self._over_pools
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return a lower bound on the step over all cuts of layers: ranks only wait while pipelines fill and drain, and
+        """Return a lower bound on the step over all layer splits: ranks wait only while pipelines fill and drain, and
         only exchanges within a micro-batch count."""
         least = self._least_through_pools if placement.order else self._least_over_pools
         return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
 
     def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return the bound with complete replicas: each sample's time at the best micro-batch size, spread evenly over
+        """Return the bound for complete replicas: each sample's time at the best micro-batch size, spread evenly over
         the pipeline's ranks."""
         layout = setups[0].layout
         ranks = placement.ranks
@@ -258,9 +257,9 @@ class Stopwatch:
         return max(own * each * (1 + others) for own, each in zip(most, sample_s, strict=True))
 
     def _least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
-        """Return the least time of a sample in micro-batches up to the layout's size, trying each halved size. Several
-        micro-batches add their gradients, and weights are cast to 8 bits once per step, so a sample is fastest in a
-        single micro-batch or, with 8 bits, in many."""
+        """Return the shortest time of a sample in micro-batches up to the layout's size, trying each halved size.
+        Several micro-batches add their gradients, and weights are cast to 8 bits once per step. A sample is therefore
+        fastest in a single micro-batch or, with 8 bits, in many."""
         key = (pool, *self._steps[pool].key_of(setup), setup.recompute)
         if key in self._least_s:
             return self._least_s[key]
@@ -275,8 +274,8 @@ class Stopwatch:
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
         """Return the bound for pipelines across pools. The slowest rank takes at least the mean of all ranks, weighted
-        by speed; each layer adds its least weighted time. The total over all ranks is at least the sum of each layer's
-        least time."""
+        by speed; each layer adds its smallest weighted time. The total over all ranks is at least the sum of each
+        layer's smallest time."""
         layout = setups[0].layout
         pools = range(len(setups))
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
@@ -294,15 +293,15 @@ class Stopwatch:
         return (micro_batches - fills) * pace_s + fills * whole_s
 
     def _fills(self, layout: Layout) -> float:
-        """Return how many micro-batches of other ranks the slowest one waits for in a step."""
+        """Return the number of other ranks' micro-batches that the slowest rank waits for in a step."""
         return self._eff.bubble * layout.bubble_part
 
     def cut(self, setups: Setups, placement: Placement, room: Room | None = None, *, alike: bool = True) -> Layout:
-        """Return the layout with its layers cut by the planned times. `alike`: treat all layers as average.
+        """Return the layout with its layers split by the planned times. `alike`: treat all layers as average.
 
-        If each pool has separate stages, they get layers by speed. If every pool has complete replicas, all pools have
-        the same stages, since they sum their gradients; these are cut by the times of the largest pool.
-        """
+        If each pool has separate stages, these get layers according to their speed. If every pool has complete
+        replicas, all pools have the same stages, because they sum their gradients; the stages are split by the times of
+        the largest pool."""
         layout = setups[0].layout
         if not is_open(layout, setups[0].model):
             return layout
@@ -362,7 +361,7 @@ class Stopwatch:
         return Speed(large_s - large * sample_s, sample_s)
 
     def _seconds(self, pool: int, setup: Setup, size: int) -> float:
-        """Return the seconds of a micro-batch of `size` samples on a pool's slowest pipeline rank."""
+        """Return the time in seconds of a micro-batch of `size` samples on a pool's slowest pipeline rank."""
         sized = replace(setup, micro_batch_size=float(size))
         once = self._steps[pool].micro_batch(sized)
         return max(rank.time_s(sized) for rank in rank_parts(once, sized.layout))
@@ -370,8 +369,8 @@ class Stopwatch:
     def _own_step(
         self, pool: int, setup: Setup, groups: dict[str, Group], samples: int, micro_batches: int
     ) -> StepTime:
-        """Return the step time of a pool whose ranks have `samples` in the given number of micro-batches, some of them
-        one sample larger; empty ones take no time."""
+        """Return the step time of a pool whose ranks have `samples` in the given number of micro-batches, some of which
+        have one more sample; empty ones take no time."""
         each, larger = divmod(samples, micro_batches)
         if not each:
             return self._sized(pool, setup, groups, 1, max(1, larger))
@@ -386,7 +385,8 @@ class Stopwatch:
         return assemble_step(sized, self._steps[pool].micro_batch(sized), groups, self._eff)
 
     def _in_turns_s(self, setups: Setups, samples: Sequence[int], micro_batches: int) -> list[float]:
-        """Return how long each pool waits in a step if ranks synchronise in every micro-batch, larger ones first."""
+        """Return how long each pool waits in a step if ranks synchronise in every micro-batch, with larger ones
+        first."""
         shapes = [divmod(count, micro_batches) for count in samples]
         own_s = [0.0] * len(setups)
         slowest_s = 0.0

@@ -1,8 +1,7 @@
 """Budget a portfolio of runs over several years as cash flow: purchased machines, and three ways to rent.
 
-Runs follow each other without gaps, except for those allowed by `utilisation`. Prices are constant, and there is no
-interest.
-"""
+Runs follow each other without gaps, except for the gaps that `utilisation` allows. Prices are constant, and there is no
+interest."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class PortfolioRun:
-    """A planned run, and how often it is done per year (the last number applies to all later years)."""
+    """A planned run, and the number of times it is done per year (the last number applies to all later years)."""
 
     name: str
     per_year: tuple[float, ...]
@@ -57,8 +56,7 @@ class PortfolioRun:
 def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
     """Return the cluster's failures, including preemptions of spot nodes.
 
-    Both are random: their rates add up, and they weight the mean wait for a node. Only failures can end all groups.
-    """
+    Both are random: their rates add up, and weight the mean wait for a node. Only failures can end all groups."""
     failing = cluster.reliability
     cost = cluster.cost
     mtbf = 1 / (1 / failing.mtbf_device_hours + 1 / cost.spot_mtbf_device_hours)
@@ -72,13 +70,13 @@ def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
 
 
 def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int) -> Budget:
-    """Return the portfolio's cost for each way to buy or rent. The cluster must have a purchase price and a rental
-    price."""
+    """Return the portfolio's cost for each way of buying or renting. The cluster must have a purchase price and a
+    rental price."""
     table = cash_of_years(cluster, node_devices, runs, years)
     worth_usd = _worth(cluster, table)
     usd = _totals(cluster, table)
     hours = sum(row.device_hours for row in table)
-    # Machines are paid for at the beginning of a year and sold at its end.
+    # Machines are paid for at the start of a year and sold at its end.
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     months: dict[str, tuple[float, ...]] = {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
     own_hours = sum(run.device_hours * sum(run.per_year) for run in runs)
@@ -115,7 +113,7 @@ def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[Portfoli
 def cash_of_years(
     cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
 ) -> list[BudgetYear]:
-    """Return the cash flow of each year: devices are bought when they are needed, and sold at the end of their life."""
+    """Return the cash flow of each year. Devices are bought when they are needed, and sold at the end of their life."""
     life = max(1, round(cluster.cost.useful_years))
     bought: list[int] = []
     rows = []
@@ -139,7 +137,7 @@ def cash_of_years(
             "electricity": joules / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
             "resale": 0.0 - sold * price * cost.resale_ratio,
         }
-        # A run that never ends on spot devices has infinite cost in the years that include it.
+        # A run that never ends on spot devices has an infinite cost in the years that include it.
         walls_s = ((run, math.inf if run.spot_wall_s is None else run.spot_wall_s) for run in runs if run.times(year))
         spot_hours = sum(run.times(year) * (run.devices * wall_s / SECONDS_PER_HOUR) for run, wall_s in walls_s)
         cash: dict[str, float] = {
@@ -155,8 +153,8 @@ def cash_of_years(
 
 
 def fleet_devices(runs: Sequence[PortfolioRun], year: int, hours: float, utilisation: float, node_devices: int) -> int:
-    """Return the number of devices that a year's runs need, in full nodes: enough for the largest run, and for the
-    total hours."""
+    """Return the number of devices needed for a year's runs, as complete nodes: enough for the largest run and for the
+    total number of hours."""
     largest = max((run.devices for run in runs if run.times(year)), default=0)
     needed = max(largest, hours / (HOURS_PER_YEAR * utilisation))
     return math.ceil(needed / node_devices - 1e-9) * node_devices
@@ -175,7 +173,7 @@ def _idle_joules(cluster: ClusterSpec) -> float:
 
 
 def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
-    """Return the value of the devices at the end, with linear depreciation."""
+    """Return the value of the devices at the end, based on linear depreciation."""
     life = max(1, round(cluster.cost.useful_years))
     loss = 1 - cluster.cost.resale_ratio
     ages = ((len(table) - row.year + 1, row.bought_devices) for row in table)
@@ -183,8 +181,8 @@ def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
 
 
 def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, float]:
-    """Return the total cash for each way (for owned machines minus their remaining value). Ways that are missing in any
-    year are left out."""
+    """Return the total cash for each way of buying or renting; for owned machines, their remaining value is subtracted.
+    Ways that are missing in any year are omitted."""
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     usd = {str(way): sum(row.usd[way] for row in table) for way in ways}
     usd["owned"] -= _worth(cluster, table)
@@ -204,8 +202,9 @@ def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
 
 
 def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float | None:
-    """Return the month after which cumulative rent stays above the cost of buying, interpolated linearly; 0 if it does
-    from the start, None if it never does. Later purchases may reverse the order, so the last crossing counts."""
+    """Return the month after which cumulative rent stays above the cost of buying, interpolated linearly. It is 0 if
+    that holds from the start, and None if it never does. Later purchases may reverse the order, so the last crossing
+    counts."""
     gaps = [paid - rent for paid, rent in zip(owned, rented, strict=True)]
     last = max((month for month, gap in enumerate(gaps) if gap > 0), default=None)
     if last is None:
@@ -214,11 +213,10 @@ def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float 
 
 
 def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> float | None:
-    """Return the utilisation over a device's life above which owning costs less than hourly rent; None if it never
-    does.
+    """Return the utilisation over a device's life above which owning costs less than renting by the hour; None if it
+    never does.
 
-    Except for electricity, owned devices cost the same whether they are used or not.
-    """
+    Except for electricity, owned devices cost the same whether they are used or not."""
     cost = cluster.cost
     price = _price(cluster)
     fixed = price * (1 - cost.resale_ratio) / cost.useful_years + operation_usd_per_year(price, cost)

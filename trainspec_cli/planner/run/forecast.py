@@ -47,9 +47,8 @@ def within(value: float, factor: float) -> Interval:
 def propagate(result: Callable[[Mapping[str, float]], float], inputs: Mapping[str, Interval]) -> Interval:
     """Return the interval of a positive `result` whose inputs have independent errors.
 
-    Each input is moved to its bounds while the others stay fixed; the logarithms of the changes add in quadrature.
-    Exact for products of log-normal factors, otherwise accurate to first order.
-    """
+    Each input is moved to its bounds while the others stay fixed, and the logarithms of the changes are added in
+    quadrature. This is exact for products of log-normal factors, and otherwise accurate to first order."""
     middle = {name: interval.value for name, interval in inputs.items()}
     value = result(middle)
     if value <= 0:
@@ -65,23 +64,23 @@ def propagate(result: Callable[[Mapping[str, float]], float], inputs: Mapping[st
 
 SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.7
-"""90% of measured step times are within this factor of the predicted one, for sources that the efficiencies were not
-fitted to. Of the 178 published runs of vTrain, SimuMax and nanotron, x1.7 covers 92%, x1.6 88%, x1.5 81% and x1.27 53%
-(throughput_unseen.csv). Much of the error is a factor common to all runs of a source (predictions are 29% too fast for
-SimuMax, 16% for vTrain): 90% of the runs are within x1.39 of their source's median error. Models with experts have the
-same interval: all 12 in that table are within x1.33, and of the 131 that the efficiencies were fitted to, 97% are
-within x1.7."""
+"""90% of measured step times are within this factor of the predicted one, for sources that were not used to fit the
+efficiencies. Of the 178 published runs of vTrain, SimuMax and nanotron, x1.7 covers 92%, x1.6 88%, x1.5 81% and x1.27
+53% (throughput_unseen.csv). Much of the error is a factor common to all runs of a source (predictions are 29% too fast
+for SimuMax, 16% for vTrain): 90% of the runs are within x1.39 of their source's median error. Models with experts have
+the same interval: all 12 in that table are within x1.33, and of the 131 that were used for the fit, 97% are within
+x1.7."""
 VALUE_BYTES = 4.0
-"""Bytes per parameter in a checkpoint, in fp32. With AdamW's two moments there are 12; published checkpoints have 12.8
+"""Bytes per parameter in a checkpoint, in fp32. With AdamW's two moments, there are 12; published checkpoints have 12.8
 to 13.2."""
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
 MEMORY_KNOWN_WITHIN = 1.1
-"""Factor within which a peak counted tensor by tensor is known. Traces of the engine's steps are within 2%; 6% is added
-for the spread between identical runs."""
+"""Factor within which a peak that is counted tensor by tensor is known. Traces of the engine's steps are within 2%; 6%
+is added for the spread between identical runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
-"""The same for other frameworks: 90% of 26 nanotron peaks, which were not used for fitting, are within x1.31."""
+"""The same for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are within x1.31."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
 
 
@@ -90,9 +89,8 @@ def forecast_run(
 ) -> RunForecast:
     """Forecast the recipe's run with `candidate`, from the first step to the last.
 
-    `other`: the best layout of the other recovery mode, for comparison; None: `candidate`, if it supports that mode.
-    Raises RecipeError for a run that never ends because of failures.
-    """
+    `other`: the best layout of the other recovery mode, for comparison; if None, `candidate` is used, provided that it
+    supports that mode. Raises RecipeError for a run that never ends because of failures."""
     wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen = expect_goodput(spec, plan, candidate, wanted)
     if chosen is None:
@@ -141,8 +139,8 @@ def forecast_run(
 
 
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
-    """Return the run's recovery mode, and the alternatives. A single replica group can only restart, and the same holds
-    for one of several runs."""
+    """Return the run's recovery mode, followed by the alternatives. With a single replica group, or with one of several
+    runs, only a restart is possible."""
     if replica_groups == 1 or wanted.is_one_of_several:
         return (replace(wanted, mode="restart"),)
     return wanted, other_recovery(wanted)
@@ -163,7 +161,7 @@ def expect_goodput(
     job = describe_job(spec, plan, candidate, resilience)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
-    # Mean parts over the simulated runs, scaled so that they sum to 1 together with the median goodput.
+    # The mean time parts over the simulated runs, scaled so that they and the median goodput sum to 1.
     causes = sorted({cause for part in parts for cause in part})
     mean = {cause: sum(part.get(cause, 0.0) for part in parts) / len(parts) for cause in causes}
     whole = sum(mean.values())
@@ -194,8 +192,8 @@ def expect_goodput(
 def describe_job(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
 ) -> goodput.SimulatedJob:
-    """Return the run in the form that the simulation needs, with the recipe's checkpoint interval or, if open, the best
-    one."""
+    """Return the run in the form that the simulation needs, with the recipe's checkpoint interval or, if that is open,
+    the best one."""
     groups = candidate.layout.dp_replicate
     work = expect_work(spec, candidate)
     blocked_s, written_s = checkpoint_times(spec, plan)
@@ -220,7 +218,7 @@ def describe_job(
 
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
-    """Return the size of a checkpoint: the parameters, and the optimizer state of those that are not frozen (LoRA)."""
+    """Return the size of a checkpoint: all parameters, and the optimizer state of those that are not frozen (LoRA)."""
     if not spec.lora.rank:
         return (VALUE_BYTES + moment_bytes(spec.model, spec.optim.kept_state, spec.lora)) * params
     quantised = quantised_params(spec.model, spec.lora)
@@ -229,7 +227,7 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
 
 def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
     """Return (seconds that training waits for a checkpoint, seconds until it is complete on disk). Training waits until
-    the checkpoint is written or, with `checkpoint.mode=async`, copied to host memory; reading takes as long as writing.
+    the checkpoint is written or, with `checkpoint.mode=async`, copied to host memory. Reading takes as long as writing.
     Writing is divided over all nodes, and copying over all devices."""
     size = checkpoint_bytes(spec, plan.params)
     cluster = spec.cluster
@@ -263,7 +261,7 @@ def _quantile(ordered: list[float], part: float) -> float:
 
 
 def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption, ...]:
-    """Return the assumptions that `forecast_run` uses, in the order time, energy, money."""
+    """Return the assumptions that `forecast_run` makes, in the order time, energy, money."""
     cluster = spec.cluster
     step_time_s = expect_work(spec, candidate).step_time_s
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
@@ -319,7 +317,7 @@ def _of(path: str, spec: Any, keys: Iterable[str]) -> list[Assumption]:
 
 
 def _of_accelerators(cluster: ClusterSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
-    """Return the assumption on the cluster's accelerator, or on that of each pool."""
+    """Return the assumption on the cluster's accelerator, or on each pool's accelerator."""
     found: list[tuple[str, AcceleratorSpec | None]] = [("cluster", cluster.accelerator)]
     if cluster.pools:
         found = [(f"cluster.pools.{place}", pool.accelerator) for place, pool in enumerate(cluster.pools)]
@@ -349,7 +347,7 @@ def _of_price(cluster: ClusterSpec) -> list[Assumption]:
     of_cluster = _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if stated else []
     if not cluster.pools:
         return of_cluster or _of_accelerators(cluster, "price_usd_per_hour", within)
-    # A pool's price has priority, then the cluster's (listed once), then the catalogue's.
+    # A pool's price takes precedence, then the cluster's (listed once), then the catalogue's.
     found = []
     for place, pool in enumerate(cluster.pools):
         path = f"cluster.pools.{place}"
@@ -369,10 +367,10 @@ class RunWork:
 
     steps: int
     time: StepTime
-    """The time of the mean step."""
+    """The mean step time."""
     step_time_s: float
     batches: tuple[BatchForecast, ...] = ()
-    """The steps at each size; empty if the batch is constant or its changes are not known yet."""
+    """The steps of each size; empty if the batch size is constant or its changes are not known yet."""
 
     @property
     def work_s(self) -> float:
@@ -380,7 +378,7 @@ class RunWork:
 
 
 def expect_work(spec: RunSpec, candidate: Candidate) -> RunWork:
-    """Return the work of `candidate`'s steps over all batch sizes of the run."""
+    """Return the work of `candidate`'s steps, over all batch sizes of the run."""
     if not candidate.sized_steps:
         return RunWork(spec.train.max_steps, candidate.time, candidate.step_time_s)
     phases = run_phases(schedule_batches(spec))
@@ -413,11 +411,11 @@ class Occupation:
     """Fractions of a device's wall time, which sum to 1."""
 
     busy: float
-    """Fraction of the time that it computes."""
+    """Fraction of the time in which it computes."""
     waiting: float
-    """Fraction of the time that is spent waiting for a collective, a pipeline stage, data or a checkpoint."""
+    """Fraction of the time in which it waits for a collective, a pipeline stage, data or a checkpoint."""
     idle: float
-    """Fraction of the time that the job is down."""
+    """Fraction of the time in which the job is down."""
 
 
 def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:
@@ -426,14 +424,14 @@ def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:
     return ratio_usd + cost.staff_usd_per_device_year + cost.space_usd_per_device_year
 
 
-# Energy, carbon and money of a forecast, with intervals
+# Energy, carbon and money in a forecast, with intervals
 
 
 WAITING_PHASES = ("tp_comm_s", "cp_comm_s", "ep_comm_s", "pp_comm_s", "dp_comm_s", "bubble_s", "data_s", "host_s")
 
 
 def occupation(useful: Goodput, time: StepTime) -> Occupation:
-    """Return how a device spends the run: by the phases of a step, with checkpoints and stalls counted as waiting, and
+    """Return how a device spends the run, based on the phases of a step. Checkpoints and stalls count as waiting,
     restarts as idle."""
     waiting_part = sum(getattr(time, phase) for phase in WAITING_PHASES) / time.total_s if time.total_s else 0.0
     lost = useful.lost
@@ -448,9 +446,10 @@ def expect_energy(
 ) -> tuple[Interval | None, dict[str, float]]:
     """Return the energy and its parts by consumer; None if the accelerator's power is unknown.
 
-    The mean power of an accelerator over its thermal design power is linear in the time spent in each state. When
-    always busy, including its host, that is 1.35 times TDP; an eight-H100 node in training was measured at 1.38 (76% of
-    10.2 kW over 8 x 700 W, arXiv:2506.14551). The building uses (PUE - 1) times the machines' energy.
+    The ratio of an accelerator's mean power to its thermal design power (TDP) is linear in the time spent in each
+    state. For an accelerator that is always busy, including its host, the ratio is 1.35; an eight-H100 node in training
+    was measured at 1.38 (76% of 10.2 kW over 8 x 700 W, arXiv:2506.14551). The building uses another (PUE - 1) times
+    the machines' energy.
     """
     if cluster.accelerator is None or not cluster.accelerator.tdp_w:
         return None, {}
@@ -476,12 +475,12 @@ def expect_energy(
 
 
 Cost = tuple[Interval | None, dict[str, float]]
-"""An energy or a price, and its parts; None if unknown."""
+"""An energy or a price with its parts; None if unknown."""
 
 
 def add_costs(costs: Sequence[Cost]) -> Cost:
-    """Return the sum of the costs of several pools, which share the wall time; None if one is unknown."""
-    # The shared wall time changes all costs together, so the ends of the interval are the sums of the ends.
+    """Return the total cost of several pools, which share the wall time; None if any cost is unknown."""
+    # The shared wall time changes all costs together, so the bounds of the intervals are summed.
     known = [interval for interval, _ in costs if interval is not None]
     if len(known) < len(costs):
         return None, {}
@@ -492,7 +491,7 @@ def add_costs(costs: Sequence[Cost]) -> Cost:
 
 
 def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | None:
-    """Return the kg of CO2 equivalent from the site's grid (location-based); manufacturing is not included."""
+    """Return the CO2 equivalent in kg of the site's grid (location-based); manufacturing is not included."""
     if energy is None:
         return None
     grid = within(cluster.site.carbon_g_per_kwh, cluster.site.known_within.get("carbon_g_per_kwh", 1))
@@ -503,8 +502,8 @@ def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | N
 def expect_money(
     cluster: ClusterSpec, devices: int, wall_time_s: Interval, energy: Interval | None
 ) -> tuple[Interval | None, dict[str, float]]:
-    """Return the cost and its parts: rent (down time included), or the run's share of purchased machines, depreciated
-    linearly over the hours of use. None if the price is unknown or, for owned machines, the energy. Spare nodes on
+    """Return the cost and its parts: rent (including down time), or the run's share of purchased machines, depreciated
+    linearly over the hours of use. None if the price or, for owned machines, the energy is unknown. Spare nodes on
     standby are included."""
     spares = (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
     paid_devices = devices + spares

@@ -1,8 +1,9 @@
 """Simulate a run as events: failures occur, the job restarts or shrinks and heals, and time is lost.
 
-Failures are a Poisson process with the same rate for all devices, even while the job is down. Checkpoints between two
-events are computed directly, so the cost of a simulation depends only on the number of failures: two weeks on 16,384
-devices take a few milliseconds per seed. `run.recovery.next_action` decides what follows a failure, as in a real job.
+Failures are a Poisson process with the same rate for all devices, and also occur while the job is down. Checkpoints
+between two events are computed directly, so the cost of a simulation depends only on the number of failures: two weeks
+on 16,384 devices take a few milliseconds per seed. As in a real job, `run.recovery.next_action` decides what follows a
+failure.
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, reliability, run_state
 
 MAX_FAILURES = 1000
-"""A simulation stops after this many failures, since its goodput is then known to within one percent."""
+"""A simulation stops after this many failures, because its goodput is then known to within one percent."""
 ENOUGH_OF_MANY = 300
-"""The same for one of many simulations: the cost of a failure is then known well enough compared with the rates."""
+"""The same for one of many simulations. The cost of a failure is then known well enough, compared with the failure
+rates."""
 NORMAL_90 = 1.645
-"""Number of standard deviations to either side of the mean that contain 90% of a normal distribution."""
+"""Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A simulated run. Work is counted in seconds of undisturbed training."""
+    """A simulated run. Work is measured in seconds of undisturbed training."""
 
     work_s: float
     step_time_s: float
     devices: int
     replica_groups: int
     interval_s: float
-    """Work between checkpoints."""
+    """Amount of work between checkpoints."""
     blocked_s: float
-    """Time that a checkpoint blocks training."""
+    """Time for which a checkpoint blocks training."""
     written_s: float
-    """Time from its start until it is complete."""
+    """Time from the start of a checkpoint until it is complete."""
     state_bytes_per_device: float
     load_s: float
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """Seconds of a simulated run: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
+    """Time of a simulated run in seconds: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
 
     wall_s: float
     kept_s: float
@@ -81,8 +83,8 @@ def simulate_many(
 ) -> list[SimulatedRun]:
     """Simulate runs that differ by chance and in uncertain inputs: each draws its rates within `known_within`.
 
-    Returns them sorted by goodput, worst first. A seed's draws are the same for every job, so that jobs are comparable.
-    """
+    Returns them sorted by goodput, worst first. A seed leads to the same draws for every job, so that jobs are
+    comparable."""
     rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
     runs = [simulate(job, drawn, resilience, seed, max_failures=ENOUGH_OF_MANY) for seed, drawn in enumerate(rates)]
     return sorted(runs, key=lambda run: run.goodput)
@@ -96,7 +98,7 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 
 
 class Clock:
-    """Runs actions in chronological order; those at the same time in the order that they were scheduled."""
+    """Runs actions in chronological order; actions at the same time run in the order in which they were scheduled."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -109,11 +111,11 @@ class Clock:
 
     @property
     def next_s(self) -> float:
-        """Return the time of the next action; infinity if none is left."""
+        """Return the time of the next action; infinity if none remain."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def step(self) -> None:
-        """Advance to the next action and run it. Raises IndexError if none is left."""
+        """Advance to the next action and run it. Raises IndexError if none remain."""
         self.now_s, _, action = heapq.heappop(self._heap)
         action()
 
@@ -136,9 +138,9 @@ class _Simulation:
         self.progress = _Progress(job)
         self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
         self.away: dict[int, int] = {}
-        """Absent replica groups, each with the failure that its return belongs to."""
+        """Absent replica groups, each with the failure that its return will end."""
         self.paused_by = 0
-        """The failure or return that the job is waiting for; the ends of earlier ones are ignored."""
+        """The failure or return for which the job is waiting; the ends of earlier ones are ignored."""
         self.event = 0
         self.failures = 0
         self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
@@ -184,7 +186,7 @@ class _Simulation:
             self._leave(group, wait_for_node_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
-        """Remove a group; the others continue without it, or wait if there are too few of them."""
+        """Remove a group. The others continue without it, or wait if too few of them remain."""
         self.event += 1
         failure = self.away[group] = self.event
         self.standing = self.standing.after("left", (group,))
@@ -218,7 +220,8 @@ class _Simulation:
 
 
 class _Progress:
-    """Work done and saved, and the position in the cycle of working for `interval_s` and then writing a checkpoint."""
+    """The work done and saved, and the position in the cycle of working for `interval_s` and then writing a
+    checkpoint."""
 
     def __init__(self, job: SimulatedJob) -> None:
         self.job = job
@@ -231,7 +234,7 @@ class _Progress:
         self.saved_s = self.previously_saved_s = 0.0
 
     def advance(self, now_s: float) -> None:
-        """Add up the time since the last call."""
+        """Add the time since the last call."""
         elapsed_s = now_s - self.now_s
         self.now_s = now_s
         if self.paused_for:
@@ -254,7 +257,7 @@ class _Progress:
             self.saved_s = latest_s
 
     def lose(self, state_is_lost: bool) -> None:
-        """Undo the work since the last complete checkpoint if no replica group has the state; otherwise only the
+        """Undo the work since the last complete checkpoint if no replica group has the state; otherwise undo only the
         uncommitted step."""
         if self.paused_for:
             since_step_s = 0.0
@@ -262,7 +265,7 @@ class _Progress:
             since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
         lost_s = since_step_s
         if state_is_lost:
-            # The latest checkpoint may still be in transfer to storage; then only the previous one is complete.
+            # The latest checkpoint may still be in transfer to storage; if so, only the previous one is complete.
             on_its_way = self.position_s < self.job.written_s - self.job.blocked_s
             lost_s = self.work_s - (self.previously_saved_s if on_its_way else self.saved_s)
         self.work_s -= lost_s
@@ -272,7 +275,7 @@ class _Progress:
             self.position_s = 0.0
 
     def wall_to_finish_s(self) -> float:
-        """Return the time until the last step, if no event occurs before it."""
+        """Return the time until the last step, provided that no event occurs before it."""
         if self.paused_for:
             return float("inf")
         interval_s = self.job.interval_s
@@ -283,14 +286,14 @@ class _Progress:
 
 
 Change = Literal["lost", "left", "returned"]
-"""Events of groups: a node is lost, the group is away until the node is replaced, or the group takes steps again."""
+"""Events of groups: a node is lost, the group is absent until the node is replaced, or the group takes steps again."""
 PATIENCE = 10**6
-"""Allowed restarts per hour, effectively unlimited: the question is how long the work takes, so a run that the recipe's
+"""Allowed restarts per hour, effectively unlimited. The question is how long the work takes, so a run that the recipe's
 limit would end is started again."""
 
 
 class Standing:
-    """A state of the run, with its successors computed so far."""
+    """A state of the run, with the successors computed so far."""
 
     def __init__(self, state: run_state.RunState, known: dict[run_state.RunState, Standing]) -> None:
         self.state = state
@@ -314,8 +317,8 @@ class Standing:
             for event in events:
                 state, _ = recovery.next_action(state, event)
             if change == "returned":
-                # Only the restart limit depends on the starts of returned groups; leaving them out reduces the number
-                # of states.
+                # Only the restart limit depends on when returned groups started; ignoring those times reduces the
+                # number of states.
                 fresh = list(state.groups)
                 for group in groups:
                     fresh[group] = fresh[group]._replace(starts=1, restarts_s=(), start_at_s=-math.inf)
@@ -325,7 +328,7 @@ class Standing:
 
 
 def start_run(resilience: ResilienceSpec, groups: int) -> Standing:
-    """Return the state of a training run with this many groups."""
+    """Return the state of a run that trains with this many groups."""
     patient = replace(resilience, max_restarts_per_hour=PATIENCE)
     state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), run_state.Tick(0.0))
     return Standing(state, {})

@@ -1,12 +1,11 @@
 """Exact search: every layout in the space is either predicted or proven to be too large or too slow.
 
 Layouts are processed in order of a lower bound on their step time: the mean stage's work plus the bubble of equal
-stages, and for the first ones also the least communication for pipeline and data parallelism. The search ends when the
-bound shows that no other layout can be the next best, so asking for fewer layouts needs fewer predictions. Layouts that
-are too large when layers are cut evenly are dropped; the others are predicted in full, with layers cut by time. Layouts
-are ranked by expected step time, which includes the probability that they fit (`memory/predict.py`); the safest of
-those that are not much slower than the first are also kept.
-"""
+stages. For the first ones, the bound also includes the minimum communication for pipeline and data parallelism. The
+search ends when the bound shows that no other layout can be the next best, so requesting fewer layouts takes fewer
+predictions. Layouts that are too large with an even layer split are dropped. The others are predicted in full, with
+layers split by time. Layouts are ranked by expected step time, which takes into account the probability that they fit
+(`memory/predict.py`). The safest layouts among those that are not much slower than the first are also kept."""
 
 from __future__ import annotations
 
@@ -57,8 +56,9 @@ from trainspec_cli.recipe.results.plan import Candidate
 
 
 class Steps:
-    """Step times of one model on one fabric. Micro-batches and slowest ranks that layouts share are timed once: the
-    planner's search, the search at measured speeds and the search over pools time thousands of layouts."""
+    """Step times of one model on one fabric. Micro-batches and slowest ranks that several layouts share are timed only
+    once, because the planner's search, the search at measured speeds and the search over pools time thousands of
+    layouts."""
 
     def __init__(self, fabric: Fabric, eff: Efficiency):
         self.fabric = fabric
@@ -84,11 +84,13 @@ class Steps:
         return self._groups[key]
 
     def step_s(self, setup: Setup) -> float:
-        """Return the seconds of a step. If the layout has no cut, layers are cut as if all were average."""
+        """Return the duration of a step in seconds. If the layout has no layer split, layers are split as if all were
+        average."""
         layout = setup.layout
         part = self.key_of(setup)
         once = self.micro_batch(setup, part)
-        # The slowest rank does not depend on how samples are distributed, so layouts that differ only in that share it.
+        # The slowest rank does not depend on how samples are distributed, so layouts that differ only in that respect
+        # share it.
         cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
         key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
         if key not in self._slowest:
@@ -99,7 +101,7 @@ class Steps:
 
 
 class Costs:
-    """Step times, and bounds on them, for layouts of `template`'s model on its fabric."""
+    """Step times, and bounds on them, for layouts of the model in `template` on its fabric."""
 
     def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
         self.template = template
@@ -107,7 +109,7 @@ class Costs:
         self.eff = eff
         self.steps = Steps(template.fabric, eff)
         self.waiting = waiting_share(template, eff)
-        """Time that waiting for the slowest device adds, as a fraction of a step's work."""
+        """Time added by waiting for the slowest device, as a fraction of a step's work."""
         self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
         self._least_exchange_s: dict[tuple[object, ...], float] = {}
         self._densities: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
@@ -124,7 +126,8 @@ class Costs:
         )
 
     def works_s(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
-        """Return the work of one micro-batch in all layers, the embedding and the head, for each recomputation."""
+        """Return the work of one micro-batch in all layers, the embedding and the head, for each type of
+        recomputation."""
         part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
         if part not in self._works_s:
             once = self.steps.micro_batch(self.setup(layout, micro, accum), part)
@@ -137,8 +140,8 @@ class Costs:
         return self._works_s[part]
 
     def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
-        """Return the least time that a step's exchanges add to its mean stage's work: the pipeline's sends, and the
-        data-parallel communication that no rank can hide."""
+        """Return the minimum time that a step's exchanges add to the work of its mean stage: the pipeline's sends, and
+        the data-parallel communication that no rank can hide."""
         part = part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
         spread = layout.pp, layout.virtual_stages, layout.dp_shard, layout.dp_replicate, layout.zero_stage
         key = *part, *spread, accum, recompute
@@ -147,8 +150,9 @@ class Costs:
             stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
             groups = self.steps.groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
-            # Layers have at least this many parameters per second of a micro-batch's work; the ends are added. A stage
-            # may have layers of any kind, so the kind with the fewest parameters per unit of work gives the bound.
+            # Layers have at least this many parameters per second of a micro-batch's work; embedding and head are
+            # added. A stage may have layers of any kind, so the bound comes from the kind with the fewest parameters
+            # per unit of work.
             if (dense := (*part, recompute)) not in self._densities:
                 once = self.steps.micro_batch(setup, part)
                 kinds_s = [(kind, layer_s(kind, setup.recompute)) for kind in once.kinds]
@@ -157,12 +161,12 @@ class Costs:
                     min(kind.params / time_s for kind, time_s in kinds_s),
                     min(kind.expert_params / time_s for kind, time_s in kinds_s),
                     sum(map(own_work_s, ends)),
-                    # Exchanges may hide behind the ends' work, as if the ends were recomputed too.
+                    # Exchanges may be hidden by the work of embedding and head, as if these were recomputed too.
                     sum(recompute_part_s(end, setup.recompute) for end in ends),
                 )
             params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]
-            # The slowest rank works at least as long as the mean stage, and everything except the ends consists of
-            # layers.
+            # The slowest rank works at least as long as the mean stage, which consists of layers except for embedding
+            # and head.
             layers_s = max(0.0, stage_s - ends_s)
             sent = exchanges_of(params_per_s * layers_s, experts_per_s * layers_s, setup, groups, self.eff)
             beside_s = self.eff.dp_overlap * (stage_s + ends_again_s) if setup.software.overlap_dp else 0.0
@@ -173,7 +177,8 @@ class Costs:
 
 
 class LayerMemories:
-    """A layer's memory with a given recomputation, estimated once for all layouts that split a layer the same way."""
+    """A layer's memory with a specific recomputation, estimated once for all layouts that split a layer in the same
+    way."""
 
     def __init__(self, estimate: Callable[[Setup, str], LayerMemory]):
         self._estimate = estimate
@@ -189,8 +194,8 @@ class LayerMemories:
 @lru_cache(maxsize=4)
 def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
     """Return the costs, which searches with equal arguments share. Searches that differ only in the replica groups
-    share everything except the exchanges."""
-    # Replica groups change exchanges but not micro-batches; the two searches for one plan differ only in replica
+    share everything but the exchanges."""
+    # Replica groups change exchanges but not micro-batches. The two searches for one plan differ only in replica
     # groups.
     alike = replace(template, replica_groups=1)
     if template == alike:
@@ -202,9 +207,9 @@ def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], 
 
 
 def part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
-    """Return the values that a micro-batch's time depends on, for setups that differ only in layout and
+    """Return the values that determine a micro-batch's time, for setups that differ only in layout and
     micro-batches."""
-    # Weights are cast to 8 bits once per step, a cost that micro-batches share. In other formats it only matters
+    # Weights are cast to 8 bits once per step, at a cost that micro-batches share. In other formats, it only matters
     # whether gradients of several micro-batches are added.
     counted = accum if matmul in EIGHT_BIT else accum > 1
     return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
@@ -216,19 +221,20 @@ def axes_of_layer(layout: Layout) -> tuple[object, ...]:
 
 
 ABOUT = 1.1
-"""A layout is about as fast as another if its step takes at most this many times as long.
+"""A layout is about as fast as another one if its step takes at most this many times as long.
 
-Predictions do not rank layouts more finely. Among published runs that differ only in layout, the spread of ln(predicted
-/ measured) is 0.06 within the sweeps that the constants were fitted to (118 runs, most of them from bigscience), and
-0.15 within those of vTrain (109 runs, arXiv:2312.12391), to which no constant was fitted. Among pairs predicted to
-differ by less than 10%, the prediction named the faster one in 68%."""
+Predictions cannot rank layouts more finely. Among published runs that differ only in layout, the spread of ln(predicted
+/ measured) is 0.06 within the sweeps used to fit the constants (118 runs, most of them from bigscience). It is 0.15
+within the sweeps of vTrain (109 runs, arXiv:2312.12391), which were not used for any fit. Among pairs predicted to
+differ by less than 10%, the prediction identified the faster one in 68%."""
 NEAR = 1.05
-"""Among layouts of one complexity, the one with the fewest stages is chosen if its step takes at most this many times
-as long."""
+"""Among layouts of the same complexity, the one with the fewest stages is chosen if its step takes at most this many
+times as long."""
 SAFEST = 4
-"""Number of safest layouts that a search keeps, since only counting every tensor later shows which of them fit."""
+"""Number of safest layouts that a search keeps. Several are kept because only counting every tensor reveals later which
+of them fit."""
 MANY_TOO_LARGE = 64
-"""After this many layouts that are too large, a search that has found none that fits checks memory before time."""
+"""After this many layouts that are too large, a search that has not found a fitting one checks memory before time."""
 TOO_LARGE = "memory"
 SLOWER = "slower than those shown"
 
@@ -240,16 +246,16 @@ class Estimated:
     peak_bytes: float
     step_time_s: float = math.inf
     expected_s: float = math.inf
-    """The expected step time, which includes the probability that the layout fits."""
+    """The expected step time, which takes into account the probability that the layout fits."""
 
 
 class Option(NamedTuple):
-    """A layout with a choice of recomputation and offloading, as a candidate in the search."""
+    """A layout with a choice of recomputation and offloading, as an option in the search."""
 
     bound_s: float
     """Lower bound on its step time."""
     order: int
-    """Sequence number in the order of discovery."""
+    """Sequence number, in order of discovery."""
     layout: Layout
     micro_batch_size: int
     grad_accum: int
@@ -257,7 +263,7 @@ class Option(NamedTuple):
     """Index in `Search.recomputes`."""
     offload: bool
     counts_exchanges: bool = False
-    """False: the bound includes only the work."""
+    """If False, the bound includes only the work."""
 
     @property
     def shape(self) -> tuple[Layout, int, int]:
@@ -270,28 +276,28 @@ Ranked = list[tuple[tuple[float, ...], int, Estimated]]
 
 @dataclass
 class Search:
-    """Ranks the layouts of one space, for `template`'s model on its fabric."""
+    """Ranks the layouts of one space, for the model in `template` on its fabric."""
 
     space: Space
     template: Setup
     softwares: dict[Sharding, Software]
-    """The software for each way of sharding."""
+    """The software for each type of sharding."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
-    """Function that returns a layer's memory with a given recomputation."""
+    """Function that returns a layer's memory with a specific recomputation."""
     samples: int | None = None
-    """Number of samples in the step that layouts are ranked by; None: the number in the run's first step."""
+    """Number of samples in the step by which layouts are ranked; None for the number in the run's first step."""
     slack: float = 1.0
-    """Factor on the limit: a layout that exceeds it by less may fit when counted exactly."""
+    """Factor on the limit: a layout that exceeds it by less than this factor may fit when counted exactly."""
     start_s: float = 0.0
-    """Seconds of a failed start, divided by the number of steps in the run."""
+    """Duration of a failed start in seconds, divided by the number of steps in the run."""
     refused: Counter[str] = field(default_factory=Counter)
     counted: dict[Setup, Candidate] = field(default_factory=dict)
-    """Layouts that were already counted tensor by tensor."""
+    """Layouts that have already been counted tensor by tensor."""
     smallest: Estimated | None = None
-    """The layout that needs the least memory, whether it fits or not; shown if none fits."""
+    """The layout that needs the least memory, whether it fits or not. It is shown if none fits."""
 
     def __post_init__(self) -> None:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
@@ -305,7 +311,7 @@ class Search:
         self._least_bytes: dict[tuple[Layout, int, bool], float] = {}
         self._all = sorted(self.bounded())
         self._options = list(self._all)
-        """A heap of the options to try, lowest bound first."""
+        """A heap of the options to try, with the lowest bound first."""
         self.considered = len(self._options) * len(self.recomputes)
         self.refused.update(self.space.refused)
 
@@ -318,20 +324,20 @@ class Search:
                 self._predict_next()
 
     def safest(self) -> list[Estimated]:
-        """Return the layouts that are most likely to fit among those about as fast as the best, safest first; among
-        those that surely fit, the fastest."""
+        """Return the layouts that are most likely to fit among those about as fast as the best, safest first. Among
+        those that surely fit, return the fastest."""
         while self._options:
             slowest_s = ABOUT * self._least_s
             if len(self._safest) == SAFEST and self._safest[0][0][0] >= SURELY:
                 slowest_s = min(slowest_s, -self._safest[0][0][1])
-            if self._options[0].bound_s >= slowest_s:  # do not prefer a slower layout because it is safe
+            if self._options[0].bound_s >= slowest_s:  # do not prefer a slower layout just because it is safe
                 break
             self._predict_next()
         return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
 
     def as_simple(self, most: tuple[int, bool], limit_s: float) -> Iterator[list[Estimated]]:
-        """Yield the layouts of complexity up to `most` that may fit and whose expected step is at most `limit_s`: the
-        simplest first, and within one complexity the fastest first."""
+        """Yield the layouts of complexity up to `most` that may fit and whose expected step takes at most `limit_s`.
+        The simplest come first and, within the same complexity, the fastest."""
         alike: dict[tuple[int, bool], list[Estimated]] = defaultdict(list)
         within = (one for one in self._all if one.bound_s <= limit_s)
         options = [
@@ -350,8 +356,8 @@ class Search:
             yield sorted(alike[least], key=lambda one: one.expected_s)
 
     def fastest(self, keep: Callable[[Layout], bool]) -> Estimated | None:
-        """Return the layout with the shortest expected step among those that may fit and for which `keep` is true, or
-        None."""
+        """Return the layout with the shortest expected step among those that may fit and for which `keep` is true; None
+        if there is none."""
         best: Estimated | None = None
         for option in self._all:
             limit_s = best.expected_s if best else math.inf
@@ -362,7 +368,7 @@ class Search:
         return best
 
     def _estimates(self, option: Option, limit_s: float) -> Iterator[Estimated]:
-        """Yield the option with the least recomputation that may fit, if its step is within `limit_s`."""
+        """Yield the option with the least recomputation that may fit, provided that its step is within `limit_s`."""
         heavier: Option | None = option
         while heavier is not None and self.closer(heavier).bound_s <= limit_s:
             found = self._estimate(heavier)
@@ -373,7 +379,8 @@ class Search:
             heavier = self.heavier(heavier)
 
     def bounded(self) -> Iterator[Option]:
-        """Yield the initial options: each layout with the lightest recomputation and the bound from its work."""
+        """Yield the initial options: each layout with the lightest recomputation and the bound that follows from its
+        work."""
         for layout, micro, accum in self.space.layouts():
             if self.samples is not None:
                 accum = micro_batches_of(layout, micro, self.samples)
@@ -382,7 +389,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next heavier recomputation, whose step is not shorter, or None."""
+        """Return the layout with the next heavier recomputation, whose step is not shorter; None if there is none."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None
@@ -391,15 +398,15 @@ class Search:
         return option._replace(bound_s=bound_s, order=order, recompute=place, counts_exchanges=False)
 
     def closer(self, option: Option) -> Option:
-        """Return the option with the bound that includes exchanges."""
+        """Return the option with a bound that includes exchanges."""
         exchange_s = self._costs.least_exchange_s(*option.shape, self.recomputes[option.recompute])
         bound_s = option.bound_s + (1 + self._costs.waiting) * exchange_s
         return option._replace(bound_s=bound_s, counts_exchanges=True)
 
     def _predict_next(self) -> None:
-        """Predict the layout with the lowest bound; if its bound lacks exchanges, put it back with one that includes
-        them. If many layouts were too large and none fits yet, first drop those that are too large even with the
-        smallest micro-batches."""
+        """Predict the layout with the lowest bound. If that bound does not include exchanges, put the layout back with
+        one that does. If many layouts were too large and none fits yet, first drop those that are too large even with
+        the smallest micro-batches."""
         option = self._options[0]
         none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
         if none_fits and self.least_bytes(option) > self._beyond_bytes:
@@ -418,15 +425,15 @@ class Search:
             heapq.heappush(self._options, heavier)
 
     def least_bytes(self, option: Option) -> float:
-        """Return the layout's memory with micro-batches of one sample (or of the pinned size), a lower bound over all
-        sizes; if it does not fit, any number above the limit."""
+        """Return the layout's memory with micro-batches of one sample (or of the pinned size), which is a lower bound
+        over all sizes. If it does not fit, return any number above the limit."""
         key = option.layout, option.recompute, option.offload
         if key not in self._least_bytes:
             batching = self.space.spec.batching
             size = 1 if batching.micro_batch_size == AUTO else int(batching.micro_batch_size)
             number = micro_batches_of(option.layout, size, self.samples or batching.global_batch_size)
             shapes = [(size, number)]
-            # With a single micro-batch, gradients are not kept at the same time as activations.
+            # With a single micro-batch, gradients and activations are not kept at the same time.
             if batching.micro_batch_size == AUTO:
                 shapes += [(number, 1), (1, 1)] if number < 2 * option.layout.pp else [(number, 1)]
             tried = (option._replace(micro_batch_size=micro, grad_accum=accum) for micro, accum in shapes)
@@ -434,7 +441,7 @@ class Search:
         return self._least_bytes[key]
 
     def peak(self, option: Option) -> tuple[Setup, float]:
-        """Return (the option's setup, its peak); a peak that does not fit is not refined."""
+        """Return (the option's setup, its peak). A peak that does not fit is not refined."""
         name = self.recomputes[option.recompute]
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
         return setup, peak_of(setup, self._memory.of(setup, name), beyond_bytes=self._beyond_bytes)
@@ -452,13 +459,13 @@ class Search:
         heapq.heappush(self._found, ((found.expected_s,), option.order, found))
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
-            # The least safe layout kept is on top of the heap, and a safer one replaces it. Layouts that surely fit
-            # count as equally safe and are ranked by speed.
+            # The least safe of the kept layouts is on top of the heap, and a safer one replaces it. Layouts that surely
+            # fit count as equally safe and are ranked by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -option.order, found))
         return probability >= SURELY
 
     def _estimate(self, option: Option) -> Estimated:
-        """Return the option's memory, and its step if it may fit."""
+        """Return the option's memory and, if it may fit, its step."""
         name = self.recomputes[option.recompute]
         setup, peak = self.peak(option)
         if peak > self._limit:
@@ -469,7 +476,7 @@ class Search:
 
     @property
     def _beyond_bytes(self) -> float:
-        """Return the memory above which a layout neither fits nor is the smallest."""
+        """Return the memory above which a layout neither fits nor is the smallest one."""
         return max(self._limit, math.inf if self.smallest is None else self.smallest.peak_bytes)
 
     def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: int) -> float:
@@ -483,8 +490,8 @@ class Search:
 
 def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> tuple[int, bool]:
     """Return the complexity of a layout within a replica group. It counts axes beyond one data-parallel axis, a
-    schedule without published runs, offloading, and full recomputation, which does a third more work and counts as two
-    axes."""
+    schedule without published runs, offloading, and full recomputation. The latter does a third more work, and counts
+    as two axes."""
     layout, _ = one_group(spec, layout)
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp))
     mixed = layout.dp_shard > 1 and layout.dp_replicate > 1
@@ -493,6 +500,6 @@ def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> 
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:
-    """Return the recomputations to try, lightest first. Selective recomputation avoids storing the score matrix, which
-    fused attention never writes."""
+    """Return the recomputations to try, lightest first. Selective recomputation exists to avoid storing the score
+    matrix, which fused attention never writes."""
     return ("none", "full") if wanted == "auto" else (wanted,)

@@ -1,4 +1,4 @@
-"""Enumerate the layouts that a recipe leaves open and its framework can run, and count the refused ones by reason."""
+"""Enumerate the layouts that a recipe leaves open and its framework can run, and count the rejected ones by reason."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainspec_cli.recipe.rules.layout import exchanged, whole_hosts
 from trainspec_cli.recipe.rules.run import forget_out_of_range, measurable_noise
 
 MIN_TOKENS_PER_RANK = 512
-"""Smallest number of tokens per rank for context parallelism."""
+"""Minimum number of tokens per rank for context parallelism."""
 MAX_MICRO_BATCHES = 6
-"""Number of micro-batch sizes to try: the smallest powers of two, and everything in one."""
+"""Number of micro-batch sizes to try: the smallest powers of two, and all samples in one micro-batch."""
 ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
-"""Numbers of replica groups to try: with more groups a failure loses less, but the state is sharded over fewer
+"""Numbers of replica groups to try. With more groups, a failure loses less work, but the state is sharded over fewer
 devices."""
 
 
@@ -32,10 +32,9 @@ NOT_RUN = "the engine does not run them"
 
 @dataclass
 class Space:
-    """Enumerates layouts, and counts the refused ones by reason.
+    """Enumerates layouts, and counts the rejected ones by reason.
 
-    In its layouts, `dp_replicate` counts the replicas of all replica groups together (`one_group`).
-    """
+    In its layouts, `dp_replicate` counts the replicas of all replica groups together (`one_group`)."""
 
     spec: RunSpec
     world_size: int
@@ -48,7 +47,7 @@ class Space:
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
         self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self.anyhow = self._problems({})
-        """Problems that the engine has with every layout; they come from the recipe and are not a reason to refuse a
+        """Problems that the engine has with every layout. They come from the recipe and are not a reason to reject a
         layout."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
         """Keyed by a rank's samples and turns: the numbers of micro-batches, and how many others are left out."""
@@ -89,10 +88,9 @@ class Space:
         return fine
 
     def _is_run(self, **axes: object) -> bool:
-        """Return whether the engine runs layouts with these axes, regardless of the other axes.
+        """Return whether the engine supports layouts with these axes, regardless of the other axes.
 
-        The rules of other frameworks are in `framework` (schedules, ZeRO stages).
-        """
+        The rules of other frameworks are in `framework` (schedules, ZeRO stages)."""
         if not self.spec.framework.counted:
             return True
         key = tuple(axes.items())
@@ -123,7 +121,7 @@ class Space:
             for routed in self._expert_axes(sharded):
                 for layout in self._schedules(routed):
                     for accum in self._micro_batches(per_rank, turns_of(layout)):
-                        # A zero-bubble schedule gains nothing with less than one micro-batch per stage.
+                        # A zero-bubble schedule brings no gain with fewer micro-batches than stages.
                         starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
                         if not self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage"):
                             continue
@@ -136,16 +134,16 @@ class Space:
                         yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
-        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks with replicas across nodes, or none.
+        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks with replicas across nodes, and no
+        sharding.
 
-        A run that survives failures by shrinking needs groups that each have the full state: the recipe's number of
-        groups, or several numbers to try.
-        """
+        A run that survives failures by shrinking needs groups that each have the full state. Their number is either
+        that of the recipe, or several numbers are tried."""
         wanted = self.spec.layout
         elastic = self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
         # Count the replicas of all groups: `layout.dp_replicate` is the number inside a group if
-        # `resilience.replica_groups` is given, otherwise the number of groups.
+        # `resilience.replica_groups` is set, otherwise the number of groups.
         groups = asked_groups(self.spec)
         open_replicas = wanted.dp_replicate == AUTO or (groups is None and wanted.dp_replicate == 1)
         asked = None if open_replicas else int(wanted.dp_replicate) * (groups or 1)
@@ -161,9 +159,7 @@ class Space:
             replicate = width // shard
             if wanted.dp_shard not in (AUTO, shard) or asked not in (None, replicate):
                 continue
-            if (
-                elastic
-            ):  # the replicas form complete replica groups, and each node holds complete groups or a part of one
+            if elastic:  # the replicas form complete replica groups, and each node holds complete groups or part of one
                 number = groups or replicate
                 parts = number > 1 and not any(whole_hosts(self.spec.cluster.num_nodes, number))
                 if not (
@@ -172,7 +168,7 @@ class Space:
                     and self._keep(parts, "nodes do not divide over the replica groups")
                 ):
                     continue
-            # Try the ZeRO stages that the framework supports; without sharding the stage has no meaning.
+            # Try the ZeRO stages that the framework supports. Without sharding, the stage has no meaning.
             facts = self.spec.framework
             stages = stages_of(wanted, shard, replicate)
             had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
@@ -235,7 +231,7 @@ class Space:
 
 
 def asked_groups(spec: RunSpec) -> int | None:
-    """Return the number of replica groups in the recipe; None if each replica is a group."""
+    """Return the number of replica groups in the recipe; None if every replica is a group."""
     if spec.resilience.mode != "elastic":
         return 1
     groups = spec.resilience.replica_groups
@@ -243,7 +239,8 @@ def asked_groups(spec: RunSpec) -> int | None:
 
 
 def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
-    """Return (the layout of a replica group, the number of groups); a search counts the replicas of all groups."""
+    """Return (the layout of a replica group, the number of groups). A search counts the replicas of all groups
+    together."""
     groups = asked_groups(spec) or layout.dp_replicate
     if groups == 1:
         return layout, 1
@@ -257,8 +254,7 @@ def open_layout(spec: RunSpec) -> LayoutSpec:
 
 
 def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:
-    """Return the ZeRO stages to try; without sharding the stage has no meaning, and ZeRO-1 and 2 shard over all
-    ranks."""
+    """Return the ZeRO stages to try. Without sharding, the stage has no meaning; ZeRO-1 and 2 shard over all ranks."""
     if wanted.zero_stage != AUTO:
         return (wanted.zero_stage,)
     if shard == 1:

@@ -1,4 +1,4 @@
-"""Step time as a function of each rank's samples, by stage, micro-batch and exchange."""
+"""Step time as a function of each rank's number of samples, by stage, micro-batch and exchange."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Tier = Literal["scaleup", "network"]
 
 @dataclass(frozen=True)
 class StageTime:
-    """One micro-batch through one pipeline stage, forward and backward."""
+    """Time of one micro-batch in one pipeline stage, forward and backward."""
 
     compute: Speed
     scaleup: Speed
@@ -39,38 +39,39 @@ class StageTime:
     network: Speed
     """Time of exchanges that cross domains."""
     launch_s: float
-    """Time to launch the kernels, a lower bound on the stage's time."""
+    """Time to launch the kernels, which is a lower bound on the stage's time."""
 
     def exchanges_s(self, samples: float, micro_batches: int) -> float:
-        """Return the seconds that its layers exchange data in a step with these samples and micro-batches."""
+        """Return the time in seconds for which its layers exchange data in a step with these samples and
+        micro-batches."""
         return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """A layout's step in parts, for other divisions of the samples."""
+    """The parts of a layout's step, for use with other divisions of the samples."""
 
     stages: tuple[StageTime, ...]
     bubble: float
-    """Fraction of the other stages' micro-batch time that the slowest stage waits while the pipeline fills and
-    drains."""
+    """Waiting time of the slowest stage while the pipeline fills and drains, as a fraction of the other stages'
+    micro-batch time."""
     sends: Speed
-    """Seconds of sending activations between stages, per micro-batch."""
+    """Time in seconds to send activations between stages, per micro-batch."""
     sends_tier: Tier
     gradients_each_s: float
-    """Seconds of data-parallel exchanges per micro-batch."""
+    """Time in seconds of data-parallel exchanges, per micro-batch."""
     gradients_once_s: float
-    """Seconds of data-parallel exchanges once per step."""
+    """Time in seconds of data-parallel exchanges that happen once per step."""
     gradients_tier: Tier
     rest_s: float
     """Time in the optimizer and between steps."""
 
 
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
-    """Return the parts of a step. At the setup's own micro-batches they sum to `estimate_step`.
+    """Return the parts of a step. For the setup's own micro-batches, they sum to `estimate_step`.
 
-    A micro-batch's time is assumed to be linear in its samples, through the setup's size and twice that size.
-    """
+    A micro-batch's time is assumed to be linear in its samples, through the times at the setup's size and at twice that
+    size."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
 
@@ -130,14 +131,14 @@ def _through(once_s: float, twice_s: float, size: float) -> Speed:
 
 
 def fixed_part_s(once_s: float, twice_s: float) -> float:
-    """Return the seconds of a micro-batch that do not grow with its samples, from the line through its time and that of
-    twice the samples; 0 if twice the samples take more than twice as long."""
+    """Return the time in seconds of a micro-batch that does not grow with its samples, from the line through its time
+    and that of twice the samples. It is 0 if twice the samples take more than twice as long."""
     return min(once_s, max(0.0, 2 * once_s - twice_s))
 
 
 def _each_and_once(time_s: Callable[[Setup], float], setup: Setup) -> tuple[float, float]:
-    """Split a time into the part per micro-batch and the fixed rest."""
-    # Micro-batches are equal, so the second one shows the cost of each; the rest is paid once.
+    """Split a time into the part per micro-batch and the fixed remainder."""
+    # Micro-batches are equal, so the second one shows the cost of each; the remainder is incurred once.
     one, two = (time_s(replace(setup, grad_accum=count)) for count in (1, 2))
     return two - one, 2 * one - two
 

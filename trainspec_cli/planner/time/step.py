@@ -1,9 +1,9 @@
 """Step time: the work of layers on one device, their exchanges, and the full optimizer step.
 
-A layer's work is a roofline model plus the memory traffic that arithmetic does not hide (so efficiency depends on
-size), a fixed time per kernel, and a penalty for dimensions that do not fill the tensor cores' tiles. A step consists
-of the slowest pipeline rank's micro-batches, exposed communication per axis, the bubble, the optimizer and host time.
-"""
+A layer's work follows a roofline model, with three additions: the memory traffic that arithmetic does not hide (so that
+efficiency depends on size), a fixed time per kernel, and a penalty for dimensions that do not fill the tensor cores'
+tiles. A step consists of the slowest pipeline rank's micro-batches, exposed communication per axis, the bubble, the
+optimizer and host time."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
-"""Traffic of a fused softmax and loss, which reads the logits once per direction and keeps nothing, relative to one
-kernel per operation."""
+"""Memory traffic of a fused softmax and loss relative to one kernel per operation. The fused kernel reads the logits
+once per direction and keeps nothing."""
 WAVE_OUTPUTS = 128 * 256 * 128
-"""Outputs per wave: tiles of 128 x 256 on 128 multiprocessors, accurate enough for all chips in the table."""
+"""Outputs per wave: tiles of 128 x 256 on 128 multiprocessors. This is accurate enough for all chips in the table."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
-"""Extra kernels per matrix product: its inputs are scaled and cast; block scales are also rearranged for the
-product."""
+"""Additional kernels per matrix multiplication: its inputs are scaled and cast. Block scales are also rearranged for
+it."""
 APART_BYTES = 10.0
 """Bytes per weight: a 2-byte gradient is read and added to a 4-byte sum, which is read and written."""
 NF4_TRAFFIC_BYTES = 22.5
-"""Memory traffic of dequantising a weight with separate kernels: codes to indices, lookup in fp32, scaling, and a write
-in the compute format."""
+"""Memory traffic per weight of dequantising with separate kernels: codes to indices, lookup in fp32, scaling, and a
+write in the compute format."""
 NF4_KERNELS = 14
 NF4_FUSED_BYTES = 2.5
 """The same as `NF4_TRAFFIC_BYTES`, with a compiled kernel."""
@@ -60,27 +60,29 @@ NF4_FUSED_BYTES = 2.5
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates a chip achieves in one setup's number formats."""
+    """The rates that a chip reaches with one setup's number formats."""
 
     matmul: float
     plain_matmul: float
-    """Rate of matrix products in the compute format."""
+    """Rate of matrix multiplications in the compute format."""
     memory: float
     exponentials: float
-    """Rate of the special-function units, used by softmax; it has not grown along with the tensor cores."""
+    """Rate of the special-function units, which softmax uses. It has not grown along with the tensor cores."""
     load_store: float
-    """Rate of the multiprocessors' load and store units, which depends on their count and clock, not on the memory."""
+    """Rate of the multiprocessors' load and store units, which depends on their number and clock, not on the memory."""
     cache_bytes: float
     element_bytes: float
     wide_element_bytes: float
     generation: int
-    """Tensor core generation, which attention kernels are written for: 2 Ampere, 3 Hopper, 4 Blackwell."""
+    """Tensor core generation for which attention kernels are written: 2 Ampere, 3 Hopper, 4 Blackwell."""
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250
-"""Exponential rate over bf16 peak, for chips whose rate is not listed (H100: 16 per clock and multiprocessor)."""
+"""Ratio of the exponential rate to the bf16 peak, for chips whose rate is not listed (H100: 16 per clock and
+multiprocessor)."""
 LOADS_OVER_MEMORY = 4.7
-"""First-level cache bandwidth over memory bandwidth, for chips whose rate is not listed (A100: 4.8, H100: 4.7)."""
+"""Ratio of first-level cache bandwidth to memory bandwidth, for chips whose rate is not listed (A100: 4.8, H100:
+4.7)."""
 
 
 @lru_cache(maxsize=512)
@@ -100,7 +102,7 @@ def rates_of(chip: AcceleratorSpec, matmul: str, compute: str, eff: Efficiency) 
 
 
 def alignment(size: float) -> int:
-    """Return how many times a dimension's largest power of two must be doubled to reach 64."""
+    """Return how many times the largest power of two in a dimension must be doubled to reach 64."""
     whole = int(size)
     if whole != size or whole == 0:
         return 6
@@ -109,12 +111,12 @@ def alignment(size: float) -> int:
 
 
 def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Efficiency) -> float:
-    """Return the seconds of `gemm.count` products of m x k by k x n in one launch: arithmetic, exposed traffic, and the
-    tail.
+    """Return the time in seconds of `gemm.count` products of m x k by k x n in one launch: arithmetic, exposed traffic,
+    and the tail.
 
-    Tiles are assigned to multiprocessors in waves; on average part of the last wave is idle while one tile runs over
-    its inner dimension. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) lose the most.
-    """
+    Tiles are assigned to multiprocessors in waves. On average, part of the last wave is idle while one tile runs over
+    its inner dimension. Long inner dimensions with few tiles (tensor parallelism, small micro-batches) lose the
+    most."""
     rate, size = (rates.matmul, rates.wide_element_bytes) if gemm.wide else (rates.plain_matmul, rates.element_bytes)
     loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
     traffic = size * (m * k + k * n) + rates.element_bytes * m * n
@@ -124,10 +126,10 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
 
 
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
-    """Return the seconds of (forward, backward of the inputs, backward of the weights)."""
+    """Return the times in seconds of (forward, backward of the inputs, backward of the weights)."""
     if convolves:
-        # An implicit product, whose memory traffic is counted with the element-wise passes. Its patches (m x k) go
-        # through the load and store units: with few channels per group, that takes longer than multiplying.
+        # An implicit matrix multiplication, whose memory traffic is counted with the element-wise passes. Its patches
+        # (m x k) go through the load and store units. With few channels per group, that takes longer than multiplying.
         loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
         multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
         load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
@@ -144,9 +146,9 @@ def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False
 
 
 def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tuple[float, float]:
-    """Return the seconds of (forward, backward). Fused: the FLOPs of the causal half, and 2.5 times as many in the
-    backward (FlashAttention-2, arXiv:2307.08691). Unfused: the full square, with the score matrix passing through
-    memory six times forward and eight times backward."""
+    """Return the times in seconds of (forward, backward). Fused: the FLOPs of the causal half, and 2.5 times as many in
+    the backward (FlashAttention-2, arXiv:2307.08691). Unfused: the full square, with the score matrix passing through
+    memory six times in the forward and eight times in the backward."""
     if not work.attention_flops:
         return 0.0, 0.0
     if setup.software.fused_attention:
@@ -163,8 +165,8 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 @dataclass(frozen=True)
 class LayersPart:
-    """Layers on one rank: the seconds per micro-batch by cause (`_f` forward, `_b` backward, without recomputation),
-    and their parameter counts."""
+    """Layers on one rank: the time in seconds per micro-batch by cause (`_f` forward, `_b` backward, without
+    recomputation), and the number of parameters."""
 
     matmul_f: float = 0.0
     matmul_b: float = 0.0
@@ -173,10 +175,10 @@ class LayersPart:
     memory_f: float = 0.0
     memory_b: float = 0.0
     kernels: float = 0.0
-    """Kernels launched in the forward."""
+    """Number of kernels launched in the forward."""
     experts: float = 0.0
     tp: float = 0.0
-    """Exposed communication inside layers in the forward, as for cp and ep; a full micro-batch takes `PASSES` times as
+    """Exposed communication inside layers in the forward, as for cp and ep. A full micro-batch takes `PASSES` times as
     long."""
     cp: float = 0.0
     ep: float = 0.0
@@ -202,7 +204,7 @@ class LayersPart:
 
     @property
     def forward(self) -> float:
-        """Seconds on the device, without communication."""
+        """Time on the device in seconds, without communication."""
         return self.matmul_f + self.attention_f + self.memory_f
 
     @property
@@ -211,16 +213,16 @@ class LayersPart:
 
 
 PASSES = {"tp": 2, "cp": 3, "ep": 2}
-"""How many times a micro-batch performs the forward's exchange in each layer. The backward repeats it once; with
-context parallelism twice, to gather keys and values again and to reduce their gradients."""
+"""Number of times that a micro-batch performs the forward's exchange in each layer. The backward repeats it once. With
+context parallelism it repeats it twice, to gather keys and values again and to reduce their gradients."""
 
 
 def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
-    """Time one part of a layer, or the embedding or head."""
+    """Time one part of a layer, the embedding or the head."""
     if work is None:
         return LayersPart()
     software = setup.software
-    # Experts run one after another: no loss with one expert per rank, and `experts_ungrouped` with 16.
+    # Experts that run one after another lose nothing with one expert per rank, and `experts_ungrouped` with 16.
     slow = 1.0
     if not software.grouped_experts and work.experts > 1:
         slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
@@ -230,7 +232,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     products = uneven * sum(time[0] for time in times)
     backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
     if setup.trainable >= 1.0:
-        # A micro-batch's weight gradients are added to earlier ones, inside the product or by a separate kernel.
+        # A micro-batch's weight gradients are added to earlier ones, either inside the matrix multiplication or by a
+        # separate kernel.
         added = 0.0
         if setup.grad_accum > 1 and not setup.layout.shards_parameters:
             weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
@@ -252,7 +255,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
     passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
     passes = slow * passes
-    # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
+    # The inputs of matrix multiplications in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (once
+    # transposed).
     casts = 0.0
     if setup.matmul in EIGHT_BIT:
         share = 1.0 / setup.grad_accum  # weights are cast once per step
@@ -260,7 +264,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         casts = eff.cast_fp8 * elements * (2.0 + 2.0 * rates.wide_element_bytes) / rates.memory
     casts = slow * casts
     kernels = float(work.kernels)
-    if setup.lora.is_quantised:  # frozen weights are dequantised before each product
+    if setup.lora.is_quantised:  # frozen weights are dequantised before each matrix multiplication
         each = NF4_FUSED_BYTES if software.fused_kernels else NF4_TRAFFIC_BYTES
         casts += each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
         kernels += NF4_KERNELS * len(work.gemms)
@@ -269,7 +273,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     waits = work.serial_kernels * eff.kernel_s
 
     copies = work.expert_copies if software.grouped_experts else 1
-    first = 1 / setup.layout.tp  # chunk of a ring, before any product can start
+    first = 1 / setup.layout.tp  # a ring's first chunk, before any product can start
     hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
     hidden_ep = eff.ep_overlap
     if groups["ep"].crosses and software.grouped_experts:
@@ -294,7 +298,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
 
 
 def recompute_part_s(part: LayersPart, again: Recompute) -> float:
-    """Return the forward work recomputed in the backward, with its communication if it includes matmuls."""
+    """Return the time of the forward work recomputed in the backward, with its communication if it includes matmuls."""
     work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
     if again.full:
         work += part.tp + part.cp + part.ep
@@ -302,43 +306,45 @@ def recompute_part_s(part: LayersPart, again: Recompute) -> float:
 
 
 def own_work_s(part: LayersPart) -> float:
-    """Return the seconds of one micro-batch, forward and backward, without recomputation."""
+    """Return the time of one micro-batch in seconds, forward and backward, without recomputation."""
     work_s = part.forward + part.backward
     return work_s + PASSES["tp"] * part.tp + PASSES["cp"] * part.cp + PASSES["ep"] * part.ep
 
 
 def layer_s(part: LayersPart, again: Recompute) -> float:
-    """Return the seconds of one micro-batch through layers, forward and backward, with recomputation."""
+    """Return the time of one micro-batch through layers in seconds, forward and backward, with recomputation."""
     return own_work_s(part) + recompute_part_s(part, again)
 
 
-# Costs of the data-parallel exchanges in each format: bytes sent, and encoding.
+# Cost of the data-parallel exchanges in each format: bytes sent, and encoding.
 #
 # Bytes per value match `engine/comm/codec.py`. Encoding is memory-bound: `ENCODING_BYTES` is the memory traffic per
-# value of one reduce-scatter, including feedback and decoding. On one EPYC core with 6 GB/s, measured times are 21 ns
-# per value in int8 and 25 ns in int4; the traffic predicts 14 and 21.
+# value of one reduce-scatter, including feedback and decoding. On one EPYC core with 6 GB/s, the measured times are 21
+# ns per value in int8 and 25 ns in int4; the traffic predicts 14 and 21 ns.
 
 
 GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Bytes per value, including its share of the block's scale."""
+"""Bytes per value, including the block's scale."""
 PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
 ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
 SECOND_ENCODING = 0.5
-"""Relative cost of encoding the sums of an all-reduce again: each rank encodes only its part, and decodes all parts."""
+"""Relative cost of encoding the sums of an all-reduce again, because each rank encodes only its part but decodes all
+parts."""
 
 
 def scatter_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds of a reduce-scatter of gradients with `full_bytes` uncompressed bytes."""
+    """Return the duration in seconds of a reduce-scatter of gradients with `full_bytes` uncompressed bytes."""
     return _gradients_s(group, full_bytes, setup, eff, passes=1, encodings=1.0)
 
 
 def sum_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds of an all-reduce of gradients."""
+    """Return the duration in seconds of an all-reduce of gradients."""
     return _gradients_s(group, full_bytes, setup, eff, passes=2, encodings=1 + SECOND_ENCODING)
 
 
 def gather_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds of an all-gather of parameters with `full_bytes` uncompressed bytes (two per parameter)."""
+    """Return the duration in seconds of an all-gather of parameters with `full_bytes` uncompressed bytes (two per
+    parameter)."""
     chosen = setup.software.wire.parameters
     if chosen == "full":
         return all_gather_s(group, full_bytes, eff)
@@ -366,22 +372,22 @@ def _encoding_s(group: Group, chosen: WireFormat, values: float, setup: Setup, e
 
 
 PACKET_BYTES = 2**20
-"""Smallest packet of gradients that crosses replica groups (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
+"""Minimum size of a packet of gradients that crosses replica groups (`LARGE_BYTES` of
+`engine/elastic/cross_group.py`)."""
 BLOCK_MATRICES = 7
 """Weight matrices per block: four in attention, three in a gated MLP."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch through each kind of layer, the embedding and the head.
+    """Times of one micro-batch in each kind of layer, the embedding and the head.
 
-    Depends only on the axes that split a layer (tp, cp, ep), not on those that distribute layers or samples, so a
-    search computes it once for many layouts.
-    """
+    They depend only on the axes that split a layer (tp, cp, ep), not on those that distribute layers or samples. A
+    search therefore computes them once for many layouts."""
 
     kinds: tuple[LayersPart, ...]
     before: tuple[tuple[int, ...], ...]
-    """The number of layers of each kind before each layer, and in the full model."""
+    """Number of layers of each kind before each layer, and in the full model."""
     embedding: LayersPart
     head: LayersPart
     rates: Rates
@@ -403,7 +409,7 @@ class MicroBatch:
 
     @cached_property
     def layer(self) -> LayersPart:
-        """Return the average of the model's layers."""
+        """Return the average over the model's layers."""
         return LayersPart().plus(self.layers(self.numbers([range(self.num_layers)])), 1.0 / self.num_layers)
 
     def numbers(self, stages: Iterable[range]) -> tuple[int, ...]:
@@ -426,7 +432,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     model = setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
-    # `layer_works` has one object per kind of layer, so 100 identical layers are timed once.
+    # `layer_works` has one object per kind of layer, so 100 identical layers are timed only once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     parts = []
     for works in kinds.values():
@@ -439,7 +445,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates)
-    if model.prediction_layers:  # each adds a layer and a head on the last stage
+    if model.prediction_layers:  # each one adds a layer and a head on the last stage
         head = head.plus(head.plus(once.layer), model.prediction_layers)
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
@@ -453,16 +459,15 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
-    """Assemble a full step in the setup's layout from the parts of a micro-batch."""
+    """Compose a full step in the setup's layout from the parts of a micro-batch."""
     return step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
 
 
 def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
-    """Return the pipeline rank that the others wait for.
+    """Return the pipeline rank for which the others wait.
 
-    While a pipeline fills and drains, the others also wait for its kernel launches: the stages of a small model take as
-    long as their launches.
-    """
+    While a pipeline fills and drains, the others also wait for that rank's kernel launches: the stages of a small model
+    take as long as their launches."""
     ranks = rank_parts(once, setup.layout)
     # Most ranks of a long pipeline share one object (`rank_parts`), and a search times thousands of pipelines.
     distinct = {id(rank): rank for rank in ranks}
@@ -496,56 +501,56 @@ def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str,
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
         host_s=micro * host_wait_s(part, timed.time_s, setup, eff) + between,
     )
-    # Devices wait for the slowest one when they synchronise; the host's time between steps does not add to that.
+    # Devices wait for the slowest one when they synchronise. Host time between steps does not add to that wait.
     return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
 
 
 def between_steps_s(setup: Setup, eff: Efficiency) -> float:
-    """Return the host's seconds between two steps."""
+    """Return the host time between two steps, in seconds."""
     return eff.step_graphed_s if setup.software.graphs else eff.step_s
 
 
 def waiting_share(setup: Setup, eff: Efficiency) -> float:
-    """Return the time that waiting for the slowest device adds, as a fraction of a step's work."""
+    """Return the time added by waiting for the slowest device, as a fraction of a step's work."""
     return eff.jitter * math.log2(max(1.0, setup.fabric.num_devices / 8))
 
 
 @dataclass(frozen=True)
 class RankParts:
-    """One micro-batch through all stages of one pipeline rank."""
+    """Times of one micro-batch in all stages of one pipeline rank."""
 
     layers: LayersPart
     beside: LayersPart = field(default_factory=LayersPart)
-    """The embedding and the head, if present; they are not recomputed."""
+    """The embedding and the head, if the rank has them; they are not recomputed."""
 
     @property
     def whole(self) -> LayersPart:
         return self.layers.plus(self.beside)
 
     def time_s(self, setup: Setup) -> float:
-        """Return the seconds of forward and backward."""
+        """Return the time of forward and backward in seconds."""
         again = self.whole if setup.tabled else self.layers
         return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
 
     def compute_s(self, setup: Setup) -> float:
-        """Return the same without the layers' exchanges, except those of recomputed forwards."""
+        """Return the same time without the layers' exchanges, except for those of recomputed forwards."""
         return self.whole.forward + self.whole.backward + recompute_part_s(self.layers, setup.recompute)
 
 
 @dataclass(frozen=True)
 class TimedRank:
-    """A pipeline rank in a step."""
+    """The time of a pipeline rank in a step."""
 
     rank: RankParts
     time_s: float
-    """Seconds of one micro-batch, forward and backward."""
+    """Time of one micro-batch in seconds, forward and backward."""
     bubble_s: float
-    """Seconds that it waits for the others in the full step."""
+    """Time in seconds for which it waits for the others, over the full step."""
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
     """Return each pipeline rank's part: its stages' layers, and the embedding or head if it has them. Ranks with the
-    same layers and neither of the two share one object."""
+    same layers and neither embedding nor head share one object."""
     stages = cut_layers(once.num_layers, layout)
     numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
     parts = {number: RankParts(once.layers(number)) for number in set(numbers)}
@@ -562,15 +567,15 @@ def bubble_s(stage_s: Sequence[float], layout: Layout, micro_batches: int) -> fl
 
 
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
-    """Return the exposed seconds of sending activations and their gradients between stages."""
+    """Return the exposed time in seconds of sending activations and their gradients between stages."""
     layout = setup.layout
     if layout.pp == 1:
         return 0.0
-    # With sequence parallelism a tensor-parallel rank has, and sends, only a part of the sequence.
+    # With sequence parallelism, a tensor-parallel rank has, and sends, only part of the sequence.
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     message = 2.0 * setup.tokens * setup.model.hidden_size / parts
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
-    # Sends while the pipeline fills and drains cannot be hidden behind work, unlike those of each micro-batch.
+    # Unlike those of each micro-batch, sends while the pipeline fills and drains cannot be hidden behind work.
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
 
@@ -579,7 +584,7 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
     if setup.software.graphs:
         return 0.0
     kernels = part.kernels + (0 if setup.software.grouped_experts else 6 * part.experts)
-    # The backward launches about two kernels for each forward kernel.
+    # The backward launches about two kernels for each kernel of the forward.
     launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
         launches *= 0.7
@@ -587,15 +592,15 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
 
 
 def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Return the seconds of the update: gradients, master weights and moments are read and written once, over the host
-    link if offloaded. If an update has several operations, the reads and writes of each are counted."""
+    """Return the duration of the update in seconds. Gradients, master weights and moments are read and written once,
+    over the host link if offloaded. If an update has several operations, the reads and writes of each are counted."""
     layout = setup.layout
     software = setup.software
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
-        # Gradients are sent to the host and bf16 weights come back; the update runs there, at 100 GB/s memory
-        # bandwidth.
+        # Gradients are sent to the host and bf16 weights come back. The update runs there, at a memory bandwidth of 100
+        # GB/s.
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
     if software.optimizer == "adamw8bit":
         traffic += params * UPDATE_BYTES["adamw8bit"]
@@ -604,9 +609,9 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
 
 
 def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Return the seconds of muon: operations on this rank's `params`, sending each matrix to the rank that assembles it
-    and back, and Newton-Schulz on this rank's matrices. The ranks of dp_shard, cp and tp divide a stage's matrices
-    among themselves; experts are not sharded."""
+    """Return the duration of muon in seconds: operations on this rank's `params`, sending each matrix to the rank that
+    assembles it and back, and Newton-Schulz on this rank's matrices. The ranks of dp_shard, cp and tp divide a stage's
+    matrices among themselves; experts are not sharded."""
     layout = setup.layout
     model = cast("TextModel", setup.model)
     dense, experts = newton_schulz_flops(model)
@@ -621,26 +626,25 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
 
 @dataclass(frozen=True)
 class DataParallelExchange:
-    """The data-parallel exchanges of a step, in seconds if nothing overlaps them."""
+    """The data-parallel exchanges of a step, in seconds, without any overlap."""
 
     forward_s: float
-    """Time to gather parameters, during the forward of a micro-batch."""
+    """Time to gather parameters during a micro-batch's forward."""
     backward_s: float
-    """Time to gather them again and reduce gradients, during the backward."""
+    """Time to gather them again and to reduce gradients during the backward."""
     times: int = 1
-    """Number of micro-batches with an exchange: all with ZeRO-3, otherwise one."""
+    """Number of micro-batches with an exchange: all of them with ZeRO-3, otherwise one."""
     across_s: float = 0.0
-    """Time to reduce over replicas, once per step, during half of a backward."""
+    """Time to reduce over replicas, once per step, which overlaps with half of a backward."""
 
 
 def exchanges_of(
     params: float, expert_params: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
 ) -> DataParallelExchange:
-    """Return the exchanges for a rank with this many parameters. `groups`: those of the setup's layout.
+    """Return the exchanges for a rank with this many parameters. `groups`: groups of the setup's layout.
 
-    Each replica group has its own data parallelism; afterwards, ranks with the same number sum their results over the
-    groups.
-    """
+    Each replica group has separate data parallelism. Afterwards, ranks with the same number sum their results over the
+    groups."""
     layout = setup.group_layout
     number = setup.layout.dp_replicate // layout.dp_replicate
     groups_s = 0.0
@@ -671,12 +675,11 @@ def exchanges_of(
 
 
 def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds of summing the gradients of a rank's `params` over the replica groups, on the devices'
+    """Return the time in seconds to sum the gradients of a rank's `params` over the replica groups, on the devices'
     backend.
 
-    Packets (`engine/elastic/cross_group.py`) are sent one after the other, so each pays a sum's latency; matrices of
-    `PACKET_BYTES` or more are separate packets. Offloaded gradients are copied to the device and back.
-    """
+    Packets (`engine/elastic/cross_group.py`) are sent one after another, so each one incurs the latency of a sum.
+    Matrices of `PACKET_BYTES` or more are separate packets. Offloaded gradients are copied to the device and back."""
     group = group_of(setup.fabric, number, max(1, setup.fabric.num_devices // number), eff)
     kept_bytes = 4.0 * setup.trainable * params
     matrices = BLOCK_MATRICES * setup.model.num_layers / setup.layout.pp
@@ -687,7 +690,7 @@ def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -
 
 
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
-    """Return the exposed seconds of reducing gradients and gathering parameters."""
+    """Return the exposed time in seconds of reducing gradients and gathering parameters."""
     forward = part.forward + part.tp + part.ep
     backward = part.backward + part.tp + part.ep + recompute_part_s(part, setup.recompute)
     sent = exchanges_of(part.params, part.expert_params, setup, groups, eff)
@@ -696,8 +699,8 @@ def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], ef
 
 
 def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the seconds of `comm` that are not hidden behind work of length `beside`, plus the slowdown of that work
-    by the hidden part."""
+    """Return the part of `comm` in seconds that is not hidden behind work of length `beside`, plus the time by which
+    the hidden part slows that work."""
     if not setup.software.overlap_dp:
         return comm
     # Collectives and kernels share the chip, so hidden communication still slows the work.
@@ -705,18 +708,19 @@ def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> floa
     return comm - hidden + eff.contention * hidden
 
 
-# Layer times for cutting the pipeline
+# Layer times for splitting the pipeline
 
 
 def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
-    """Return the seconds of one micro-batch, forward and backward, with recomputation and the layers' communication."""
+    """Return the time of one micro-batch in seconds, forward and backward, with recomputation and the layers'
+    communication."""
     kinds_s = [layer_s(kind, setup.recompute) for kind in once.kinds]
     layers_s = [kinds_s[once.kind_of(layer)] for layer in range(once.num_layers)]
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 
 
 def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
-    """Return the same with every layer at the average, for cuts in a search over many layouts."""
+    """Return the same with every layer at the average, for layer splits in a search over many layouts."""
     layers_s = [layer_s(once.layer, setup.recompute)] * once.num_layers
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 

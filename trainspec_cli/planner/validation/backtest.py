@@ -25,7 +25,7 @@ from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, framework_of, number, state
 from trainspec_cli.recipe.results.tables import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
 
-# Interpret a measured memory figure, to compare it with the matching part of a prediction.
+# Interpret a measured memory value, to compare it with the corresponding part of a prediction.
 #
 # nvidia-smi includes the device's context, communication buffers and the allocator's cache; PyTorch's counters include
 # only tensors; papers give activations or states as formulas.
@@ -35,7 +35,7 @@ UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
 
 
 def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
-    """Return (predicted, measured) in bytes, or (None, None) if the row has no memory figure."""
+    """Return (predicted, measured) in bytes; (None, None) if the row has no memory value."""
     if number(row, "peak_mem_gib"):
         return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
     metric = row.get("metric") or ""
@@ -61,12 +61,12 @@ def predicted_as(metric: str, setup: Setup) -> float:
     if "weights+optimizer" in metric:
         return stages[0].parameters_bytes + stages[0].gradients_bytes + stages[0].optimizer_bytes
     fullest = max(stages, key=lambda stage: stage.total_bytes)
-    # PyTorch's allocator does not count the device's context and NCCL's buffers.
+    # PyTorch's allocator does not count the device context and NCCL's buffers.
     outside = fullest.context_bytes + GROUP_BYTES * communicators(setup)
     if "reserved" not in metric and any(name in metric for name in ("torch", "lora max", "allocated")):
         tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside
         return tensors * (1 + RESERVE)  # the same reserve as for the total
-    # nvidia-smi: before a device is full, the allocator releases its unused blocks.
+    # For nvidia-smi: before a device is full, the allocator releases its unused blocks.
     needed = (fullest.total_bytes - fullest.fragmentation_bytes) * (1 + RESERVE)
     resident = max(needed, min(fullest.total_bytes, setup.fabric.chip.memory_gb * GIB))
     return resident - outside if "reserved" in metric else resident
@@ -85,24 +85,24 @@ class Prediction:
     step_time_s: float | None = None
     measured_step_time_s: float | None = None
     tokens_s_gpu: float | None = None
-    """Tokens per second and GPU; samples for image models."""
+    """Tokens per second per GPU; for image models, samples."""
     peak_memory_bytes: float | None = None
     memory_bytes: float | None = None
-    """The prediction of the row's memory column (without the device's context if the column excludes it)."""
+    """The prediction for the row's memory column (without the device context if the column excludes it)."""
     measured_memory_bytes: float | None = None
     assumed: tuple[str, ...] = ()
     refused: str | None = None
 
     @property
     def judged(self) -> bool:
-        """True if the row counts towards the errors: rows that the table marks as unfit or incomplete are only
-        predicted."""
+        """Whether the row counts towards the errors. For rows that the table marks as unsuitable or incomplete, there
+        is only a prediction."""
         flags = (self.row.get("fit_ok"), self.row.get("config_complete"))
         return all((flag or "1").lower() in ("1", "1.0", "true") for flag in flags)
 
     @property
     def step_error(self) -> float | None:
-        """The relative error of the step time: 0.1 means predicted 10% too slow."""
+        """The relative error of the step time; 0.1 means that the predicted step is 10% too slow."""
         if not self.step_time_s or not self.measured_step_time_s:
             return None
         return self.step_time_s / self.measured_step_time_s - 1
@@ -123,7 +123,7 @@ class Backtest:
         return [error for error in found if error is not None]
 
     def points(self) -> list[tuple[float, float, str]]:
-        """Return (measured, predicted, source) for the judged rows."""
+        """Return (measured, predicted, source) for the rows that count."""
         return [
             (p.measured_step_time_s, p.step_time_s, p.row.get("source") or "?")
             for p in self.predictions
@@ -151,7 +151,7 @@ FITTED_SOURCES = frozenset(
         "Korthikanti 2022 (arXiv:2205.05198)",
     }
 )
-"""Sources (names in the column `source`) to whose step times the shipped efficiencies were fitted. The error on their
+"""Sources (names in the column `source`) whose step times were used to fit the shipped efficiencies. The error on their
 rows shows how well the model fits; the error on all other sources shows what to expect for other runs."""
 SWEEP_KEYS = (
     *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
@@ -197,8 +197,8 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
 
 
 def close_recompute(stated: Stated) -> Setup:
-    """Choose the recomputation if the row leaves it open: full, in as few layers as needed to fit on the chip (mostly
-    none)."""
+    """Choose the recomputation if the row leaves it open: full, in as few layers as are needed for the run to fit on
+    the chip (usually none)."""
     setup = stated.setup
     if not stated.recompute_open:
         return setup
@@ -228,17 +228,17 @@ def rank_sweeps(predictions: Sequence[Prediction]) -> list[Ranking]:
 
 
 def fit_table(result: Backtest, start: Efficiency, prior: float = 0.3) -> Efficiency:
-    """Return the efficiencies corrected by the measured rows."""
+    """Return the efficiencies, corrected by the measured rows."""
     runs = [p for p in result.predictions if p.judged and p.setup and p.measured_step_time_s]
     return fit(cases_of(runs), start, prior)
 
 
 CASE_WEIGHT = 0.2
-"""Weight of one run: five runs weigh as much as one parameter's prior."""
+"""Weight of one run: five runs weigh as much as the prior of one parameter."""
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
-    """Merge identical setups from one source into one case with their median."""
+    """Merge identical setups from one source into one case that has their median."""
     groups: dict[tuple[Setup, str], list[float]] = defaultdict(list)
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None
@@ -250,8 +250,8 @@ def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
 
 
 def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> BacktestReport:
-    """Summarise a backtest, and describe each row. `fitted`: the sources that its efficiencies were fitted to; if
-    empty, the summary does not separate them."""
+    """Summarise a backtest, and describe each row. `fitted`: the sources used to fit its efficiencies; if empty, the
+    summary does not separate them."""
     total = ErrorSummary.of(result.errors())
     memory = ErrorSummary.of([p.memory_error for p in result.predictions if p.memory_error is not None])
     refusals = Counter(p.refused for p in result.predictions if p.refused)
@@ -292,12 +292,12 @@ def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> Backte
 
 # Fit the efficiencies to measured runs: robust Gauss-Newton on the logarithm of the step time.
 #
-# Each parameter is pulled towards its current value, so that a few runs change only what they measure (a Bayesian
-# prior, or ridge regression in logarithms). Huber weights reduce the influence of outliers (Huber 1964).
+# Each parameter is pulled towards its current value, so that a few runs change only the parameters that they measure (a
+# Bayesian prior, or ridge regression in logarithms). Huber weights reduce the influence of outliers (Huber 1964).
 
 
 HUBER = 0.08
-"""Errors beyond 8% count linearly: identical configurations already differ by 4% on average."""
+"""Errors beyond 8% count linearly, because even identical configurations differ by 4% on average."""
 STEP = 0.05
 """Relative step for numerical derivatives."""
 
@@ -312,10 +312,9 @@ class FittedRow:
 def fit(
     cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derivatives: Any = None
 ) -> Efficiency:
-    """Return the efficiencies that fit the measurements best. `prior`: the relative change of a parameter that costs as
-    much as an error of one Huber width in one run. `derivatives`: those of the cases at `start`, reused in every
-    iteration, since computing them takes nearly all the time.
-    """
+    """Return the efficiencies that best fit the measurements. `prior`: the relative change of a parameter that costs as
+    much as an error of one Huber width in one run. `derivatives`: derivatives of the cases at `start`, reused in every
+    iteration because computing them takes nearly all of the time."""
     import numpy as np
 
     origin = log_values(start)
@@ -349,7 +348,8 @@ def fit(
 
 
 def newton_step(jacobian: Any, errors: Any, case_weights: Any, shift: Any, prior: float, damping: float = 0.0) -> Any:
-    """Return by how much to reduce the logarithms of the efficiencies, which are `shift` away from the prior's."""
+    """Return the amount by which to reduce the logarithms of the efficiencies, which are `shift` away from those of the
+    prior."""
     import numpy as np
 
     weights = case_weights * np.minimum(1.0, HUBER / np.maximum(abs(errors), 1e-9))
@@ -367,13 +367,13 @@ def log_values(eff: Efficiency) -> Any:
 
 
 def moved_to(start: Efficiency, theta: Sequence[float]) -> Efficiency:
-    """Return the efficiencies with logarithms `theta`, with fractions limited to 1."""
+    """Return the efficiencies whose logarithms are `theta`, with fractions limited to 1."""
     values = {name: math.exp(float(value)) for name, value in zip(start.as_dict(), theta, strict=True)}
     return replace(start, **{name: min(v, 0.98) if name in FRACTIONS else v for name, v in values.items()})
 
 
 def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
-    """Return the logarithm of predicted over measured for each case."""
+    """Return the logarithm of the predicted over the measured value for each case."""
     import numpy as np
 
     return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])
@@ -381,7 +381,7 @@ def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
 
 def derive(cases: Sequence[FittedRow], at: Efficiency) -> Any:
     """Return the derivatives of the logarithm of each case's step time with respect to the logarithm of each
-    efficiency: cases x efficiencies. They do not depend on measurements."""
+    efficiency, as cases x efficiencies. They do not depend on the measurements."""
     import numpy as np
 
     theta = log_values(at)

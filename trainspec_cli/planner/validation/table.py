@@ -1,4 +1,4 @@
-"""Read a row in a table of measured runs as a Setup; empty values are assumed and listed."""
+"""Read a row in a table of measured runs as a Setup. Empty values are replaced by assumptions, which are listed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainspec_cli.recipe.records import from_plain
 
 Row = Mapping[str, str]
 SHARDED = ("fsdp", "hsdp", "zero2", "zero3")
-"""Words in the column dp_mode that mean sharded parameters (with zero2, gradients)."""
+"""Words in the column dp_mode that mean sharded parameters (for zero2, sharded gradients)."""
 ADAPTER_SHARE = 0.002
-"""Parameters of rank-16 adapters relative to those of the base."""
+"""Parameters of rank-16 adapters as a fraction of those of the base."""
 
 
 class RowRefused(ValueError):  # noqa: N818 - a result, not a failure
-    """The row lacks something that a prediction needs; the message says what."""
+    """The row lacks something that a prediction needs; the message states what."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Stated:
 
     setup: Setup
     samples: float
-    """Samples per step, over all devices."""
+    """Number of samples per step, over all devices."""
     assumed: tuple[str, ...]
     recompute_open: bool
-    """True if the row leaves the recomputation open; then the lightest one that fits is used."""
+    """Whether the row leaves the recomputation open; if so, the lightest one that fits is used."""
 
 
 SHOWN_CHARS = 40
@@ -78,7 +78,7 @@ def need(row: Row, key: str) -> float:
 
 
 def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Build the model from the sizes in the columns, or from its name if no sizes are given."""
+    """Build the model from the sizes in the columns or, if there are none, from its name."""
     if number(row, "layers") is None or number(row, "hidden") is None:
         known = find_model(row.get("model", ""))
         if known is None:
@@ -90,7 +90,7 @@ def model_of(row: Row) -> tuple[ModelSpec, tuple[str, ...]]:
 
 
 def experts_of(row: Row, layers: int, plain: DecoderModel) -> ExpertSpec | None:
-    """Return the experts. `every` and `first_dense_layers` are derived from the parameter count, since tables give
+    """Return the experts. `every` and `first_dense_layers` are derived from the parameter count, because tables contain
     neither."""
     count = number(row, "n_experts")
     if not count or count <= 1:
@@ -117,13 +117,14 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
     kv_heads = whole(row, "kv_heads", heads)
-    # Tables do not give position encodings. Models with gates, or with keys shared by several queries, use rotations;
-    # others are GPTs with learned positions or ALiBi slopes, which cost nothing.
+    # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotations.
+    # Others are GPTs with learned positions or ALiBi slopes, which cost nothing.
     is_gpt = not gated and kv_heads == heads
-    # DeepSeek's ranks, if the row names latent attention or omits the head width, as tables of such models do.
+    # Use DeepSeek's ranks if the row names latent attention or omits the head width, as tables of such models do.
     text = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
     is_latent = "mla" in text or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", text))
-    # A width that is not divisible by the head count (bloom's trials) is kept by rounding the width of one head.
+    # If the width is not divisible by the number of heads (bloom's trials), it is kept by rounding the width of one
+    # head.
     model = DecoderModel(
         num_layers=layers,
         hidden_size=hidden,
@@ -150,8 +151,8 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
 
 
 def hybrid_of(row: Row) -> tuple[HybridModel, tuple[str, ...]]:
-    """Return the hybrid model. Tables give the number of layers but not their pattern: assume a tenth is attention, and
-    the rest is half Mamba, half feed-forward or experts."""
+    """Return the hybrid model. Tables state the number of layers but not their pattern. The assumption is that a tenth
+    is attention, and that the rest is half Mamba, half feed-forward or experts."""
     layers = int(need(row, "layers"))
     hidden = int(need(row, "hidden"))
     heads = whole(row, "heads", 1)
@@ -210,7 +211,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     shard = 1
     stage: ZeroStage = 1
     if any(word in mode for word in SHARDED):
-        group = number(row, "shard_group")  # includes context-parallel ranks, which share the shards
+        group = number(row, "shard_group")  # this includes context-parallel ranks, which share the shards
         shard = max(1, min(dp, round(group / cp))) if group else (min(8, dp) if "hsdp" in mode else dp)
         while dp % shard:
             shard -= 1
@@ -285,8 +286,8 @@ def state(row: Row) -> Stated:
 
 STATED_SUMS = re.compile(r"gradients? (?:are )?accumulated? in fp32|fp32 grad")
 QUANTISED_BYTES = {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}
-"""Bytes per parameter of a quantised base under adapters: 4 bits, one scale per 64 (8-bit with -dq), and 1 bit for
-bitsandbytes' other data (litgpt's tables)."""
+"""Bytes per parameter of a quantised base under adapters: 4 bits, one scale per 64 weights (8-bit with -dq), and 1 bit
+for bitsandbytes' other data (litgpt's tables)."""
 
 
 def software_of(row: Row) -> tuple[Software, bool]:
@@ -315,7 +316,7 @@ def software_of(row: Row) -> tuple[Software, bool]:
 
 
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
-    """Return (micro-batch, accumulation, samples per step, assumed). A given global batch is kept."""
+    """Return (micro-batch size, accumulation, samples per step, assumptions). A specified global batch is kept."""
     micro = number(row, "mbs")
     accum = number(row, "grad_accum")
     samples = number(row, "gbs")
@@ -347,7 +348,7 @@ GENERATIONS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> tuple[float, str, bool]:
-    """Parse `8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s`, `400 Gbps/GPU class`: return (Gbit/s per device, the
+    """Parse `8x400 Gbps/node IB`, `4x ConnectX-7 IB NDR 400Gb/s` or `400 Gbps/GPU class`. Return (Gbit/s per device,
     kind of network, whether the rate is assumed) for the compute network."""
     lower = text.lower()
     kind = "infiniband"
@@ -407,11 +408,11 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
     return RECOMPUTE["none"], True
 
 
-# The framework of a row, by the names listed in the files of conf/framework: full words, without guessing.
+# The framework of a row, matched by the names listed in the files of conf/framework: full words, without guessing.
 
 
 UNSTATED = "pytorch"
-"""The file to use if a row names no framework; its facts are those of plain PyTorch."""
+"""The file to use if a row does not name a framework; it describes plain PyTorch."""
 
 
 class UnknownFramework(ValueError):  # noqa: N818 - a result, not a failure
@@ -427,9 +428,8 @@ def frameworks() -> dict[str, FrameworkSpec]:
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
     """Return (the framework in its version for the row's year, whether nothing names it). Raises UnknownFramework.
 
-    Looks first for tables that a file claims entirely, then in the column `framework` or, if that is empty, in
-    `source`.
-    """
+    Looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
+    `source`."""
     stated = (row.get("framework") or "").strip()
     source = (row.get("source") or "").strip()
     claimed = [
@@ -453,8 +453,8 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
 
 
 def named_in(text: str) -> list[FrameworkSpec]:
-    """Return the versions of the first framework that a text names; of two names that start at the same word, the
-    longer one."""
+    """Return the versions of the first framework that a text names. If two names start at the same word, the longer one
+    wins."""
     words = words_of(text)
     for start in range(len(words)):
         found: dict[tuple[str, ...], list[FrameworkSpec]] = {}

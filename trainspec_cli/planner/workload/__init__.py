@@ -21,14 +21,14 @@ from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, LoraS
 
 @dataclass(frozen=True)
 class Gemm:
-    """`count` matrix products of m x k by k x n."""
+    """`count` matrix multiplications of m x k by k x n."""
 
     m: float
     n: float
     k: float
     count: float = 1.0
     wide: bool = True
-    """True if it uses the linear layers' format (fp8, ...); the router, the head and frozen parts stay in bf16."""
+    """Whether it uses the linear layers' format (fp8, ...). The router, the head and frozen parts stay in bf16."""
 
     @property
     def flops(self) -> float:
@@ -41,52 +41,54 @@ class Work:
 
     gemms: tuple[Gemm, ...] = ()
     attention_flops: float = 0.0
-    """FLOPs of the forward, over the causal half (or the window) only."""
+    """FLOPs of the forward, counting only the causal half (or the window)."""
     attention_head_dim: float = 128.0
     score_bytes: float = 0.0
-    """Bytes of the score matrix if it were materialised in 2 bytes."""
+    """Bytes of the score matrix if it were materialised with 2 bytes per value."""
     pass_bytes: float = 0.0
     """Memory traffic of the element-wise kernels in the forward."""
     loss_bytes: float = 0.0
     """The same for the loss over the vocabulary."""
     eager_bytes: float = 0.0
-    """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) are separate
+    """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) run in separate
     kernels."""
     tensor_bytes: float = 1e9
-    """Bytes of one activation that passes from kernel to kernel."""
+    """Bytes of one activation passed from kernel to kernel."""
     kernels: int = 0
-    """Kernels launched by an eager framework in the forward."""
+    """Number of kernels that an eager framework launches in the forward."""
     serial_kernels: int = 0
-    """Small kernels that wait for each other, regardless of the batch size: their time is their latency."""
+    """Number of small kernels that wait for each other regardless of the batch size, so that their time is their
+    latency."""
     tp_bytes: float = 0.0
-    """Bytes of one tensor-parallel exchange (a full activation); the forward has `tp_exchanges` of them."""
+    """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of them."""
     tp_exchanges: int = 0
     cp_bytes: float = 0.0
     """Bytes of the keys and values of the full sequence, which context parallelism exchanges."""
     ep_bytes: float = 0.0
     """Bytes that a rank sends to the experts, in one direction."""
     expert_copies: int = 1
-    """Number of experts that each token is sent to."""
+    """Number of experts to which each token is sent."""
     experts: float = 0.0
     """Number of experts on this rank."""
     params: float = 0.0
-    """Parameters on this rank that all data-parallel ranks share."""
+    """Number of parameters on this rank that all data-parallel ranks share."""
     expert_params: float = 0.0
     saved_bytes: float = 0.0
     """Bytes of activations kept for the backward."""
     saved_gemm_bytes: float = 0.0
-    """The part that only serves as matmul inputs, which is kept in 8 bits if the matmuls run in 8 bits."""
+    """The part that serves only as matmul inputs. It is kept in 8 bits if the matmuls run in 8 bits."""
     saved_eager_bytes: float = 0.0
-    """Bytes that a framework without fused norms and activations keeps in addition: fp32 copies, the gate's output."""
+    """Additional bytes that a framework without fused norms and activations keeps: fp32 copies and the gate's
+    output."""
     input_bytes: float = 0.0
-    """Bytes of the layer's input, the only tensor that full recomputation keeps."""
+    """Bytes of the layer's input, which is the only tensor that full recomputation keeps."""
     leaf: bool = False
-    """True if its input is data, which needs no gradient."""
+    """Whether its input is data, which needs no gradient."""
     frozen: bool = False
-    """True if it has no backward: neither it nor anything before it is trained."""
+    """Whether it has no backward, because neither it nor anything before it is trained."""
 
     convolves: bool = False
-    """True if its products are convolutions, whose kernels reach different rates."""
+    """Whether its products are convolutions, whose kernels reach different rates."""
 
     @property
     def flops(self) -> float:
@@ -108,16 +110,16 @@ LOSS_BYTES = 12.0
 
 
 class FamilyWork(Protocol):
-    """The functions of a family's module; `model` is of the family's class."""
+    """The functions that a family's module provides; `model` is an instance of the family's class."""
 
     def count_params(self, model: Any, *, active: bool = False) -> int:
-        """Count every parameter once; `active`: only those that one token uses."""
+        """Count every parameter once. `active`: count only those that one token uses."""
 
     def flops_per_token(self, model: Any, seq_len: int) -> float:
-        """Return the forward and backward model FLOPs per token (per sample for images)."""
+        """Return the model FLOPs per token (per sample for images), forward and backward."""
 
     def mixing_flops_per_token(self, model: Any, seq_len: int) -> float:
-        """Return the part without weights: attention's scores and values, or a state-space scan."""
+        """Return the part that involves no weights: attention's scores and values, or a state-space scan."""
 
     def layer_works(self, model: Any, tokens: float, seq_len: int, layout: Layout) -> Layers:
         """Return the parts of each layer, in order; layers of one kind share one tuple."""
@@ -139,7 +141,7 @@ def count_active_params(model: ModelSpec) -> int:
 
 def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> float:
     """Return the model FLOPs of forward and backward per token (for images, per sample). Weights frozen by adapters
-    have no gradients, so they need 4 FLOPs each instead of 6."""
+    have no gradients, so they take 4 FLOPs each instead of 6."""
     whole = _work_of(model).flops_per_token(model, seq_len)
     if not adapted_decoder(model, lora):
         return whole
@@ -166,7 +168,7 @@ def layer_kinds(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -
 
 @lru_cache(maxsize=4096)
 def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
-    """Return the work of the look-up and of the first write to the residual stream."""
+    """Return the work of the embedding look-up and of the first write to the residual stream."""
     if model.unit == "samples":
         return None
     params = model.vocab_size * model.hidden_size / layout.tp + model.learned_positions * model.hidden_size
@@ -176,8 +178,8 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
 
 @lru_cache(maxsize=4096)
 def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
-    """Return the work of the final norm, output projection and loss (and of layers that predict further tokens on the
-    last stage)."""
+    """Return the work of the final norm, output projection and loss (and, on the last stage, of layers that predict
+    further tokens)."""
     if model.unit == "samples":
         return None
     split = layout.tp if layout.sequence_parallel else 1
@@ -200,7 +202,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
 def adapted_matrices(
     model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Yield (outputs, inputs) of a rank's part of each matrix in a layer that has an adapter; routed experts have
+    """Yield (outputs, inputs) of a rank's part of each matrix in a layer that has an adapter. Routed experts have
     none."""
     if not lora.rank:
         return
@@ -235,8 +237,8 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
 
 def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
     """Return the bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314,
-    section 3): 4 bits per weight and 8 per block scale; for the full matrix, 32 per 256 scales and 32 for their
-    mean."""
+    section 3): 4 bits per weight and 8 per block scale. The full matrix has an additional 32 bits per 256 scales, and
+    32 for their mean."""
     blocks = rows * math.ceil(columns / NF4_BLOCK)
     return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
 

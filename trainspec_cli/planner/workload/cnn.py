@@ -1,4 +1,4 @@
-"""Convolutional networks: residual classifiers, detectors on a feature pyramid, and U-Nets, layer by layer."""
+"""Convolutional networks, layer by layer: residual classifiers, detectors on a feature pyramid, and U-Nets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 
 @dataclass(frozen=True)
 class Conv:
-    """One convolution: `positions` outputs per sample, followed by a norm and an activation if `normed`."""
+    """One convolution with `positions` outputs per sample, followed by a norm and an activation if `normed`."""
 
     positions: float
     in_channels: int
@@ -39,7 +39,7 @@ class Conv:
 
 
 def bottleneck(positions: float, channels_in: int, width: int, stride: int, groups: int, expansion: int) -> list[Conv]:
-    """Return the 1x1, 3x3 (strided) and 1x1 convolutions, and the shortcut's 1x1 if shapes change."""
+    """Return the 1x1, 3x3 (strided) and 1x1 convolutions, and the shortcut's 1x1 convolution if shapes change."""
     out = width * expansion
     before = positions * stride**2
     convs = [
@@ -53,18 +53,17 @@ def bottleneck(positions: float, channels_in: int, width: int, stride: int, grou
 
 
 def detector_backbone(model: ConvModel) -> list[Conv]:
-    """Return a pretrained ResNet with the stem and first stage frozen, as trained in detectors (MLPerf, torchvision).
+    """Return a pretrained ResNet whose stem and first stage are frozen, as trained in detectors (MLPerf, torchvision).
 
-    All its norms are frozen: a scale and a bias, which cost the same as a bias.
-    """
+    All of its norms are frozen: a scale and a bias, which cost the same as a bias."""
     convs = [replace(conv, normed=False) for conv in resnet(model)]
     first = 1 + 3 * model.blocks[0] + 1
     return [replace(conv, frozen=True) for conv in convs[:first]] + convs[first:]
 
 
 def resnet(model: ConvModel) -> list[Conv]:
-    """Return the stem and the stages. Widths are those inside the bottlenecks; ResNeXt's are twice ResNet's for the
-    same output."""
+    """Return the stem and the stages. Widths are those inside the bottlenecks; for the same output, ResNeXt's are twice
+    as large as ResNet's."""
     area = math.prod(model.input_size)
     convs = [Conv(area / 4, model.in_channels, STEM_CHANNELS, 49, in_positions=area)]
     channels = STEM_CHANNELS
@@ -79,7 +78,8 @@ def resnet(model: ConvModel) -> list[Conv]:
 
 
 def pyramid(model: ConvModel, outputs: list[int], levels: list[int]) -> list[Conv]:
-    """Return 1x1 laterals from the backbone's stages, and a 3x3 smoothing with 256 channels on each level."""
+    """Return 1x1 lateral convolutions from the backbone's stages, and a 3x3 smoothing convolution with 256 channels on
+    each level."""
     area = math.prod(model.input_size)
     laterals = [Conv(area / 4 ** (2 + i), c, 256, 1, normed=False) for i, c in enumerate(outputs) if c]
     return laterals + [Conv(area / 4**level, 256, 256, 9, normed=False) for level in levels]
@@ -137,7 +137,8 @@ def unet(model: ConvModel) -> list[Conv]:
 
 
 PROPOSAL_KERNELS = 1000
-"""Kernels of a two-stage detector: best boxes per level, suppression of overlaps, matching, sampling, pooling."""
+"""Number of kernels of a two-stage detector: best boxes per level, suppression of overlaps, matching, sampling,
+pooling."""
 BUILDERS = {"resnet": resnet, "retinanet": retinanet, "maskrcnn": maskrcnn, "unet": unet}
 
 

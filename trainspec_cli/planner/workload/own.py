@@ -1,4 +1,4 @@
-"""User-defined blocks, with the figures that the recipe gives to the planner (`OwnModel`)."""
+"""User-defined blocks, with the values that the recipe provides for the planner (`OwnModel`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import OwnModel
 
 WIDTHS_OF_NORMS = 5
-"""Number of hidden-width vectors that a transformer block keeps in addition to the outputs of its matrices."""
+"""Number of vectors of hidden width that a transformer block keeps in addition to the outputs of its matrices."""
 
 
 def layer_params(model: OwnModel) -> int:
-    """Return the parameter count of a block; 0 if the recipe does not give it yet, which the rules refuse."""
+    """Return the parameter count of a block. It is 0 if the recipe does not specify it yet, which the rules reject."""
     return model.block_params or 0
 
 
@@ -31,8 +31,8 @@ def mixing_flops_per_token(model: OwnModel, _seq_len: int) -> float:
 
 
 def saved_bytes_per_token(model: OwnModel) -> float:
-    """Return the bytes that a block keeps per token in bf16; without a value in the recipe, these are the outputs of
-    its matrices and some hidden-width vectors."""
+    """Return the number of bytes per token that a block keeps in bf16. If the recipe does not specify it, these are the
+    outputs of the block's matrices and some vectors of hidden width."""
     if model.block_saved_bytes_per_token is not None:
         return model.block_saved_bytes_per_token
     return 2.0 * (layer_params(model) / model.hidden_size + WIDTHS_OF_NORMS * model.hidden_size)

@@ -9,7 +9,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 
 CHUNK = 256
-"""Tokens per block of the state-space dual form."""
+"""Number of tokens per block of the state-space dual form."""
 SCAN_SLOWNESS = 2.0
 """Slowdown of the chunked scan's kernels, which reach about half of fused attention's rate."""
 
@@ -33,7 +33,8 @@ def mamba_params(model: HybridModel) -> int:
 
 
 def scan_flops_per_token(model: HybridModel) -> float:
-    """Return the forward FLOPs per token: the block's product (causal half), and its exchange with the state."""
+    """Return the forward FLOPs per token: the product within the block (causal half), and its exchange with the
+    state."""
     inner = inner_size(model)
     state = model.mamba_state_size
     within = CHUNK * (model.mamba_groups * state + inner)
@@ -58,21 +59,21 @@ def count_params(model: HybridModel, *, active: bool = False) -> int:
 
 
 def flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """Return the FLOPs: 6 per matmul parameter, attention over the causal half, and the scan (forward, plus twice that
-    for the backward)."""
+    """Return the FLOPs per token: 6 per matmul parameter, attention over the causal half, and the scan (its forward,
+    plus twice that for the backward)."""
     weights = layer_params(model, active=True) + model.vocab_size * model.hidden_size
     return 6.0 * weights + mixing_flops_per_token(model, seq_len)
 
 
 def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """Return the FLOPs of attention's products and the scan, forward and backward."""
+    """Return the FLOPs of attention's products and of the scan, forward and backward."""
     attention = 6.0 * model.attention_layers * model.num_heads * model.head_dim * seq_len
     return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
 
 
 @lru_cache(maxsize=1024)
 def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
-    """Return the parts of each layer: one mixer."""
+    """Return the parts of each layer, which has a single mixer."""
     decoder = model.as_decoder
     kinds: dict[str, Work] = {}
     for letter in dict.fromkeys(model.layers):

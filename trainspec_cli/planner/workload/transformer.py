@@ -10,7 +10,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, Layer
 
 
 def attention_params(model: DecoderModel) -> int:
-    """Count the weights of the attention's matrices in one layer."""
+    """Count the weights in one layer's attention matrices."""
     mla = model.mla
     if mla is None:
         return model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
@@ -28,7 +28,7 @@ def mlp_params(model: DecoderModel) -> int:
 
 
 def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
-    """Count the weights of one layer's matrices; with `active` those that one token uses."""
+    """Count the weights in one layer's matrices; if `active`, only those that one token uses."""
     attention = attention_params(model)
     if not model.is_expert_layer(layer):
         return attention + mlp_params(model)
@@ -47,7 +47,7 @@ def matmul_params(model: DecoderModel, *, active: bool) -> int:
 def count_params(model: DecoderModel, *, active: bool = False) -> int:
     """Count every parameter once, including tied embeddings."""
     rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
-    # Norms, and the attention's biases and sinks, of all layers; a prediction layer has three more norms.
+    # Norms of all layers, and the attention's biases and sinks; a prediction layer has three more norms.
     mla = model.mla
     if mla is not None:
         own = mla.q_lora_rank + mla.kv_lora_rank
@@ -63,8 +63,8 @@ def count_params(model: DecoderModel, *, active: bool = False) -> int:
 
 
 def attention_width(model: DecoderModel) -> float:
-    """Return half the sum of a query's and a value's width over all heads: the core takes 4 x this many FLOPs per
-    pair."""
+    """Return half the sum of a query's and a value's width over all heads. The attention core takes 4 x this many FLOPs
+    per pair."""
     if model.mla is None:
         return model.num_heads * model.head_dim
     return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
@@ -80,9 +80,9 @@ def context(window: int | None, seq_len: int) -> float:
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token.
 
-    6 per parameter of a matrix product (2 forward, 4 backward; none for the embedding look-up) and attention's two
-    products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM (arXiv:2204.02311,
-    appendix B) counts the full square instead; recomputed work never counts.
+    They consist of 6 per parameter of a matrix multiplication (2 forward, 4 backward; none for the embedding look-up),
+    and of attention's two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM
+    (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """
     heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
     return 6.0 * (matmul_params(model, active=True) + heads) + mixing_flops_per_token(model, seq_len)
@@ -116,13 +116,13 @@ EAGER_NORM_BYTES = 24.0
 """Traffic per element of a root-mean-square norm with separate operations: cast to 4 bytes, squared, averaged, scaled,
 cast back."""
 EAGER_ROTATION_BYTES = 16.0
-"""Traffic per element of a query or key, rotated in 4 bytes."""
+"""Traffic per element of a query or key that is rotated in 4 bytes."""
 EAGER_GATE_BYTES = 4.0
 """Traffic per element of a gate whose activation is written before it is multiplied."""
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
-    """Return the work of one layer's norm, projections, core and residual; the core attends to a window or to all
+    """Return the work of one layer's norm, projections, core and residual. The core attends to a window or to all
     earlier tokens."""
     tp = layout.tp
     hidden = model.hidden_size
@@ -131,8 +131,8 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     key: float = model.num_kv_heads * model.head_dim
     if model.mla is not None:
         query = key = attention_width(model)
-    # The core reads q, k, v and keeps its output, which is also the input of the output projection.
-    # The residual stream itself is the norm's saved input; the norm's output is the saved input of the projections.
+    # The core reads q, k, v and keeps its output, which is also the input of the output projection. The residual stream
+    # itself is the norm's saved input; the norm's output is the saved input of the projections.
     inner = (2 * query + 2 * key) / tp
     rotated = (query + key) / tp if model.rotates else 0.0
     latent = 0.0
@@ -219,8 +219,8 @@ def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
 def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
     """Return the work of one layer's norm, router, experts and residual, with tokens spread evenly over the experts.
 
-    Experts are split by `etp`; the tokens of a tensor-parallel group are first spread over it (sequence parallel).
-    """
+    Experts are split by `etp`; the tokens of a tensor-parallel group are first spread over the group (sequence
+    parallelism)."""
     tp = layout.tp
     etp = layout.etp
     ep = layout.ep

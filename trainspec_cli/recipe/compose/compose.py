@@ -1,7 +1,7 @@
 """Compose a recipe and `key=value` arguments into a plain dict, with the origin of every value and all problems.
 
-Files are merged section by section in the order given by `defaults` in conf/trainspec.yaml: one option per group, then
-the recipe, then the command line. The last value wins.
+Files are merged section by section in the order given by `defaults` in conf/trainspec.yaml: one option for each group,
+then the recipe, then the command line. The last value wins.
 
 Composition continues after a mistake, so that one pass reports all of them: a missing option is replaced by the
 previous choice, and an invalid line of a defaults list is skipped.
@@ -42,7 +42,7 @@ from trainspec_cli.recipe.compose.folders import (
 from trainspec_cli.recipe.compose.values import Argument, all_paths, overlaid, parse_arguments, resolve, value_paths
 from trainspec_cli.recipe.field_types import MISSING
 
-# Mutually exclusive keys: setting one replaces the alternatives that were set earlier.
+# Mutually exclusive keys: setting one of them replaces alternatives that were set earlier.
 
 
 SECTION, NAMES = "train", ("max_steps", "tokens", "epochs")
@@ -50,7 +50,7 @@ SECTION, NAMES = "train", ("max_steps", "tokens", "epochs")
 
 
 def section_of(data: JsonObject) -> JsonObject:
-    """Return the section that holds the alternatives, or an empty one if the value is not a section (reported
+    """Return the section that contains the alternatives; empty if the value is not a section (which is reported
     elsewhere)."""
     section = data.get(SECTION)
     return section if isinstance(section, dict) else {}
@@ -62,11 +62,10 @@ def given(data: JsonObject) -> list[str]:
 
 
 def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None:
-    """Remove the alternatives that a later file or the command line overrides.
+    """Remove the alternatives that are overridden by a later file or the command line.
 
-    `files`: the configuration files in merge order; values from elsewhere come before them.
-    Several alternatives from one file or one command line are all kept, and the reader then rejects them.
-    """
+    `files`: the configuration files in merge order; values from elsewhere come before them. If several alternatives
+    come from the same file or command line, all of them are kept, and the reader then rejects them."""
     rank_of_file = {file: rank for rank, file in enumerate((*files, COMMAND_LINE))}
     found = {name: origins.get(f"{SECTION}.{name}") for name in given(data)}
     ranks = {name: rank_of_file.get(origin.file, -1) if origin else -1 for name, origin in found.items()}
@@ -75,35 +74,35 @@ def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None
         origins.pop(f"{SECTION}.{name}", None)
 
 
-# The files of a composition: the recipe, its base recipes, and one option per group.
+# The files of a composition: the recipe, its base recipes, and one option for each group.
 
 
 SELF = "_self_"
 ALL_OF = "`trainspec list {}` shows all"
 """The command that lists the options of a group."""
 _ELSEWHERE = re.compile(r"/?(?P<group>[\w/]+)@(?P<key>[\w.]+)")
-"""A reference from one group's file to another group's option, with the key that it fills:
+"""A reference in one group's file to another group's option, with the key that the option fills:
 `/accelerator@accelerator`."""
 COUNTED = (
     re.compile(r"(?P<count>\d+)[x*_]+(?P<chip>.+)", re.IGNORECASE),
     re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
     re.compile(r"(?P<chip>.+)(?P<count>)"),
 )
-"""A chip count before or after a chip's name, or a name alone: the number in `rtx_4090` is not a chip count."""
+"""A number of chips before or after a chip's name, or a name alone. The number in `rtx_4090` does not count chips."""
 
 
 @dataclass(frozen=True)
 class MergedFile:
-    """One file in a composition."""
+    """One of the files in a composition."""
 
     read: YamlFile
     package: str = ""
-    """The dotted path at which it is merged; empty means the root."""
+    """The dotted path at which it is merged; empty for the root."""
     replaces: bool = False
-    """Whether the file discards all earlier values of its section: mixing the fields of two accelerators would describe
+    """Whether the file discards all earlier values of its section. Mixing the fields of two accelerators would describe
     a chip that does not exist."""
     chosen_at: Origin | None = None
-    """The argument, or the line of a recipe, that chose the file; None for a default."""
+    """The argument or the recipe line that chose the file; None for a default."""
 
 
 @dataclass
@@ -115,7 +114,7 @@ class Selection:
     recipes: list[YamlFile] = field(default_factory=list)
     """The recipe and its base recipes, in merge order."""
     options: dict[str, list[tuple[str, Origin]]] = field(default_factory=dict)
-    """Group -> the requested options; the last one has priority."""
+    """Group -> the requested options, the last of which takes precedence."""
     failed: set[str] = field(default_factory=set)
     """Groups (and `recipe`) that could not be read as requested."""
     problems: list[Problem] = field(default_factory=list)
@@ -127,7 +126,7 @@ class Selection:
         self.options = {entry.key: [(entry.value, entry.origin)] for entry in root.defaults if entry.key}
         del self.options[RECIPE]
         self._choose_recipe(next((argument for argument in arguments if argument.key == RECIPE), None))
-        # Without a readable recipe the arguments are still checked against the defaults.
+        # Without a readable recipe, the arguments are still checked against the defaults.
         if self.recipe and not self._add_recipe(f"{RECIPE}/{self.recipe}", ()):
             self.recipe = ""
         for argument in arguments:
@@ -137,8 +136,8 @@ class Selection:
                 if argument.key in self.options:
                     self.options[argument.key].append((option, origin))
                     continue
-                # Options of some groups fill a section with another name, so the group itself is not a recipe key, as
-                # in `accelerator=rtx_4090`.
+                # Options of some groups fill a section with a different name, so the group itself is not a recipe key,
+                # as in `accelerator=rtx_4090`.
                 section = SECTION_NAMED_BY.get(argument.key, "")
                 message = f"`{argument.key}` is a group of options, not a key of a recipe"
                 message += f"; one of them can be the value of `{section}`" if section else ""
@@ -152,7 +151,7 @@ class Selection:
             elif entry.key == RECIPE:
                 parts += map(MergedFile, self.recipes)
             else:
-                # One unreadable option must not hide errors in the others, so the previous option replaces it.
+                # One unreadable option must not hide errors in the others, so it is replaced by the previous option.
                 options = self.options[entry.key]
                 while options and (found := self.parts_of(entry.key, *options[-1])) is None:
                     self.failed.add(entry.key)
@@ -163,12 +162,13 @@ class Selection:
         return parts
 
     def is_choice(self, argument: Argument) -> bool:
-        """Return True for `model=llama_6m`, which selects a file; `model={num_layers: 2}` and `~model` set values."""
+        """Return True for `model=llama_6m`, which selects a file, as opposed to `model={num_layers: 2}` and `~model`,
+        which set values."""
         is_value = argument.deletes or isinstance(argument.value, dict)
         return argument.key in self.folders.groups and not is_value
 
     def _choose_recipe(self, argument: Argument | None) -> None:
-        """Set `recipe`. The folder of a recipe given as a path becomes the first of the recipe folders."""
+        """Set `recipe`. If a recipe is specified as a path, its folder becomes the first of the recipe folders."""
         name = str(argument.value) if argument else ""
         path = expand(name)
         if path.suffix == SUFFIX and exists(self.cwd / path):
@@ -224,7 +224,7 @@ class Selection:
                 continue
             if problem := self._check_entry(entry, parent, (*within, name)):
                 self.problems.append(problem)
-                # Later errors about the group that this line was meant to set would only repeat this one.
+                # Later errors about the group that this line was supposed to set would only repeat this error.
                 self.failed.add(closest(group, self.folders.groups) or group)
             elif entry.key:
                 options.append((group, entry.value, entry.origin))
@@ -233,7 +233,7 @@ class Selection:
             elif not self._add_recipe(parent, (*within, name)):
                 return False
         self.recipes += [] if stands_itself else [file]
-        # A recipe's own options come after those of its base recipes, regardless of their order in its list.
+        # A recipe's own options follow those of its base recipes, regardless of their order in its list.
         for group, option, origin in options:
             self.options[group].append((option, origin))
         return True
@@ -297,12 +297,11 @@ class Selection:
         package: str | None = None,
         within: tuple[Path, ...] = (),
     ) -> list[MergedFile] | None:
-        """Return an option's own file and the files that it builds on. Return None if one of them cannot be read; the
+        """Return the option's own file and the files that it builds on. Return None if one of them cannot be read; the
         error is reported at `origin`.
 
         `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills,
-        if its file does not state it. `within`: the chain of files that leads to it.
-        """
+        if its file does not state it. `within`: the chain of files that leads to it."""
         is_own = option.endswith(SUFFIX) and group in OWN_FILES
         path = self.cwd / expand(option) if is_own else self.folders.find_config(f"{group}/{option}")
         if not option or path is None or not exists(path):
@@ -341,7 +340,7 @@ class Selection:
         return parts if whole else None
 
     def _misplaced(self, entry: YamlEntry) -> Problem:
-        """Return the problem for a line in a group's file that does not name an option of that group."""
+        """Return the problem for a line in a group's file that names something other than an option of that group."""
         name = entry.key.split()[-1].removeprefix("/").partition("@")[0]
         if name not in self.folders.groups:
             near = closest(name, self.folders.groups)
@@ -380,7 +379,7 @@ class Selection:
             near = name if name in options else None if chip == name else closest(name, options)
             if f"{chip}_x{count}" in options:
                 hint = f"did you mean {group}={chip}_x{count}?"
-            elif chip and near and near.startswith(f"{chip}_x"):  # a cluster of these chips that conf/ does not have
+            elif chip and near and near.startswith(f"{chip}_x"):  # conf/ has no cluster of this many chips
                 hint = f"did you mean {section}={chip}?"
             elif near or chip:
                 number = f" cluster.devices_per_node={count}" if count else ""
@@ -408,12 +407,12 @@ def _has_yml(folders: Sequence[Path], name: str) -> bool:
 
 
 def choices(near: str, group: str, options: Sequence[str]) -> str:
-    """Return the hint `near` and the command that lists the group's options, because the full list would bury the hint.
-    Without `near`, return the options themselves."""
+    """Return the hint `near`, followed by the command that lists the group's options, because the full list would hide
+    the hint. Without `near`, return the options themselves."""
     return f"{near} {ALL_OF.format(group)}" if near else f"options: {', '.join(options)}"
 
 
-# Values from files, values from the command line, and values derived from them.
+# Values from files, values from the command line, and values derived from both.
 
 
 POOLS = "cluster.pools"
@@ -430,13 +429,13 @@ NOT_HERE = {
         "leave it out; `trainspec migrate` converts a recipe to this version",
     ),
 }
-"""Keys that a command line cannot set: (what they do, what to type)."""
+"""Keys that a command line cannot set: (what they do, what to type instead)."""
 
 
 @dataclass(frozen=True)
 class Composed:
     recipe: str
-    """The recipe's name, or "" if it could not be found or read."""
+    """The recipe's name; "" if it could not be found or read."""
     data: JsonObject
     """The values with interpolations resolved; `???` marks a value that is not set."""
     origins: Origins
@@ -445,32 +444,32 @@ class Composed:
     problems: tuple[Problem, ...] = ()
     """All problems that can be found without interpreting the values, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups and keys (including `recipe`) that could not be read as requested; other problems in them may be
+    """Groups and keys (including `recipe`) that could not be read as requested. Other problems in them may be
     consequences."""
     chosen_at: Origins = field(default_factory=dict)
-    """Section -> the argument or recipe line that chose the option filling it."""
+    """Section -> the argument or recipe line that chose the option that fills it."""
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Add the value's location to problems that have only a path."""
+        """Add the location of the value to problems that only have a path."""
         return locate(problems, self.origins, self.arguments, self.cwd, self.chosen_at)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Values that a recipe takes from something it refers to, such as a checkpoint's config.json."""
+    """Values that a recipe takes from something that it refers to, such as a checkpoint's config.json."""
 
     values: JsonObject
     source: str
-    """The file that the values come from, or the key that they follow from."""
+    """The file from which the values come, or the key from which they follow."""
     replaced: frozenset[str] = frozenset()
-    """Groups whose explicitly written values are all discarded."""
+    """Groups whose explicitly specified values are all discarded."""
     problems: tuple[Problem, ...] = ()
     failed: frozenset[str] = frozenset()
     """Groups and keys that could not be completed."""
 
 
 Complete = Callable[[JsonObject, frozenset[str]], Completion]
-"""Takes the composed values, interpolated as far as possible, and the groups left at their defaults."""
+"""Takes the composed values, interpolated as far as possible, and the groups that were left at their defaults."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
@@ -485,9 +484,8 @@ def compose_arguments(
 ) -> Composed:
     """Compose a command line, which may contain `recipe=NAME`; each of `completions` fills in the values that it knows.
 
-    User errors are not raised but listed in `problems`; `data` holds everything else. `aside`: keys that belong to the
-    command rather than to the recipe.
-    """
+    User errors are not raised but listed in `problems`; `data` contains everything else. `aside`: keys that belong to
+    the command instead of the recipe."""
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
     parsed = [argument for argument in parsed if argument.key not in aside]
@@ -515,7 +513,7 @@ def compose_arguments(
     values = [argument for argument in values if argument not in named]
     data, origins = _merge(parts)
     misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
-    if misplaced:  # a single word, as in `trainspec launch tiyn`; the missing recipe is a consequence
+    if misplaced:  # a single word, as in `trainspec launch tiyn`, which is why the recipe is missing
         names = selection.folders.recipe_names()
         for problem in misplaced:
             word = arguments[(problem.line or 1) - 1]
@@ -529,16 +527,16 @@ def compose_arguments(
     # A problem with an entire section is solved by choosing another option, not by editing the option's file.
     chosen = {part.package: part.chosen_at for part in parts if part.chosen_at}
     chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
-    # If a later file sets one of several alternative keys, it replaces the alternative set by an earlier file.
+    # If a later file sets one of several alternative keys, that key replaces the alternative set by an earlier file.
     _keep_last(data, origins, [part.read.start.file for part in parts])
     unchosen = frozenset(
         group
         for group in selection.folders.groups
-        # Neither a recipe nor the command line chose the group's option or set any of its values.
+        # Neither a recipe nor the command line chose an option of the group or set any of its values.
         if len(selection.options.get(group, ())) == 1
         and len({origin.file for path, origin in origins.items() if path.partition(".")[0] == group}) == 1
     )
-    # Last, because a checkpoint's config.json is found through the values, interpolations included.
+    # This comes last, because a checkpoint's config.json is found through the values, including interpolations.
     data, more, incomplete = _complete(data, completions, unchosen, origins)
     return Composed(
         recipe=selection.recipe,
@@ -556,8 +554,7 @@ def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions
     """Apply `key=value` arguments to previously composed values, such as those of a run; each of `completions` fills in
     the values that follow from them.
 
-    Groups and recipes are not looked up: `model=x` is a value here.
-    """
+    Groups and recipes are not looked up: `model=x` is a value here."""
     parsed, problems = parse_arguments(arguments)
     data = overlaid({}, values)
     problems += _apply_arguments(data, parsed)
@@ -570,7 +567,7 @@ def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions
 
 
 def _merge(parts: Iterable[MergedFile]) -> tuple[JsonObject, Origins]:
-    """Return the merged values of the files and the origin of each value."""
+    """Return the merged values of the files, and the origin of each value."""
     data: JsonObject = {}
     origins: Origins = {}
     for part in parts:
@@ -630,7 +627,7 @@ def _apply_arguments(data: JsonObject, arguments: Iterable[Argument]) -> Iterato
 
 
 def _delete(data: JsonObject, path: str) -> bool:
-    """Remove a value; return whether it was there."""
+    """Remove a value; return whether it existed."""
     *above, name = path.split(".")
     section: JsonValue = data
     for word in above:
@@ -642,7 +639,7 @@ def _delete(data: JsonObject, path: str) -> bool:
 
 
 def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
-    """Expand each pool's short form (`h100_sxm*8x8`) and accelerator name to their values; return the problems."""
+    """Expand each pool's short form (`h100_sxm*8x8`) and accelerator name to values; return the problems."""
     cluster = data.get("cluster")
     pools = cluster.get("pools") if isinstance(cluster, dict) else None
     if not isinstance(cluster, dict) or not isinstance(pools, list):
@@ -672,7 +669,7 @@ def _write_out_pools(data: JsonObject, selection: Selection) -> list[Problem]:
 def _complete(
     data: JsonObject, completions: Iterable[Complete], unchosen: frozenset[str], origins: Origins
 ) -> tuple[JsonObject, list[Problem], frozenset[str]]:
-    """Return the values completed by each of `completions`, all problems, and the keys that could not be completed."""
+    """Return the values as completed by `completions`, all problems, and the keys that could not be completed."""
     resolved, unresolved = resolve(data)
     problems: list[Problem] = []
     failed: frozenset[str] = frozenset()
@@ -692,7 +689,7 @@ def _complete(
 
 
 def _without_references(value: Any) -> Any:
-    """Escape `${` in values from another program's file, so that it is read as plain text."""
+    """Escape `${` in values from another program's file, so that they are read as plain text."""
     if isinstance(value, dict):
         return {key: _without_references(item) for key, item in value.items()}
     if isinstance(value, list):

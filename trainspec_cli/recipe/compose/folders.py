@@ -1,7 +1,6 @@
 """Recipe and group files: their paths, the position of each value in them, and mistakes in their YAML.
 
-The user's own ./conf and ./recipes come first, then the shipped folders.
-"""
+The user's own ./conf and ./recipes take precedence over the shipped folders."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ from trainspec_cli.core.reading.files import VERSION_KEY, UnreadableFileError, e
 from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 ROOT = "trainspec"
-"""conf/trainspec.yaml, the root of every run (a distinctive name, because ./conf may belong to another Hydra
-program)."""
+"""conf/trainspec.yaml, the root of every run. The name is distinctive because ./conf may belong to another Hydra
+program."""
 SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 DISTURB = "disturb"
-"""The folder of disturbances that `trainspec plan` simulates. They are not part of a recipe, so they are not a
+"""The folder of disturbances that `trainspec plan` can simulate. They are not part of a recipe, so they are not a
 group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
-"""A section that a single name may replace -> the group whose options are the valid names."""
+"""A section that may be replaced by a single name -> the group whose options are the valid names."""
 SECTION_NAMED_BY = {group: section for section, group in NAMED_SECTIONS.items()}
 OWN_FILES = ("framework",)
-"""Groups whose option may also be the path of a file, as in `framework=./mine.yaml`."""
+"""Groups for which the option may also be the path of a file, as in `framework=./mine.yaml`."""
 
 
 @dataclass(frozen=True)
 class Folders:
     conf: tuple[Path, ...]
-    """Searched in this order; the first match wins."""
+    """These are searched in order; the first match wins."""
     recipes: tuple[Path, ...]
 
     @cached_property
@@ -55,8 +54,8 @@ class Folders:
         return _names(conf / group for conf in self.conf)
 
     def find_config(self, name: str) -> Path | None:
-        """Return the file of `model/llama_6m` or `recipe/tiny`; None if it does not exist or its path would leave the
-        folder."""
+        """Return the file of `model/llama_6m` or `recipe/tiny`; None if it does not exist, or if its path would leave
+        the folder."""
         if not all(_MAY_BE_FILE.fullmatch(word) for word in name.split("/")):
             return None
         of_recipe = name.startswith(f"{RECIPE}/")
@@ -103,7 +102,7 @@ def _names(folders: Iterable[Path]) -> list[str]:
 
 COMMAND_LINE = "command line"
 RECIPE = "recipe"
-"""The key that names a recipe."""
+"""The key that specifies a recipe."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,11 @@ class Origin:
 
 
 Origins = dict[str, Origin]
-"""Dotted path -> position of its key (the last writer's)."""
+"""Dotted path -> position of its key (as last set)."""
 
 
 def show_path(path: Path, cwd: Path) -> str:
-    """Return `path` relative to `cwd` if it lies below it, otherwise unchanged."""
+    """Return `path` relative to `cwd` if it is below it, otherwise unchanged."""
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
@@ -138,10 +137,10 @@ def locate(
     cwd: Path,
     chosen_at: Origins | None = None,
 ) -> list[Problem]:
-    """Add to each problem its file, line and column (found by its path), and the text of that line. `chosen_at`: where
-    an entire section was selected by naming an option."""
+    """Add file, line and column (found by its path), and the text of that line, to each problem. `chosen_at`: where an
+    entire section was selected by naming an option."""
 
-    @lru_cache(maxsize=1)  # a large file may have mistakes on many lines
+    @lru_cache(maxsize=1)  # because a large file may have mistakes on many lines
     def lines_of(file: str) -> Sequence[str]:
         if file == COMMAND_LINE:
             return arguments
@@ -163,7 +162,7 @@ def locate(
 
 
 def find_origin(path: str, origins: Origins) -> Origin | None:
-    """Return the origin of `path`, or of a value below it, or of its parent."""
+    """Return the origin of `path`, of a value below it, or of its parent."""
     if path in origins:
         return origins[path]
     below = [origin for key, origin in origins.items() if path and key.startswith(f"{path}.")]
@@ -188,7 +187,7 @@ SYNTAX_HINTS = {
 """Part of PyYAML's message -> what to do."""
 
 ABOUT_FILE = ("defaults", VERSION_KEY)
-"""Keys that describe the file rather than hold recipe values."""
+"""Keys that describe the file itself instead of containing recipe values."""
 
 UNFINISHED = ("could not find expected ':'", "end of stream", "expected ',' or")
 """Parts of messages about an unclosed element, whose start is in PyYAML's context mark."""
@@ -206,28 +205,29 @@ class YamlEntry:
     value: str
     origin: Origin
     several: tuple[str, ...] = ()
-    """The options, if a list names more than one. Hydra would merge them into one section."""
+    """The options, if a list names more than one, because Hydra would merge them into one section."""
 
 
 @dataclass(frozen=True)
 class YamlFile:
     start: Origin
-    """The first key, or the first line."""
+    """The first key or, if there is none, the first line."""
     origins: Origins
     """Dotted path, as written in this file -> position of its key."""
     defaults: tuple[YamlEntry, ...]
     description: str
     root: yaml.MappingNode | None
-    """None in an empty file."""
+    """None for an empty file."""
     version: tuple[object, Origin] | None = None
-    """The training-spec version stated by the file, as YAML reads it (text, if written correctly). None if the file
+    """The training-spec version stated in the file, as YAML reads it (text, if written correctly); None if the file
     does not state one."""
     package: str | None = None
-    """The section that the file's values fill, stated in its first lines (`# @package cluster.fabric`). None: the
-    section with the same name as its folder."""
+    """The section that the file's values fill, as stated in its first lines (`# @package cluster.fabric`). None means
+    the section with the same name as its folder."""
 
     def values(self) -> JsonObject:
-        """Return the file's content as plain values. Raises RecipeError if a value has a type that plain YAML lacks."""
+        """Return the file's content as plain values. Raises RecipeError if a value has a type that plain YAML does not
+        have."""
         if self.root is None:
             return {}
         with _syntax_checked(self.start.file):
@@ -236,7 +236,7 @@ class YamlFile:
 
 
 def read_yaml(path: Path, cwd: Path) -> YamlFile:
-    """Read a file; a shipped file is read once per process unless it changes. Raises RecipeError with all syntax
+    """Read a file; a shipped file is read only once per process unless it changes. Raises RecipeError with all syntax
     errors."""
     shown = show_path(path, cwd)
     if not path.is_relative_to(shipped_data()) or not exists(path):
@@ -296,11 +296,11 @@ def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
 def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
     reason = error.problem or error.context or "unreadable"
     unfinished = any(fragment in reason for fragment in UNFINISHED)
-    # For an unclosed element, PyYAML marks where it gave up, far below the line that must be closed.
+    # For an unclosed element, PyYAML marks where it gave up, which is far below the line that must be closed.
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
-        # PyYAML reports a tab as a character "that cannot start any token", which is invisible.
+        # PyYAML reports a tab as a character "that cannot start any token", but a tab is invisible.
         message = "this line is indented by a tab; YAML allows only spaces"
         hint = "replace the tab with two spaces"
     else:
@@ -315,7 +315,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -
 
 
 def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
-    """Yield a problem for each key that is not a plain word or occurs twice (YAML would silently keep the last
+    """Yield a problem for each key that is not a plain word or that occurs twice (YAML would silently keep the last
     value)."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
@@ -336,7 +336,7 @@ def _check_keys(node: yaml.Node, shown: str) -> Iterator[Problem]:
 
 
 def _walk(node: yaml.Node, prefix: str, shown: str) -> Iterator[tuple[str, Origin]]:
-    """Yield every path below a mapping or a list of mappings (numbered from 0) with its position."""
+    """Yield every path below a mapping or a list of mappings (numbered from 0), with its position."""
     if isinstance(node, yaml.MappingNode):
         below = [(f"{prefix}{key.value}", key, value) for key, value in node.value]
     else:

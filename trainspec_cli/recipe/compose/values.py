@@ -1,10 +1,9 @@
 """Operations on a recipe's values as plain dicts: merging them, resolving their references `${...}`, showing them as
 YAML, and parsing them from the command line.
 
-Each reference is resolved once, and its result is bounded: OmegaConf resolves a reference again at every occurrence, so
-thirty lines that each double the previous one would fill memory. `shipped` is the only resolver, so that a recipe means
-the same whenever and wherever it is read.
-"""
+Each reference is resolved only once, and the size of its result is limited. OmegaConf resolves a reference again at
+every occurrence, so thirty lines that each double the previous one would fill memory. `shipped` is the only resolver,
+so that a recipe means the same whenever and wherever it is read."""
 
 from __future__ import annotations
 
@@ -29,27 +28,26 @@ from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE, 
 from trainspec_cli.recipe.field_types import MISSING
 
 SHIPPED = "shipped"
-"""The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
+"""The resolver in `${shipped:recipes/FILE}`, which is the path of a file shipped with trainspec."""
 MAX_CHARS = 100_000
-"""The maximum length of a text after its references are resolved."""
+"""Maximum length of a text after its references are resolved."""
 MAX_VALUES = 5_000
-"""The maximum number of values in a section after its references are resolved."""
+"""Maximum number of values in a section after its references are resolved."""
 MAX_DEPTH = 40
-"""The maximum depth of nested references and sections."""
+"""Maximum depth of nested references and sections."""
 SHOWN_CHARS = 200
-"""The maximum length of the excerpt shown for a value that cannot be resolved."""
+"""Maximum length of the excerpt shown for a value that cannot be resolved."""
 WIDEST_ALIGNED = 44
-"""Origins are aligned in one column after lines of up to this length."""
+"""After lines of up to this length, origins are aligned in one column."""
 
 Path = tuple[str | int, ...]
 
 
 def overlaid(below: JsonObject, above: JsonObject) -> JsonObject:
-    """Return `above` merged over `below`, section by section. A `???` in `above` unsets the value again: otherwise a
-    recipe that needs `init.from` would train from scratch.
+    """Return `above` merged over `below`, section by section. A `???` in `above` unsets the value again; otherwise, a
+    recipe that requires `init.from` would train from scratch.
 
-    Values from `above` are copied, because YAML aliases put the same object at several paths.
-    """
+    Values from `above` are copied, because YAML aliases place the same object at several paths."""
     whole = dict(below)
     for key, value in above.items():
         known = below.get(key)
@@ -71,7 +69,7 @@ def all_paths(data: JsonObject, prefix: str = "") -> Iterator[str]:
 
 
 def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
-    """Return the values with references resolved (`???` for those that are unset or cannot be resolved) and the
+    """Return the values with references resolved (`???` for those that are unset or cannot be resolved), and the
     problems."""
     resolver = Resolver(written)
     problems: list[Problem] = []
@@ -99,14 +97,14 @@ def resolve(written: JsonObject) -> tuple[JsonObject, list[Problem]]:
 
 
 class InterpolationError(ValueError):
-    """A value cannot be resolved; the message states why."""
+    """A value cannot be resolved; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class _Resolved:
     value: JsonValue
     values: int
-    """The number of values in it, itself included."""
+    """The number of values in it, including itself."""
 
 
 class Resolver:
@@ -135,7 +133,7 @@ class Resolver:
         return self._known[path]
 
     def _at(self, path: Path) -> JsonValue:
-        """Return the value at `path` as written, following references on the way."""
+        """Return the value at `path` as written, following references along the way."""
         node: JsonValue = self._written
         for depth, key in enumerate(path):
             if isinstance(node, str) and "${" in node:
@@ -161,7 +159,7 @@ class Resolver:
 
     def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
-        # References can multiply: thirty lines that each refer to the previous one twice would fill memory.
+        # References can multiply: if each of thirty lines refers to the previous one twice, they would fill memory.
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)
@@ -199,8 +197,8 @@ class Resolver:
 
 
 def _target(key: str, path: Path) -> Path:
-    """Return the path of a reference: `optim.lr` is absolute, `.lr` relative to the value at `path`, `..lr` one
-    section up."""
+    """Return the path that a reference points to: `optim.lr` is absolute, `.lr` is relative to the value at `path`, and
+    `..lr` is one section up."""
     ups = len(key) - len(key.lstrip("."))
     keys: Path = tuple(filter(None, re.split(r"[.\[\]]", key)))
     if ups > len(path):
@@ -212,7 +210,7 @@ def _target(key: str, path: Path) -> Path:
 
 
 def render_yaml(data: JsonObject, origins: Origins, paint_origin: Callable[[str], str] = str) -> str:
-    """Return valid YAML with origins as comments, which `paint_origin` may colour."""
+    """Return valid YAML with origins as comments, to which `paint_origin` may add colour."""
     lines = list(_lines(data, origins, ""))
     column = max((len(text) for text, _ in lines if len(text) <= WIDEST_ALIGNED), default=0)
     rendered = [
@@ -246,10 +244,10 @@ def _lines(data: JsonObject, origins: Origins, prefix: str) -> Iterator[tuple[st
 TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is read as plain text, without Hydra's grammar for brackets."""
 TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpus_per_node")
-"""Text keys whose value sbatch also accepts as a bare number: `time=90` means minutes. In a file these values are
-quoted, because YAML reads 2:00:00 as the number 7200."""
+"""Text keys for which sbatch also accepts a bare number: `time=90` means minutes. In a file these values are quoted,
+because YAML reads 2:00:00 as the number 7200."""
 MAX_ARGUMENT_CHARS = 16_384
-"""The maximum length of an argument. Hydra's grammar parses only a few thousand characters per second."""
+"""Maximum length of an argument, because Hydra's grammar parses only a few thousand characters per second."""
 SHOWN_KEY_CHARS = 60
 _KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
 _BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -263,7 +261,7 @@ class Argument:
     key: str
     value: JsonValue = None
     deletes: bool = False
-    """True for `~key`, which removes the key from the recipe."""
+    """Whether this is `~key`, which removes the key from the recipe."""
 
     @property
     def origin(self) -> Origin:
@@ -271,7 +269,7 @@ class Argument:
 
 
 def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
-    """Parse all arguments. If a key is given twice, the last value is kept and a problem names both."""
+    """Parse all arguments. If a key occurs twice, the last value is kept and a problem names both."""
     arguments: dict[str, Argument] = {}
     given: dict[str, Argument] = {}
     problems: list[Problem] = []
@@ -291,7 +289,7 @@ def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]
 
 
 def find_argument(texts: Sequence[str], key: str) -> Argument | None:
-    """Return the argument that sets `key`, or None."""
+    """Return the argument that sets `key`; None if there is none."""
     return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
 
 
@@ -378,7 +376,7 @@ def _bad_value(at: Origin, key: str, value: str) -> Problem:
 
 
 def value_paths(key: str, value: JsonValue) -> Iterator[str]:
-    """Yield `key` and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
+    """Yield `key` and every dotted path inside a mapping that is its value (`model={num_layers: 3}`)."""
     yield key
     if isinstance(value, dict):
         for inner, item in value.items():

@@ -1,1 +1,1 @@
-"""The sections of a recipe, one dataclass each."""
+"""The sections of a recipe, with one dataclass for each."""

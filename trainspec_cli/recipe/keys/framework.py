@@ -1,8 +1,7 @@
 """A training framework as modelled by the planner: what its step fuses, copies, keeps, overlaps and shards.
 
-Every fact is a property of the framework with a source; none is fitted to runs. The defaults describe trainspec's
-own engine, so a file states only the differences.
-"""
+Every fact is a property of the framework and has a source; none is fitted to runs. The defaults describe trainspec's
+own engine, so a file states only the differences."""
 
 from __future__ import annotations
 
@@ -23,24 +22,24 @@ class TableSpec:
     source: str
     """The exact text in the `source` column of its rows."""
     year: PositiveInt | None = None
-    """The year of its runs, for rows that do not state it; null: unknown, treated as the newest version."""
+    """The year of its runs, for rows that do not state it; null: unknown, which is treated as the newest version."""
 
 
 @dataclass(frozen=True)
 class StateFacts:
-    """Bytes of state per parameter, and the additional memory of an optimizer step."""
+    """Bytes of state per parameter, and the additional memory needed by an optimizer step."""
 
     weight_bytes: NonNegativeFloat = 2.0
-    """Bytes per parameter kept between steps: 2 in the compute format, 4 if the fp32 copy is the only one."""
+    """Bytes per parameter kept between steps: 2 in the compute format, or 4 if the fp32 copy is the only one."""
     master_bytes: NonNegativeFloat = 4.0
-    """Bytes of the copy that the optimizer updates; 0 if it updates the weights themselves."""
+    """Bytes per parameter of the copy that the optimizer updates; 0 if it updates the weights themselves."""
     step_copy_bytes: NonNegativeFloat = 0.0
-    """Bytes of flat copies per parameter updated by a rank; they are too large for the memory freed by activations."""
+    """Bytes of flat copies per parameter updated by a rank. They are too large for the memory freed by activations."""
     step_temporary_bytes: NonNegativeFloat = 0.0
-    """Bytes of temporaries per parameter updated by a rank, in an optimizer over lists of tensors; they fit into the
+    """Bytes of temporaries per parameter updated by a rank, in an optimizer over lists of tensors. They fit into the
     memory freed by activations."""
     bucket_bytes: NonNegativeFloat = 0.3 * GIB
-    """Total size of gradient and parameter buckets in flight."""
+    """Total size of the gradient and parameter buckets in flight."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class ShardingFacts:
     zero1: StateFacts = field(default_factory=StateFacts)
     """The optimizer state is sharded (ZeRO-1, a distributed optimizer)."""
     zero3: StateFacts = field(default_factory=lambda: StateFacts(weight_bytes=4.0, master_bytes=0.0))
-    """Parameters are sharded too, and gathered for computation (ZeRO-3, FSDP)."""
+    """Parameters are sharded as well, and gathered for computation (ZeRO-3, FSDP)."""
 
 
 @dataclass(frozen=True)
@@ -62,69 +61,69 @@ class FrameworkSpec:
     version: str = ""
     """The version, or range of versions, that the facts describe; empty: all versions in use."""
     until_year: PositiveInt | None = None
-    """The last year of runs that had these facts; null: they still hold. Of the files for its framework, a table row
-    uses the one with the earliest such year that is not before the row's own."""
+    """The last year of runs to which these facts apply; null: they still apply. Among the files for its framework, a
+    table row uses the one with the earliest such year that is not before the row's own year."""
     names: tuple[str, ...] = ()
-    """Names of the framework in tables of runs; they match whole words in upper or lower case."""
+    """Names of the framework in tables of runs. They match whole words, in upper or lower case."""
     tables: tuple[TableSpec, ...] = ()
-    """Published tables attributed to this framework whatever their rows state."""
+    """Published tables that are attributed to this framework regardless of what their rows state."""
     counted: bool = False
-    """True for trainspec's own engine, whose eager steps are counted tensor by tensor; others are estimated."""
+    """Whether this is trainspec's own engine, whose eager steps are counted tensor by tensor; others are estimated."""
     schedules: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
-    """The pipeline schedules that it supports; empty: no pipeline parallelism."""
+    """The pipeline schedules that it supports; if empty, it has no pipeline parallelism."""
     zero_stages: tuple[ZeroStage, ...] = get_args(ZeroStage)
     """The ZeRO stages that it supports."""
     fused_attention: bool = True
     """Attention is one kernel (FlashAttention or similar); false: the score matrix is written and kept."""
     attention_generation: Literal[1, 2, 3, 9] = 2
-    """The tensor-core generation that the attention kernels were written for: FlashAttention 1 to 3, or 9 for a vendor
+    """The tensor-core generation for which the attention kernels were written: FlashAttention 1 to 3, or 9 for a vendor
     library that is updated for each chip (cuDNN, XLA, ROCm)."""
     fused_kernels: bool = False
     """Norms, activations and rotary embeddings are single kernels without torch.compile (Transformer Engine, Apex,
     XLA). A run that compiles its blocks always has them."""
     fused_loss: bool = False
-    """Softmax and loss over the vocabulary are one kernel in each direction without torch.compile."""
+    """Softmax and loss over the vocabulary are a single kernel in each direction, even without torch.compile."""
     compiles_loss: bool = True
     """A run that compiles its blocks also compiles the loss."""
     cut_logit_bytes: NonNegativeFloat | None = None
-    """Bytes per logit in an unfused loss over a vocabulary sharded by tensor parallelism; null: the same as for an
-    unsharded vocabulary."""
+    """Bytes per logit in an unfused loss over a vocabulary that is sharded by tensor parallelism; null: the same as for
+    an unsharded vocabulary."""
     fused_accumulation: bool = False
-    """Matrix products add weight gradients directly to the accumulated gradients."""
+    """Matrix multiplications add weight gradients directly to the accumulated gradients."""
     overlap_dp: bool = True
     """Gradient reduction and parameter gathering overlap with computation."""
     overlap_tp: bool = True
-    """Tensor-parallel exchanges run in chunks that overlap with the matrix products that need them."""
+    """Tensor-parallel exchanges run in chunks that overlap with the matrix multiplications that need them."""
     split_sends: bool = True
-    """Pipeline stages send only each tensor-parallel rank's part and gather it at the other end (arXiv:2104.04473)."""
+    """Pipeline stages send only each tensor-parallel rank's part, and gather it at the other end (arXiv:2104.04473)."""
     grouped_experts: bool = True
-    """Experts run as one grouped kernel, and a token crosses the network once per node, however many experts it visits
-    there."""
+    """Experts run as one grouped kernel, and a token crosses the network once per node, regardless of how many experts
+    it visits there."""
     expandable_segments: bool = False
-    """Its launcher sets `expandable_segments:True` for PyTorch's allocator, which reduces fragmentation; assumed to be
-    available only on NVIDIA devices."""
+    """Its launcher sets `expandable_segments:True` for PyTorch's allocator, which reduces fragmentation. This is
+    assumed to be available only on NVIDIA devices."""
     graphs: bool = False
     """Kernel launches are replayed (CUDA graphs) or few (compiled programs)."""
     accumulate: SumFormat = "fp32"
-    """The format in which a rank sums gradients if the recipe does not state it (`precision.reduce`)."""
+    """The format in which a rank sums gradients if the recipe does not specify it (`precision.reduce`)."""
     accumulate_fp16: SumFormat = "fp32"
     """The same for a run that computes in fp16."""
     reduce: SumFormat = "fp32"
-    """The wire format of gradients if the recipe does not state it (`precision.reduce`)."""
+    """The wire format of gradients if the recipe does not specify it (`precision.reduce`)."""
     gradient_copy: bool = False
     """Gradients in the compute format are kept in addition to their fp32 sums."""
     steps_from_sums: bool = True
-    """The optimizer steps directly from fp32 gradient sums, without the copies of `step_copy_bytes`."""
+    """The optimizer steps directly from fp32 gradient sums, without the copies in `step_copy_bytes`."""
     unshards_pipelines: bool = False
     """With pipeline stages, ZeRO-3 keeps gathered parameters and accumulates full gradients until the last micro-batch,
     because an exchange per micro-batch would cost more than the memory is worth."""
     model_groups: bool = False
-    """The framework has communicators beyond those of the axes: over all ranks of several axes, and between a
-    pipeline's ends."""
+    """The framework has communicators in addition to those of the axes: over all ranks of several axes, and between the
+    ends of a pipeline."""
     shifted_logits: bool = False
-    """The loss reads a copy of the logits shifted by one token."""
+    """The loss reads a copy of the logits that is shifted by one token."""
     gb_bytes: PositiveFloat = GIB
-    """Bytes in one GB as printed by the framework: most tools use 2**30, as drivers do."""
+    """Number of bytes in one GB as printed by the framework: most tools use 2**30, as drivers do."""
     states: ShardingFacts = field(default_factory=ShardingFacts)
     """Bytes of state per parameter, depending on what data parallelism shards."""
     sources: dict[str, str] | None = None

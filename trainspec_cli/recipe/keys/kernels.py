@@ -15,23 +15,23 @@ TORCH = "torch"
 @dataclass(frozen=True)
 class Backend:
     source: str
-    """`module:function` below engine/, imported when the backend is used."""
+    """`module:function` below engine/, which is imported when the backend is used."""
     on: Literal["any", "cuda"] = "any"
     package: str = ""
     """The package that it needs, as an import name."""
     extra: str = ""
     """The extra of trainspec that installs the package."""
     options: dict[str, int] = field(default_factory=dict)
-    """Additional arguments of the function."""
+    """Additional arguments for the function."""
     since_torch: tuple[int, int] = (2, 11)
     fused: bool = False
-    """torch.compile can fuse the plain function."""
+    """Whether torch.compile can fuse the plain function."""
     compiles: bool = False
-    """The function calls torch.compile itself."""
+    """Whether the function calls torch.compile itself."""
     more_memory: bool = False
-    """The backend needs more memory than a plan counts, so `auto` never chooses it."""
+    """Whether the backend needs more memory than a plan counts, so that `auto` never chooses it."""
     whole_vocabulary: bool = False
-    """The backend cannot handle a vocabulary sharded over tp ranks."""
+    """Whether the backend cannot handle a vocabulary that is sharded over tp ranks."""
 
     @property
     def needs_compiler(self) -> bool:
@@ -112,7 +112,7 @@ KERNELS: dict[str, dict[str, Backend]] = {
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The backend of each operation; auto: the fastest correct one, measured once on this machine."""
+    """The backend of each operation. auto: the fastest correct one, measured once on this machine."""
 
     attention: str = TORCH
     """The backend of attention."""
@@ -123,9 +123,9 @@ class KernelSpec:
     rope: str = TORCH
     """The backend of the rotary embedding."""
     linear_cross_entropy: str = TORCH
-    """The backend of the output head with its loss."""
+    """The backend of the output head together with its loss."""
     grouped_matmul: str = TORCH
-    """The backend of the experts' matrix products."""
+    """The backend of the experts' matrix multiplications."""
     ssd_scan: str = TORCH
     """The backend of the state-space scan."""
     adamw: str = TORCH
@@ -142,7 +142,7 @@ class KernelSpec:
 
     @property
     def changed(self) -> dict[str, str]:
-        """Return the operations whose backend is not the default."""
+        """Return the operations whose backend differs from the default."""
         return {op: backend for op, backend in self.by_op.items() if backend not in (TORCH, AUTO)}
 
 
@@ -152,23 +152,23 @@ IN_BLOCKS = ("attention", "rms_norm", "swiglu", "rope", "grouped_matmul", "ssd_s
 
 @dataclass(frozen=True)
 class KernelTrial:
-    """One process's measurement of a backend, forward and backward, at the run's own shapes."""
+    """One process's measurement of a backend, forward and backward, with the shapes of the run."""
 
     ratios: tuple[float, ...] = ()
-    """Ratio of the backend's time to the default's, per round; all backends are measured in each round."""
+    """Ratio of the backend's time to the default's in each round; every round measures all backends."""
     error: float | None = None
-    """The largest relative error (Euclidean norm) of its output and gradients against fp64; None if it was not tried,
-    failed, or returned a non-finite value."""
+    """The largest relative error (Euclidean norm) of its output and gradients relative to fp64; None if it was not
+    tried, failed, or returned a non-finite value."""
     allowed_error: float | None = None
     untried: str = ""
     """Why it was not tried."""
     failure: str = ""
-    """The error it raised."""
+    """The error that it raised."""
 
 
 @dataclass(frozen=True)
 class KernelTrials:
-    """One process's trials; operations that the run does not use are left out."""
+    """One process's trials; operations that the run does not use are omitted."""
 
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The shapes of each operation's calls: `6 x (8, 6, 512, 64) ...`."""
@@ -185,9 +185,9 @@ class KernelFigure:
 
     verdict: Verdict
     reason: str = ""
-    """For `not faster`, the faster backend; otherwise the cause."""
+    """For `not faster`, the faster backend; otherwise the reason."""
     ratio: float | None = None
-    """Ratio of the backend's time to the default's, median over rounds."""
+    """Ratio of the backend's time to the default's: the median over the rounds."""
     quartiles: tuple[float, ...] = ()
     error: float | None = None
     allowed_error: float | None = None
@@ -195,14 +195,14 @@ class KernelFigure:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """A comparison of backends on one machine, with one torch version and one run's shapes."""
+    """A comparison of backends on one machine, with one torch version and the shapes of one run."""
 
     device: str
     compute: str
     torch: str
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     figures: dict[str, dict[str, KernelFigure]] = field(default_factory=dict)
-    """The figures by operation and backend, as in `KernelTrials`."""
+    """The results by operation and backend, as in `KernelTrials`."""
 
     def chosen(self, op: str) -> str:
         figures = self.figures.get(op, {})

@@ -1,4 +1,4 @@
-"""The layout: sizes of the mesh axes. Their product is the world size (ep divides dp_shard x cp x tp)."""
+"""The layout: the sizes of the mesh axes, whose product is the world size (ep divides dp_shard x cp x tp)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from trainspec_cli.recipe.field_types import AUTO, Auto, AutoInt, PositiveInt
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: neighbouring ranks share the innermost axis, which needs the fastest links."""
+"""Outermost axis first. Neighbouring ranks are on the innermost axis, which needs the fastest links."""
 
 ZeroStage = Literal[1, 2, 3]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -18,26 +18,26 @@ Sharding = Literal["replicated", "zero1", "zero3"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 ContextMethod = Literal["ring", "ulysses"]
 SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
-"""Schedules that split the backward pass: input gradients first, weight gradients later, when a stage would otherwise
-wait."""
+"""Schedules that split the backward pass: input gradients first, and weight gradients later, when a stage would
+otherwise wait."""
 
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """The layout that the recipe asks for; the planner resolves `auto`."""
+    """The layout that the recipe requests; the planner resolves `auto`."""
 
     dp_replicate: AutoInt = AUTO
     """Number of replicas of the sharded state (replicated data parallelism)."""
     dp_shard: AutoInt = AUTO
-    """Data-parallel ranks that the state is sharded over (ZeRO)."""
+    """Number of data-parallel ranks over which the state is sharded (ZeRO)."""
     cp: AutoInt = 1
-    """Ranks that a sequence is divided over (context parallelism)."""
+    """Number of ranks over which a sequence is divided (context parallelism)."""
     tp: AutoInt = 1
-    """Ranks that each matrix is divided over (tensor parallelism)."""
+    """Number of ranks over which each matrix is divided (tensor parallelism)."""
     pp: AutoInt = 1
-    """Stages that the layers are divided into (pipeline parallelism)."""
+    """Number of stages into which the layers are divided (pipeline parallelism)."""
     ep: AutoInt = 1
-    """Ranks that the experts are divided over (expert parallelism), taken from the data-parallel ranks."""
+    """Number of ranks over which the experts are divided (expert parallelism), taken from the data-parallel ranks."""
     zero_stage: ZeroStage | Auto = 3
     """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 also the gradients, 3 also the
     parameters.
@@ -46,19 +46,19 @@ class LayoutSpec:
     step.
     """
     etp: AutoInt = 1
-    """Tensor parallelism inside each expert."""
+    """Degree of tensor parallelism inside each expert."""
     sequence_parallel: bool = True
-    """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
+    """With tp: whether norms and residuals are split along the sequence (arXiv:2205.05198)."""
     pipeline_schedule: PipelineSchedule | Auto = "1f1b"
     """The order in which a pipeline's stages process micro-batches."""
     virtual_stages: AutoInt = 1
-    """Chunks of layers per pipeline stage (the interleaved schedule needs 2 or more)."""
+    """Number of layer chunks per pipeline stage (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage, in the order of the model; null: layers are divided by planned time, so that the
-    most loaded rank (layers, embedding, head) has as little work as possible."""
+    """Number of layers in each pipeline stage, in the order of the model; null: layers are divided by planned time, so
+    that the most loaded rank (layers, embedding, head) has as little work as possible."""
     context_method: ContextMethod = "ring"
-    """With cp: keys and values are passed around a ring (arXiv:2310.01889), or exchanged all-to-all (Ulysses,
-    arXiv:2309.14509)."""
+    """With cp: ring passes keys and values around a ring (arXiv:2310.01889); the alternative exchanges them all-to-all
+    (Ulysses, arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Layout:
     pipeline_schedule: PipelineSchedule = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage; None: divided evenly, with the remainder in the first stages."""
+    """Number of layers in each pipeline stage; None: divided evenly, with the remainder in the first stages."""
     context_method: ContextMethod = "ring"
 
     @property
@@ -93,13 +93,13 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Return the number of ranks that a parameter is sharded over, including cp ranks, which have the same
+        """Return the number of ranks over which a parameter is sharded. This includes cp ranks, which have the same
         weights."""
         return self.dp_shard * self.cp
 
     @property
     def expert_ranks(self) -> int:
-        """Return the number of ranks per stage of one replica, which `ep` divides."""
+        """Return the number of ranks per stage of one replica, which `ep` must divide."""
         return self.dp_shard * self.cp * self.tp
 
     @property
@@ -114,15 +114,15 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        """Return what part of the state is sharded; cp ranks share it too."""
+        """Return which part of the state is sharded; cp ranks also share it."""
         if self.shards == 1:
             return "replicated"
         return "zero3" if self.zero_stage == 3 else "zero1"
 
     @property
     def keeps_parameters(self) -> bool:
-        """Return whether parameters are kept for all micro-batches of a step (gathered once if sharded): below ZeRO-3,
-        or if every rank holds all of them."""
+        """Return whether parameters are kept for all micro-batches of a step (gathered once if sharded). This is the
+        case below ZeRO-3, or if every rank has all of them."""
         return self.zero_stage < 3 or (self.shards == 1 and (self.ep == 1 or self.expert_shards == 1))
 
     @property
@@ -130,9 +130,8 @@ class Layout:
         """Return whether gradients are reduced after every micro-batch instead of once per step.
 
         ZeRO-2 and 3 keep gradients sharded from one micro-batch to the next. With replicas, gradients are exchanged
-        once, because the sum over replicas is more expensive; the same holds if weight gradients are computed after the
-        backward.
-        """
+        only once, because the sum over replicas is more expensive. The same applies if weight gradients are computed
+        after the backward."""
         sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
         return sharded and not self.splits_backward
 
@@ -140,24 +139,24 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether the schedule splits the backward. A single stage never waits for another, so its backward is
-        never split."""
+        """Return whether the schedule splits the backward. A single stage never waits for another one, so its backward
+        is never split."""
         return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
 
     @property
     def bubble_part(self) -> float:
-        """Return a stage's wait while the pipeline fills and drains, as a fraction of one micro-batch on all other
-        stages.
+        """Return how long a stage waits while the pipeline fills and drains, as a fraction of one micro-batch on all
+        other stages.
 
-        1F1B and GPipe: all of it; interleaved divides it by the chunks per rank (arXiv:2104.04473); ZB-H1 fills all but
-        a third with weight gradients (arXiv:2401.10241), given at least one micro-batch per stage (`bubble_of`).
-        """
+        1F1B and GPipe: all of it. Interleaved: divided by the number of chunks per rank (arXiv:2104.04473). ZB-H1: a
+        third of it, because weight gradients fill the rest (arXiv:2401.10241), given at least one micro-batch per stage
+        (`bubble_of`)."""
         return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
 
     def bubble_of(self, micro_batches: int) -> float:
         """Return `bubble_part` for a step with this many micro-batches. With fewer micro-batches than stages, zero
-        bubble has no weight gradients to fill the wait: stages wait for one another's forward and input gradients, two
-        thirds of the work."""
+        bubble has no weight gradients to fill the wait: stages wait for one another's forward and input gradients,
+        which are two thirds of the work."""
         starved = self.pipeline_schedule == "zero_bubble" and micro_batches < self.pp
         return 2 / 3 if starved else self.bubble_part
 
@@ -186,6 +185,6 @@ class Layout:
         return self.pipeline_schedule == "zbv" and self.pp > 1
 
     def describe(self) -> str:
-        """Return `dp_replicate=2 tp=4`: the axes that are not 1."""
+        """Return the axes that are not 1, such as `dp_replicate=2 tp=4`."""
         axes = [f"{axis}={getattr(self, axis)}" for axis in (*MESH_AXES, "ep") if getattr(self, axis) > 1]
         return " ".join(axes) or "one process"

@@ -1,8 +1,7 @@
-"""The models that a recipe can train: one frozen dataclass per family, each with the family's record.
+"""The models that a recipe can train: one frozen dataclass for each family, with the family's record.
 
-`family` distinguishes them in YAML; `unit` is the unit in which batches are counted. docs/adding-a-model.md describes
-how to add a family.
-"""
+In YAML, `family` distinguishes them. `unit` is the unit in which batches are counted. docs/adding-a-model.md describes
+how to add a family."""
 
 from __future__ import annotations
 
@@ -17,20 +16,22 @@ from trainspec_cli.recipe.field_types import NonNegativeFloat, NonNegativeInt, O
 
 
 SINK_DIMS = 8
-"""Dimensions added to each head if sink logits are stored with the queries: kernels need multiples of 8."""
+"""Number of dimensions added to each head if sink logits are stored with the queries, because kernels need multiples of
+8."""
 CONV_TAPS = 4
 """Kernel size of a state-space layer's convolution, in tokens."""
 SCAN_BLOCK = 128
-"""Tokens per scan block: larger blocks mean larger products within blocks and fewer states between them."""
+"""Number of tokens per scan block. Larger blocks mean larger matrix multiplications within blocks, and fewer states
+between them."""
 STEM_CHANNELS = 64
-"""Channels of a ResNet's first convolution."""
+"""Number of channels in a ResNet's first convolution."""
 LOSS_CHUNK_BYTES = 128 * 2**20
-"""Bytes of fp32 logits that the loss holds at once."""
+"""Bytes of fp32 logits that the loss holds at a time."""
 
 
 def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
-    """Return the number of tokens whose logits the loss computes at once: as many as fit in `chunk_bytes`, but at least
-    64."""
+    """Return the number of tokens whose logits the loss computes at a time: as many as fit in `chunk_bytes`, but at
+    least 64."""
     return max(64, chunk_bytes // (4 * vocab_rows))
 
 
@@ -42,14 +43,15 @@ Activation = Literal["silu", "gelu", "relu2"]
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values pass through a low-rank latent."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in which keys and values pass through a low-rank
+    latent."""
 
     kv_lora_rank: PositiveInt
     """Width of the latent that keys and values pass through."""
     q_lora_rank: NonNegativeInt = 0
-    """Width of the latent that queries pass through; 0: the queries are projected directly."""
+    """Width of the latent that queries pass through; 0: queries are projected directly."""
     qk_nope_head_dim: PositiveInt = 128
-    """Width of the part of a query's or key's head that is not rotated."""
+    """Width of the part of a query or key head that is not rotated."""
     qk_rope_head_dim: PositiveInt = 64
     """Width of the part that is rotated."""
     v_head_dim: PositiveInt = 128
@@ -61,22 +63,22 @@ class RopeScaling:
     """Scaling of rotary frequencies from `original_seq_len` tokens to `factor` times as many."""
 
     kind: Literal["llama3", "yarn"]
-    """llama3 (arXiv:2407.21783): long wavelengths are stretched, short ones kept. yarn (arXiv:2309.00071): frequencies
-    are scaled by their number of turns within the original length, and scores are softened."""
+    """llama3 (arXiv:2407.21783): long wavelengths are stretched, short ones are kept. yarn (arXiv:2309.00071):
+    frequencies are scaled depending on their number of turns within the original length, and scores are softened."""
     factor: Annotated[float, Range(1)]
     """Ratio of the new sequence length to the original one."""
     original_seq_len: PositiveInt
-    """Sequence length in tokens that the model was first trained on."""
+    """Sequence length, in tokens, with which the model was first trained."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: wavelengths longer than original_seq_len / this are stretched by the full factor."""
+    """llama3: wavelengths longer than original_seq_len divided by this value are stretched by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: wavelengths shorter than original_seq_len / this are kept."""
+    """llama3: wavelengths shorter than original_seq_len divided by this value are kept."""
     beta_fast: PositiveFloat = 32.0
     """yarn: frequencies with more turns than this are kept."""
     beta_slow: PositiveFloat = 1.0
     """yarn: frequencies with fewer turns than this are reduced by the full factor."""
     whole_bounds: bool = True
-    """yarn: round the bounds between the two to whole frequencies (gpt_oss does not)."""
+    """yarn: round the bounds between the two to integer frequencies (gpt_oss does not)."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,15 @@ class ExpertSpec:
     """A mixture of experts that replaces the feed-forward."""
 
     num_experts: PositiveInt
-    """Routed experts per layer."""
+    """Number of routed experts per layer."""
     top_k: PositiveInt
-    """Routed experts per token."""
+    """Number of routed experts per token."""
     expert_ffn_size: PositiveInt
     """Width of an expert."""
     shared_experts: NonNegativeInt = 0
-    """Experts that every token visits, each `shared_expert_ffn_size` wide."""
+    """Number of experts that every token visits, each `shared_expert_ffn_size` wide."""
     shared_expert_ffn_size: PositiveInt | None = None
-    """Width of a shared expert; null: as wide as a routed expert."""
+    """Width of a shared expert; null: the same as a routed expert."""
     first_dense_layers: NonNegativeInt = 0
     """Number of leading layers that keep the dense feed-forward of `ffn_size`."""
     every: PositiveInt = 1
@@ -100,40 +102,40 @@ class ExpertSpec:
     shared_gate: bool = False
     """Scale the output of the shared experts by a learned sigmoid per token (Qwen2-MoE)."""
     bias: bool = False
-    """Biases of the router and of the routed experts' matrices (gpt_oss)."""
+    """Whether the router and the routed experts' matrices have biases (gpt_oss)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """The function from the router's logits to scores; sigmoid scores each expert independently (DeepSeek-V3)."""
+    """The function that maps the router's logits to scores; sigmoid scores each expert independently (DeepSeek-V3)."""
     normalise_weights: bool = True
-    """Normalise the weights of the chosen experts to a sum of one."""
+    """Normalise the weights of the chosen experts so that they sum to one."""
     weight_scale: PositiveFloat = 1.0
-    """A factor on the weights after normalisation (the routed scaling factor)."""
+    """Factor on the weights after normalisation (the routed scaling factor)."""
     num_groups: PositiveInt = 1
-    """Number of groups of experts; a token's experts come from the `top_groups` groups whose two best experts score
-    highest."""
+    """Number of expert groups. A token's experts come from the `top_groups` groups whose two best experts have the
+    highest scores."""
     top_groups: PositiveInt = 1
-    """Groups of experts that a token may choose from."""
+    """Number of expert groups from which a token may choose."""
     balance_rate: NonNegativeFloat = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step, the bias of each expert with fewer tokens than the
-    mean rises by this amount, and the others' biases fall; 0: no balancing."""
+    mean rises by this amount, and the biases of the others fall by it; 0: no balancing."""
     balance_loss: NonNegativeFloat = 0.0
-    """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighted by the sequence's tokens;
-    it affects the gradients and is not part of the reported loss."""
+    """Coefficient of the loss that balances each sequence (DeepSeek-V3, eq. 17-20), weighted by the sequence's tokens.
+    It affects the gradients but is not part of the reported loss."""
     capacity_factor: PositiveFloat | None = None
-    """An expert accepts at most this many times its even share of each sequence's tokens, highest weights first, and
-    drops the rest. null: it accepts all tokens (dropless)."""
+    """An expert accepts at most this many times its even share of each sequence's tokens, those with the highest
+    weights first, and drops the rest. null: it accepts all tokens (dropless)."""
 
 
 class Layer(NamedTuple):
-    """A kind of text-model layer: the modules that follow its norms, in order."""
+    """A kind of layer in a text model: the modules that follow its norms, in order."""
 
     mixers: tuple[Mixer, ...]
     window: int | None = None
-    """Tokens that its attention sees; None: all previous tokens."""
+    """Number of tokens that its attention sees; None: all previous tokens."""
 
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A model family: the modules for its work, memory and layers, and the features that it cannot be used with.
+    """A model family: the modules for its work, memory and layers, and the features with which it cannot be used.
     Modules are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
     engine's."""
 
@@ -142,10 +144,10 @@ class FamilyRecord:
     builder: str
     """Engine module: `build(model, seq_len, layers)` builds the torch module."""
     memory: str = ""
-    """Planner module: `replay(run, pipeline_rank)` counts a step's memory tensor by tensor. Empty: the planner
+    """Planner module: `replay(run, pipeline_rank)` counts a step's memory tensor by tensor. If empty, the planner
     estimates it as for other frameworks."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """What the engine cannot do with such a model (a layout axis or one of `FEATURES`) -> why."""
+    """What the engine cannot do with such a model (a layout axis or one of `FEATURES`) -> the reason."""
 
 
 FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
@@ -159,17 +161,17 @@ class DecoderModel:
     """
 
     num_layers: PositiveInt
-    """Layers, each with attention and a feed-forward."""
+    """Number of layers, each with attention and a feed-forward."""
     hidden_size: PositiveInt
     """Width of the hidden state between layers."""
     num_heads: PositiveInt
-    """Attention heads."""
+    """Number of attention heads."""
     num_kv_heads: PositiveInt
-    """Heads of keys and values (grouped-query attention); equal to `num_heads` in plain attention."""
+    """Number of key and value heads (grouped-query attention); equal to `num_heads` in plain attention."""
     head_dim: PositiveInt
     """Width of a head."""
     ffn_size: PositiveInt
-    """Width of the feed-forward (gated, as in SwiGLU, it has three matrices of hidden_size x ffn_size)."""
+    """Width of the feed-forward. If gated, as in SwiGLU, it has three matrices of hidden_size x ffn_size."""
     vocab_size: PositiveInt
     """Vocabulary size, in tokens."""
     family: Literal["decoder"] = "decoder"
@@ -177,17 +179,17 @@ class DecoderModel:
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
-    """Input embedding and output head share one matrix."""
+    """Whether input embedding and output head share one matrix."""
     rope_theta: PositiveFloat = 10_000.0
     """The base of the rotary frequencies."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     gated_mlp: bool = True
-    """Gated feed-forward; false: two matrices (GPT, MPT, Nemotron) instead of three."""
+    """Whether the feed-forward is gated; false: two matrices (GPT, MPT, Nemotron) instead of three."""
     learned_positions: NonNegativeInt = 0
-    """Rows of the learned position table; 0 for rotary or ALiBi."""
+    """Number of rows in the learned position table; 0 for rotary or ALiBi."""
     sliding_window: PositiveInt | None = None
-    """Tokens that a windowed layer attends to; null: all previous tokens."""
+    """Number of tokens that a windowed layer attends to; null: all previous tokens."""
     global_attention_every: NonNegativeInt = 1
     """With a window: every n-th layer attends to all tokens; 0: no layer does."""
     mla: LatentAttentionSpec | None = None
@@ -195,21 +197,21 @@ class DecoderModel:
     experts: ExpertSpec | None = None
     """A mixture of experts instead of the feed-forward; null: not used."""
     prediction_layers: NonNegativeInt = 0
-    """Additional layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
-    engine does not build them."""
+    """Number of additional layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts
+    them, but the engine does not support them."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
-    """Limit to which the gate and the linear half of the experts are clamped; the gate is then weighted by
+    """Limit to which the gate and the linear half of the experts are clamped. The gate is then weighted by
     sigmoid(1.702 x), and 1 is added to the linear half (gpt_oss). null: no limit."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases of the query, key and value projections (Qwen2), or also of the output projection (gpt_oss)."""
+    """Which projections have biases: query, key and value (Qwen2), or also the output (gpt_oss)."""
     qk_norm: bool = False
-    """A norm over each head of queries and keys before the rotation (Qwen3)."""
+    """Whether a norm is applied to each head of queries and keys before the rotation (Qwen3)."""
     attention_sinks: bool = False
-    """A learned logit per head that takes part in the softmax and carries no value (gpt_oss)."""
+    """Whether each head has a learned logit that takes part in the softmax but carries no value (gpt_oss)."""
     rope_scaling: RopeScaling | None = None
-    """Rotary frequencies scaled for longer sequences; null: not scaled."""
+    """Scaling of the rotary frequencies for longer sequences; null: not scaled."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -220,7 +222,7 @@ class DecoderModel:
 
     @property
     def is_built(self) -> bool:
-        """Return whether the engine can train it; a model that it cannot train can still be planned."""
+        """Return whether the engine can train it. A model that it cannot train can still be planned."""
         return self.prediction_layers == 0
 
     scans: ClassVar[bool] = False
@@ -267,55 +269,55 @@ LETTERS: dict[str, Mixer] = {"M": "mamba", "*": "attention", "-": "feed_forward"
 class HybridModel:
     """State-space layers (Mamba-2, arXiv:2405.21060), alone or mixed with attention, feed-forward and expert layers.
 
-    Every layer is one mixer behind a norm: the counts below are of single layers, as in Nemotron-H.
-    """
+    Every layer is one mixer behind a norm, and the numbers below count such layers individually, as in Nemotron-H."""
 
     hidden_size: PositiveInt
     """Width of the hidden state between layers."""
     vocab_size: PositiveInt
     """Vocabulary size, in tokens."""
     mamba_layers: NonNegativeInt
-    """State-space layers (Mamba-2)."""
+    """Number of state-space layers (Mamba-2)."""
     attention_layers: NonNegativeInt = 0
-    """Attention layers."""
+    """Number of attention layers."""
     mlp_layers: NonNegativeInt = 0
-    """Feed-forward layers."""
+    """Number of feed-forward layers."""
     expert_layers: NonNegativeInt = 0
-    """Layers of a mixture of experts."""
+    """Number of layers with a mixture of experts."""
     num_heads: NonNegativeInt = 0
-    """Attention heads."""
+    """Number of attention heads."""
     num_kv_heads: NonNegativeInt = 0
-    """Heads of keys and values (grouped-query attention)."""
+    """Number of key and value heads (grouped-query attention)."""
     head_dim: PositiveInt = 128
     """Width of an attention head."""
     ffn_size: NonNegativeInt = 0
     """Width of the feed-forward."""
     gated_mlp: bool = False
-    """Gated feed-forward: three matrices (SwiGLU) instead of two."""
+    """Whether the feed-forward is gated, with three matrices (SwiGLU) instead of two."""
     experts: ExpertSpec | None = None
     """The experts of `expert_layers`; null: no experts."""
     mamba_expand: PositiveInt = 2
-    """Inner width over hidden width of a state-space layer."""
+    """Ratio of inner to hidden width in a state-space layer."""
     mamba_head_dim: PositiveInt = 64
     """Width of a state-space head."""
     mamba_num_heads: PositiveInt | None = None
-    """Heads of a state-space layer; null: mamba_expand x hidden_size / mamba_head_dim."""
+    """Number of heads in a state-space layer; null: mamba_expand x hidden_size / mamba_head_dim."""
     mamba_state_size: PositiveInt = 128
-    """States per channel of a state-space layer."""
+    """Number of states per channel in a state-space layer."""
     mamba_groups: PositiveInt = 8
-    """Groups of heads that share the scan's inputs B and C."""
+    """Number of groups of heads that share the scan's inputs B and C."""
     family: Literal["hybrid"] = "hybrid"
     """The family of models: hybrid."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
-    """Input embedding and output head share one matrix."""
+    """Whether input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
-    """One letter per layer: M Mamba, * attention, - feed-forward, E experts. Empty: each kind is distributed evenly."""
+    """One letter per layer: M Mamba, * attention, - feed-forward, E experts. If empty, each kind is distributed
+    evenly."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -344,7 +346,7 @@ class HybridModel:
 
     @property
     def layer_counts(self) -> dict[str, int]:
-        """Letter of the pattern -> layers of that kind."""
+        """Letter in the pattern -> number of layers of that kind."""
         return {
             "M": self.mamba_layers,
             "*": self.attention_layers,
@@ -354,7 +356,7 @@ class HybridModel:
 
     @property
     def layers(self) -> str:
-        """Return the pattern, or an even distribution of the kinds if it is empty."""
+        """Return the pattern or, if it is empty, an even distribution of the kinds."""
         places = [(i + 0.5) / count for count in self.layer_counts.values() for i in range(count)]
         letters = [letter for letter, count in self.layer_counts.items() for _ in range(count)]
         even = "".join(letter for _, letter in sorted(zip(places, letters, strict=True), key=lambda pair: pair[0]))
@@ -370,7 +372,7 @@ class HybridModel:
 
     @property
     def as_decoder(self) -> DecoderModel:
-        """Return the attention, feed-forward and expert layers as a decoder; they have no positions."""
+        """Return the attention, feed-forward and expert layers as a decoder without positions."""
         return DecoderModel(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -389,24 +391,24 @@ class HybridModel:
 
 @dataclass(frozen=True)
 class OwnModel:
-    """User-defined blocks between trainspec's embedding, final norm and head."""
+    """User-defined blocks between trainspec's embedding and its final norm and head."""
 
     num_layers: PositiveInt
-    """Layers, each a user-defined block."""
+    """Number of layers, each of which is a user-defined block."""
     hidden_size: PositiveInt
     """Width of the hidden state between layers."""
     vocab_size: PositiveInt
     """Vocabulary size, in tokens."""
     block: str = ""
-    """The function that makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`,
+    """The function that creates a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
     block_params: PositiveInt | None = None
-    """The parameters of a block; null: a separate process makes a block and counts them. A run refuses any other
-    number."""
+    """Number of parameters in a block; null: a separate process creates a block and counts them. A run rejects any
+    other number."""
     options: dict[str, Option] = field(default_factory=dict, hash=False)
-    """Additional arguments of the block, by name."""
+    """Additional arguments for the block, by name."""
     block_mixing_flops_per_token: NonNegativeFloat = 0.0
-    """FLOPs per token of a block's forward that involve no weights, such as those of attention scores."""
+    """FLOPs per token of a block's forward that do not involve weights, such as those of attention scores."""
     block_saved_bytes_per_token: NonNegativeFloat | None = None
     """Bytes per token that a block keeps for its backward, in bf16; null: the same as for a transformer with this many
     parameters."""
@@ -415,7 +417,7 @@ class OwnModel:
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
-    """Input embedding and output head share one matrix."""
+    """Whether input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in the final RMSNorm."""
 
@@ -446,17 +448,17 @@ class ConvModel:
     architecture: Literal["resnet", "retinanet", "maskrcnn", "unet"]
     """retinanet and maskrcnn are a resnet with a feature pyramid and detection heads; they can only be planned."""
     input_size: tuple[PositiveInt, ...]
-    """Size of one sample: (224, 224), or (128, 128, 128) for volumes."""
+    """Size of one sample, such as (224, 224), or (128, 128, 128) for volumes."""
     widths: tuple[PositiveInt, ...]
-    """Channels of each stage (resnet: inside the bottlenecks; U-Net: from top to bottom)."""
+    """Number of channels in each stage (resnet: inside the bottlenecks; U-Net: from top to bottom)."""
     blocks: tuple[PositiveInt, ...] = (3, 4, 6, 3)
-    """Blocks per stage (resnet)."""
+    """Number of blocks per stage (resnet)."""
     in_channels: PositiveInt = 3
-    """Channels of a sample."""
+    """Number of channels in a sample."""
     num_classes: PositiveInt = 1000
-    """Classes of a sample, or of each voxel for a U-Net; voxel class 0 is the background."""
+    """Number of classes of a sample or, for a U-Net, of each voxel; voxel class 0 is the background."""
     groups: PositiveInt = 1
-    """Groups of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
+    """Number of groups in the 3x3 convolutions, such as 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
     """The family of models: conv."""
     name: str = ""
@@ -473,16 +475,17 @@ class ConvModel:
             "pp": "its stages differ in shape",
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
-            # Inductor of torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution of dynamic sizes, which dynamo
-            # assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False) both kinds train to
-            # the same loss, but no step was faster on a CPU: convolutions are library calls, and batch norm, whose sums
-            # run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more than dynamo's limit of 8.
+            # Inductor in torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution with dynamic sizes, which
+            # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), both kinds
+            # train to the same loss, but no step was faster on a CPU: convolutions are library calls, and batch norm,
+            # whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes than
+            # dynamo's limit of 8.
             "compile": "torch.compile cannot lower its convolutions of several shapes, and batch norm stays eager",
             "elastic": "batch norm takes its statistics over all samples, and replica groups do not share them",
         },
     )
     num_layers: ClassVar[int] = 1
-    """The whole network is one layer for a pipeline, which cannot divide it."""
+    """For a pipeline, the entire network is one layer, which cannot be divided."""
     hidden_size: ClassVar[int] = 0
     prediction_layers: ClassVar[int] = 0
     learned_positions: ClassVar[int] = 0
@@ -492,7 +495,7 @@ class ConvModel:
 
     @property
     def is_built(self) -> bool:
-        """Return whether the engine can train it; a model that it cannot train can still be planned."""
+        """Return whether the engine can train it. A model that it cannot train can still be planned."""
         return self.architecture in ("resnet", "unet")
 
     @property
@@ -502,8 +505,8 @@ class ConvModel:
 
     @property
     def expansion(self) -> int:
-        """Return the channels of a bottleneck's output over those inside it; ResNeXt's bottlenecks are twice as wide
-        inside."""
+        """Return the ratio of a bottleneck's output channels to those inside it; ResNeXt's bottlenecks are twice as
+        wide inside."""
         return 4 if self.groups == 1 else 2
 
 
@@ -512,12 +515,11 @@ ModelSpec = TextModel | OwnModel | ConvModel
 
 
 def has_layer_list(model: ModelSpec) -> TypeGuard[DecoderModel | HybridModel]:
-    """Return whether the model's layers consist of the mixers that the planner knows tensor by tensor.
+    """Return whether the model's layers consist of the mixers that the planner can count tensor by tensor.
 
-    Membership in `TextModel` does not imply it: user-defined blocks and added families have no `layer_list`.
-    """
+    Membership in `TextModel` does not imply this: user-defined blocks and added families have no `layer_list`."""
     return hasattr(model, "layer_list")
 
 
 AUTO_FAMILY = "auto"
-"""The `family` of a model that is described by the checkpoint of `init.from`."""
+"""The `family` of a model that is described by the checkpoint in `init.from`."""

@@ -29,45 +29,46 @@ class SitesSpec:
     (Streaming DiLoCo, arXiv:2501.18512)."""
 
     count: PositiveInt = 2
-    """Number of sites at the start; the run starts once all have connected."""
+    """Number of sites at the start; training starts once all of them have connected."""
     site: NonNegativeInt | None = None
-    """The number of this site, from 0, set in each site's command. Site 0 runs the meeting point: if it is down,
-    the others train to their next exchange and wait for it there."""
+    """The number of this site, starting at 0, set in each site's command. Site 0 runs the meeting point: if it is down,
+    the others train until their next exchange and wait for it there."""
     endpoint: str | None = None
     """HOST:PORT at which all sites can reach the meeting point."""
     listen: str | None = None
-    """HOST:PORT at which this site (not site 0) listens for the others' outer gradients; they and its own ranks must be
-    able to reach it. null: outer gradients pass through the meeting point."""
+    """HOST:PORT at which this site (not site 0) listens for the others' outer gradients. The other sites and its own
+    ranks must be able to reach it. null: outer gradients pass through the meeting point."""
     secret: str | None = None
     """The file of 32 random bytes that all sites share and that nobody else may read. All nodes of a site read it from
     the same path."""
     interval_steps: PositiveInt = 100
-    """Steps between two exchanges of a fragment (H)."""
+    """Number of steps between two exchanges of a fragment (H)."""
     fragments: PositiveInt = 4
-    """Number of model parts that are exchanged in turn: with 4, each part holds every fourth layer. `interval_steps`
-    must be a multiple of it."""
+    """Number of model parts that are exchanged in turn; with 4, each part contains every fourth layer. `interval_steps`
+    must be a multiple of this number."""
     delay_steps: NonNegativeInt = 5
-    """Steps between sending a sum and applying it (tau) while training continues; at most `interval_steps` /
-    `fragments`."""
+    """Number of steps between sending a sum and applying it (tau), during which training continues; at most
+    `interval_steps` / `fragments`."""
     format: SiteFormat = "int4"
-    """The wire format of outer gradients; they are summed in fp32, and the rounding error is carried
-    over to the next exchange."""
+    """The wire format of outer gradients. They are summed in fp32, and the rounding error is carried over to the next
+    exchange."""
     keep: Fraction | None = None
     """Fraction of a site's own weights when an exchange mixes them with the shared ones (Streaming DiLoCo: 0.5). null:
-    a site's weights move by the same amount as the shared ones, so that it keeps all unsent progress."""
+    a site's weights move by the same amount as the shared ones, so the site keeps all progress that it has not sent
+    yet."""
     outer_lr: PositiveFloat = 1.0
     """The learning rate of the outer optimizer (SGD with Nesterov momentum)."""
     outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.5
     """The momentum of the outer optimizer."""
     quorum: PositiveInt = 1
-    """The smallest number of sites that can complete an exchange; with fewer, the sites wait."""
+    """Minimum number of sites needed to complete an exchange; with fewer, the sites wait."""
     grace_s: NonNegativeFloat = 30.0
-    """Time that an exchange with a quorum waits for late sites that are connected; a site that is late twice in a row
+    """Time that an exchange with a quorum waits for late sites that are connected. A site that is late twice in a row
     is left out until it has caught up."""
     link_gbit_s: PositiveFloat | None = None
-    """Bandwidth of each site's link, each way, for `trainspec plan`; null: exchanges are not planned."""
+    """Bandwidth of each site's link in each direction, for `trainspec plan`; null: exchanges are not planned."""
     link_delay_s: NonNegativeFloat = 0.05
-    """Delay from one site to another, one way, for `trainspec plan`."""
+    """One-way delay between two sites, for `trainspec plan`."""
 
 
 @dataclass(frozen=True)
@@ -83,45 +84,44 @@ class ResilienceSpec:
     none: the first failure ends the run.
     """
     replica_groups: AutoInt = AUTO
-    """elastic: number of replica groups, each a set of processes that holds the full model in its own layout; auto is
-    `layout.dp_replicate` if that is set, otherwise 2 (the planner tries several).
+    """elastic: number of replica groups, each of which is a set of processes that holds the full model in its own
+    layout. auto is `layout.dp_replicate` if that is set, otherwise 2 (the planner tries several numbers).
 
-    On several nodes, each replica group takes entire nodes, or several groups share one. A run does not survive the
-    loss of the first node, which runs the supervisor and the rendezvous server.
-    """
+    On several nodes, each replica group takes entire nodes, or several groups share one node. A run does not survive
+    the loss of the first node, which runs the supervisor and the rendezvous server."""
     min_groups: PositiveInt = 1
-    """elastic: with fewer replica groups than this the run waits; if no group can return, it ends."""
+    """elastic: with fewer replica groups than this, the run waits; if no group can return, it ends."""
     max_restarts_per_hour: NonNegativeInt = 6
-    """Maximum restarts per hour of each replica group (elastic) or of the run (restart, sites); a group that fails more
-    often stays down."""
+    """Maximum number of restarts per hour of each replica group (elastic) or of the run (restart, sites). A group that
+    fails more often stays down."""
     hang_floor_s: PositiveFloat | None = 120.0
-    """A step counts as hung if it takes this long and five times as long as the slowest step before it; the run then
-    ends and shows the ranks' stacks. null: wait forever."""
+    """A step counts as hung if it takes this long and also five times as long as the slowest step before it. The run
+    then ends and shows the ranks' stacks. null: wait forever."""
     first_step_s: PositiveFloat | None = 1800.0
-    """Time limit for each step until three have been timed and for each step after an evaluation, because these compile
-    and connect. If it is exceeded, the run ends with exit code 5 and reports which rank waits for what. null: wait
-    forever."""
+    """Time limit for each step until three steps have been timed, and for each step after an evaluation, because these
+    steps compile and connect. If it is exceeded, the run ends with exit code 5 and reports which rank is waiting for
+    what. null: wait forever."""
     heartbeat_timeout_s: PositiveFloat = 3.0
     """elastic, sites: a replica group or site that is silent for this long counts as dead (its node is off or
     disconnected, or its process has stopped).
 
-    A killed process is noticed immediately because its connection closes. Heartbeats come from a Python thread, which
-    is delayed by native calls that hold the interpreter lock.
-    """
+    A killed process is noticed immediately, because its connection closes. Heartbeats come from a Python thread, which
+    native calls that hold the interpreter lock can delay."""
     exchange_timeout_s: PositiveFloat = 60.0
     """elastic: time that a gradient exchange waits for a replica group that is alive but does not take part."""
     sdc_check: PositiveInt | None = None
-    """elastic: steps between comparisons of the groups' parameters (to detect silent data corruption); null: never."""
+    """elastic: number of steps between comparisons of the groups' parameters (to detect silent data corruption); null:
+    never."""
     sites: SitesSpec = field(default_factory=SitesSpec)
     """sites: what the sites exchange, and when."""
 
     @property
     def is_one_of_several(self) -> bool:
-        """Return whether other runs train together with this one, which then restarts independently."""
+        """Return whether other runs train together with this one, which then restarts independently of them."""
         return self.mode == "sites"
 
     @property
     def keeps_layout(self) -> bool:
-        """Return whether the participants exchange their state part by part and must therefore keep their initial
+        """Return whether the participants exchange their state part by part, and must therefore keep their initial
         layout."""
         return self.mode in ("elastic", "sites")

@@ -27,23 +27,23 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.training import BatchingSpec, CommSpec, LoraSpec, OptimSpec, SchedulerSpec
 
-# The data: text, tokenised once into token shards, or images and volumes, read in place.
+# The data: text that is tokenised once into token shards, or images and volumes that are read in place.
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A byte-level BPE tokenizer, trained on the data unless a file is named."""
+    """A byte-level BPE tokenizer, which is trained on the data unless a file is specified."""
 
     vocab_size: Annotated[int, Range(257)] = 4096
-    """The size of the vocabulary that is trained."""
+    """Size of the vocabulary to train."""
     path: str | None = None
-    """A `tokenizer.json` file of the `tokenizers` library; it then determines `vocab_size`."""
+    """A `tokenizer.json` file for the `tokenizers` library, which then determines `vocab_size`."""
     end_of_document: str | None = None
-    """The token of that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
+    """The token in that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
     code: str = ""
     """A user-defined tokenizer: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of the user-defined tokenizer, by name."""
+    """Arguments for the user-defined tokenizer, by name."""
 
     @property
     def is_trained(self) -> bool:
@@ -62,9 +62,9 @@ class PartSpec:
     path: str | None = None
     text_field: str = "text"
     weight: float = 1.0
-    """Weight of this source; its share of the samples is its weight divided by the sum of all weights."""
+    """Weight of this source. Its fraction of the samples is its weight divided by the sum of all weights."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of the user-defined code, by name."""
+    """Arguments for the user-defined code, by name."""
 
     @property
     def is_own(self) -> bool:
@@ -74,15 +74,16 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class PhantomSpec:
-    """Synthetic MR images, identical in every run whatever its seed."""
+    """Synthetic MR images, which are identical in every run regardless of its seed."""
 
     samples: PositiveInt = 1024
-    """Training samples per epoch, not counting held-out samples."""
+    """Number of training samples per epoch, not counting held-out samples."""
 
 
 SampleSource = Literal["phantom", "images", "volumes"]
 SAMPLE_SOURCES = get_args(SampleSource)
-"""Sources for convolutional networks, whose samples are images or volumes. All other sources become tokens."""
+"""Sources for convolutional networks, whose samples are images or volumes. All other sources are converted to
+tokens."""
 SOURCES = (*get_args(Documents), "mixture", *SAMPLE_SOURCES)
 """The sources that ship with trainspec."""
 
@@ -90,30 +91,30 @@ SOURCES = (*get_args(Documents), "mixture", *SAMPLE_SOURCES)
 @dataclass(frozen=True)
 class DataSpec:
     seq_len: PositiveInt
-    """Tokens per sample; 1 for images and volumes."""
+    """Number of tokens per sample; 1 for images and volumes."""
     source: Literal[Documents, "mixture", SampleSource] | str
     """`tokens` is a folder written by `trainspec data prepare`; text is prepared at launch and cached.
 
     `arrow` is a Hugging Face dataset as written by `save_to_disk`; `nanogpt` and `megatron` are files of token ids,
-    read in place; `mixture` draws from several sources by weight. `chat` is conversations (`messages`, ShareGPT or
-    Alpaca) or completions (`prompt`, `completion`), each file in one format: JSON lines, a JSON array, or a table.
-    `images` is a folder with one sub-folder of images per class, `volumes` a folder of image and label pairs.
-    User-defined code that yields documents: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package.
-    """
+    read in place; `mixture` draws from several sources by weight. `chat` means conversations (`messages`, ShareGPT or
+    Alpaca) or completions (`prompt`, `completion`), with one format per file: JSON lines, a JSON array, or a table.
+    `images` is a folder with one sub-folder of images per class, and `volumes` is a folder of image and label pairs.
+    User-defined code that yields documents: `FILE.py:NAME`, `package.module:NAME`, or a name registered by a
+    package."""
     path: str | None = None
     """File, folder or glob; python_stdlib and phantom need no path."""
     text_field: str = "text"
-    """The JSON field or table column that holds the text."""
+    """The JSON field or table column that contains the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
-    """The tokenizer of the text."""
+    """The tokenizer for the text."""
     heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
-    """Fraction of the documents or samples (chosen by a hash of each) held out for evaluation."""
+    """Fraction of the documents or samples that are held out for evaluation, chosen by a hash of each."""
     max_bytes: PositiveInt | None = None
-    """Read at most this much text."""
+    """Maximum number of bytes of text to read."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
     """The synthetic volumes (phantom only)."""
     document_masks: bool = False
-    """Attention stays within each document of a sample; conversations are always kept apart."""
+    """Whether attention stays within each document of a sample; conversations are always kept apart."""
     chat_template: str | None = None
     """`chatml`, or a Jinja file; null: the template in the tokenizer's folder (chat only)."""
     loss_on: Literal["replies", "all"] = "replies"
@@ -121,9 +122,9 @@ class DataSpec:
     mixture: dict[str, PartSpec] = field(default_factory=dict)
     """The sources by name (mixture only)."""
     validation: dict[str, PartSpec] = field(default_factory=dict)
-    """Additional evaluation texts by name, each used in full; their weights are ignored."""
+    """Additional evaluation texts by name, each of which is used in full; their weights are ignored."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of the user-defined code, by name."""
+    """Arguments for the user-defined code, by name."""
 
     @property
     def is_own(self) -> bool:
@@ -143,7 +144,7 @@ class DataSpec:
 
     @property
     def own_parts(self) -> dict[str, PartSpec]:
-        """Return the sources that are user-defined code, by the key that names them."""
+        """Return the sources that are user-defined code, keyed by the recipe key that names them."""
         named = {f"data.mixture.{name}.source": part for name, part in self.mixture.items()}
         main = named if self.source == "mixture" else {"data.source": self.parts[""]}
         every = main | {f"data.validation.{name}.source": part for name, part in self.validation.items()}
@@ -156,7 +157,7 @@ class DataSpec:
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """Return the unit over which a batch's loss is averaged and in which speed is measured."""
+        """Return the unit over which a batch's loss is averaged, and in which speed is measured."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"
 
 
@@ -166,32 +167,30 @@ ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
 MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
 HUGGING_FACE = "hf:"
 DCP_FILE, LITGPT_FILE, NANOGPT_FILE = ".metadata", "lit_model.pth", "ckpt.pt"
-"""Files that identify weights of other projects, as opposed to a trainspec run."""
+"""Files that identify weights from other projects, as opposed to a trainspec run."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
     interval_steps: AutoInt | None = AUTO
-    """Steps between checkpoints; null: only one at the end (and when the run is stopped).
+    """Number of steps between checkpoints; null: only one at the end (and when the run is stopped).
 
-    auto: the first after a minute of training, so that shorter runs write only the final one; then at intervals of one
-    to ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006).
-    """
+    auto: the first one after a minute of training, so that shorter runs write only the final one; then at intervals of
+    one to ten minutes, depending on the measured cost of a checkpoint and the cluster's failure rate (Daly 2006)."""
     mode: Literal["async", "sync"] = "async"
-    """async: training waits for a copy in memory, which is then written in the background; sync: training waits until
-    the checkpoint is on disk."""
+    """async: training waits only for a copy in memory, which is then written in the background; sync: training waits
+    until the checkpoint is on disk."""
     memory_interval_steps: PositiveInt | None = None
-    """Steps between copies in the nodes' memory (/dev/shm), where each node also keeps its predecessor's; null: no
-    copies.
+    """Number of steps between copies in the nodes' memory (/dev/shm), where each node also keeps the copy of its
+    predecessor; null: no copies.
 
     They outlive the workers: a run that restarts on the same nodes, or with one node replaced, resumes from them. They
-    take twice the size of the state (four times on two or more nodes) until the run has ended normally.
-    """
+    take twice the size of the state (four times on two or more nodes) until the run has ended normally."""
     keep_last: PositiveInt = 2
     """Number of complete checkpoints to keep; older ones are deleted."""
     keep_best: bool = False
     """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it in addition to the latest
-    ones."""
+    checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -201,27 +200,26 @@ class PrecisionSpec:
     reduce: Literal["bf16", "fp32"] = "fp32"
     """The format in which gradients are summed across ranks."""
     matmul: MatmulFormat = "compute"
-    """The format in which linear layers multiply; `compute` is the compute format."""
+    """The format in which linear layers multiply; `compute` means the compute format."""
 
 
 @dataclass(frozen=True)
 class InitSpec:
     from_: str | None = None
-    """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, one in this machine's Hub cache;
-    the folder of a distributed checkpoint of torch (DCP, also torchtitan's and Megatron's) or of litgpt; or the folder
-    of a run of trainspec. null: random weights from the seed.
+    """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, a checkpoint in this machine's
+    Hub cache; the folder of a distributed torch checkpoint (DCP, also from torchtitan and Megatron) or of a litgpt
+    checkpoint; or the folder of a trainspec run. null: random weights from the seed.
 
-    Only weights are loaded: the optimizer, the step and the data start from the beginning.
-    """
+    Only weights are loaded: the optimizer, the step and the data start from the beginning."""
 
     @property
     def hugging_face(self) -> Path | None:
-        """Return the folder of a Hugging Face checkpoint; None for other weights."""
+        """Return the folder of a Hugging Face checkpoint; None for any other weights."""
         return None if self._named is None else locate_checkpoint(self._named)
 
     @property
     def hub_name(self) -> HubName | None:
-        """Return the name of a checkpoint on the Hub; None for other weights."""
+        """Return the name of a checkpoint on the Hub; None for any other weights."""
         return None if self._named is None else hub_name(self._named)
 
     @property
@@ -233,7 +231,8 @@ class InitSpec:
 
     @property
     def other(self) -> Path | None:
-        """Return the folder of weights from a project other than Hugging Face or trainspec; None for other weights."""
+        """Return the folder of weights from a project other than Hugging Face or trainspec; None for any other
+        weights."""
         folder = self._folder
         files = (DCP_FILE, LITGPT_FILE, NANOGPT_FILE)
         return folder if folder is not None and any(exists(folder / name) for name in files) else None
@@ -244,50 +243,49 @@ class InitSpec:
 
     @property
     def _folder(self) -> Path | None:
-        """Return the folder named without `hf:`."""
+        """Return the folder specified without `hf:`."""
         return None if self.from_ is None or self._named is not None else expand(self.from_)
 
 
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: PositiveInt
-    """Steps of `batching.global_batch_size` samples; the product is the number of samples that the run trains on. If
-    the batch size changes (`batching.schedule`), the same samples take a different number of steps. `tokens` or
-    `epochs` can replace it."""
+    """Number of steps of `batching.global_batch_size` samples; the product is the number of samples on which the run
+    trains. If the batch size changes (`batching.schedule`), the same samples take a different number of steps. It can
+    be replaced by `tokens` or `epochs`."""
     tokens: PositiveInt | None = None
-    """Replaces `max_steps`: tokens that the run trains on (samples, for images and volumes), rounded up to full steps.
+    """Replaces `max_steps`: number of tokens to train on (samples, for images and volumes), rounded up to full steps.
 
-    The run ends when they are trained, even if some steps had fewer samples (`batching.on_loss: shrink`).
-    """
+    The run ends once it has trained on them, even if some steps had fewer samples (`batching.on_loss: shrink`)."""
     epochs: PositiveFloat | None = None
-    """Replaces `max_steps`: number of passes over the data, whose samples are counted for this; 0.5 trains on half of
-    them. As with `tokens`, the samples determine when the run ends."""
+    """Replaces `max_steps`: number of passes over the data, whose samples are counted for this purpose; 0.5 trains on
+    half of them. As with `tokens`, the samples determine when the run ends."""
     seed: NonNegativeInt = 0
     """The seed for the weights and the sample order."""
     max_skipped_steps: PositiveInt = 10
-    """Number of consecutive steps with a non-finite loss or gradient after which the run ends; such a step updates
+    """The run ends after this many consecutive steps with a non-finite loss or gradient. Such a step updates
     nothing."""
     eval_interval_steps: PositiveInt | None = None
-    """Steps between evaluations on the held-out text; null: one evaluation at the end."""
+    """Number of steps between evaluations on the held-out text; null: one evaluation at the end."""
     early_stop_evals: PositiveInt | None = None
-    """Number of consecutive evaluations without a new lowest held-out loss after which the run ends as done; null: all
-    steps are taken."""
+    """The run ends successfully after this many consecutive evaluations without a new lowest held-out loss; null: it
+    takes all steps."""
     sample_interval_steps: PositiveInt | None = None
-    """Steps between text samples generated by the model (`sample`); null: one at the end."""
+    """Number of steps between text samples generated by the model (`sample`); null: one at the end."""
     log_interval_steps: PositiveInt = 10
-    """Steps between log lines when the output is not a terminal."""
+    """Number of steps between log lines when the output is not a terminal."""
     loss: str = ""
     """A user-defined loss that replaces cross-entropy, called as `loss(logits, targets, **loss_options)`:
     `FILE.py:NAME`, `package.module:NAME`, or a name registered by a package. The held-out loss stays cross-entropy."""
     loss_options: dict[str, Option] = field(default_factory=dict)
-    """Additional arguments of the user-defined loss, by name."""
+    """Additional arguments for the user-defined loss, by name."""
     callbacks: tuple[str, ...] = ()
     """User-defined classes that are notified of steps, evaluations and checkpoints: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
 
     @property
     def counts_samples(self) -> bool:
-        """Return whether the recipe sets the run length in samples rather than in steps."""
+        """Return whether the recipe specifies the run length in samples instead of steps."""
         return self.tokens is not None or self.epochs is not None
 
 
@@ -296,11 +294,11 @@ class SampleSection:
     """Text that the trained model generates at the end."""
 
     prompt: str = ""
-    """The text that the sample continues."""
+    """The text that the generated sample continues."""
     max_new_tokens: NonNegativeInt = 0
     """Number of tokens to generate; 0: no sample."""
     temperature: NonNegativeFloat = 0.8
-    """Divides the logits before a token is sampled; 0: always take the likeliest token."""
+    """Divides the logits before a token is sampled; 0: always take the most likely token."""
 
 
 @dataclass(frozen=True)
@@ -310,23 +308,23 @@ class RunSection:
     name: str = ""
     """A name by which commands find the run, such as `trainspec report NAME`."""
     tags: tuple[str, ...] = ()
-    """Words to select runs by, as in `trainspec runs --tag WORD`."""
+    """Words for selecting runs, as in `trainspec runs --tag WORD`."""
     stop_grace_s: PositiveFloat = 60.0
     """A worker that is still running this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
     """On several nodes: a node that is silent for this long (off, hung, disconnected) counts as lost, and the job
     ends."""
     join_timeout_s: PositiveFloat = 300.0
-    """On several nodes: time limit for nodes to start after the first (a slow prologue, a container image to pull), for
-    a lost node to return, and for the others to wait for the first."""
+    """On several nodes: time limit for nodes to start after the first one (a slow prologue, a container image to pull),
+    for a lost node to return, and for the others to wait for the first node."""
     preflight: bool = True
-    """Before the workers start, refuse a node without enough memory or disk. On several nodes, measure each for a few
-    seconds, and refuse one that is far slower than the others."""
+    """Before the workers start, reject a node without enough memory or disk. On several nodes, measure each of them for
+    a few seconds, and reject one that is far slower than the others."""
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    """Additional trackers that record events; each needs its own pip extra."""
+    """Additional trackers that record events; each one needs a separate pip extra."""
 
     tensorboard: bool = False
     """TensorBoard files in the run folder."""
@@ -343,14 +341,13 @@ class TrackingSection:
 
 @dataclass(frozen=True)
 class ObserveSection:
-    """What a run observes of itself in addition to its steps."""
+    """What a run observes about itself in addition to its steps."""
 
     deeper_look: bool = True
-    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one if steps
-    take seconds), and the verdict names the line of code or the operations.
+    """When the diagnosis finds what slows the run down, the suspected rank profiles itself for three steps (one if
+    steps take seconds), and the verdict names the line of code or the operations.
 
-    It costs nothing until then. A run profiles at most eight times, once per location, and keeps 1 MiB each time.
-    """
+    It costs nothing until then. A run profiles at most eight times, once per location, and keeps 1 MiB each time."""
 
 
 @dataclass(frozen=True)
@@ -362,13 +359,13 @@ class RunSpec:
     optim: OptimSpec
     """The optimizer and the learning rate."""
     batching: BatchingSpec
-    """The batch size and how a batch is divided."""
+    """The batch size, and how a batch is divided."""
     train: TrainSection
     """How long the run trains, and how often it evaluates."""
     description: str = ""
     """A one-line description for `trainspec list recipe`."""
     init: InitSpec = field(default_factory=InitSpec)
-    """The weights that the run starts from."""
+    """The weights from which the run starts."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     """Low-rank adapters, trained instead of all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
@@ -376,7 +373,7 @@ class RunSpec:
     framework: FrameworkSpec = field(
         default_factory=lambda: FrameworkSpec(name="trainspec", counted=True, expandable_segments=True)
     )
-    """The training framework that `trainspec plan` plans for; only trainspec's own engine can be launched."""
+    """The training framework for which `trainspec plan` plans; only trainspec's own engine can be launched."""
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
@@ -388,10 +385,10 @@ class RunSpec:
     compile: bool = False
     """Compile each block with torch.compile."""
     recompute: Recompute | Auto = "none"
-    """Activations to recompute in the backward: `selective` those of the attention core, `full` those of a whole
+    """Activations to recompute in the backward: `selective` those of the attention core, `full` those of an entire
     block."""
     offload: Offload | Auto = "none"
-    """The state to keep in host memory between its uses."""
+    """The state to keep in host memory when it is not in use."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     """When checkpoints are written and removed."""
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
@@ -405,12 +402,12 @@ class RunSpec:
     tracking: TrackingSection = field(default_factory=TrackingSection)
     """Additional trackers that record events."""
     observe: ObserveSection = field(default_factory=ObserveSection)
-    """What a run observes of itself in addition to its steps."""
+    """What a run observes about itself in addition to its steps."""
     run: RunSection = field(default_factory=RunSection)
-    """The run folder, the run's name, and limits of its processes."""
+    """The run folder, the run's name, and limits for its processes."""
 
     @property
     def ends_by_samples(self) -> bool:
-        """Return whether the run ends when its samples are trained, in however many steps, instead of at `max_steps`:
-        if the batch size changes, or if the recipe sets the amount of data."""
+        """Return whether the run ends once it has trained on its samples, regardless of the number of steps, instead of
+        at `max_steps`. This is the case if the batch size changes, or if the recipe specifies the amount of data."""
         return self.batching.schedule.kind != "constant" or self.train.counts_samples

@@ -25,27 +25,28 @@ from trainspec_cli.recipe.keys.layout import ContextMethod, LayoutSpec, Pipeline
 OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 KeptState = OptimizerName | float
-"""State kept per parameter: the name of an optimizer of the engine, or the bytes of a user-defined one."""
+"""State kept per parameter: the name of one of the engine's optimizers, or the bytes of a user-defined one."""
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the training device."""
 STACKED_VALUES = 2**22
-"""muon: small matrices with the same shape are orthogonalised together, up to this number of values."""
+"""muon: small matrices of the same shape are orthogonalised together, up to this number of values."""
 BLOCK = 256
-"""adamw8bit: values in a row that share one scale; the last block of a row may be shorter."""
+"""adamw8bit: number of values in a row that share one scale; the last block of a row may be shorter."""
 QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
-"""adamw8bit: tensors with fewer values, or with shorter rows, keep fp32 moments; so do all vectors."""
+"""adamw8bit: tensors with fewer values than this, or with shorter rows than this, keep fp32 moments; so do all
+vectors."""
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """The learning rate over the run, a pure function of the step (see `balance/batch/batch.py`)."""
+    """The learning rate over the run, as a pure function of the step (see `balance/batch/batch.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
     """constant; cosine: falls to `final_lr_ratio` along a half cosine; wsd: constant, then falling over the last
     `decay_fraction`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises from 0 to its peak; a fraction of the run, `3%` or 0.03, is converted to
-    steps."""
+    """Number of steps over which the rate rises from 0 to its peak; a fraction of the run, `3%` or 0.03, is converted
+    to steps."""
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of the run, over which the rate falls."""
     final_lr_ratio: Fraction = 0.1
@@ -53,7 +54,7 @@ class ScheduleSpec:
 
     @property
     def lowest_lr_ratio(self) -> float:
-        """Return the rate that the schedule falls to, as a fraction of the peak; 1 if it does not fall."""
+        """Return the rate to which the schedule falls, as a fraction of the peak; 1 if it does not fall."""
         falls = self.kind == "cosine" or (self.kind == "wsd" and self.decay_fraction > 0)
         return self.final_lr_ratio if falls else 1.0
 
@@ -72,20 +73,20 @@ class OptimSpec:
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
     """The same optimizers: decay of the average of the squared gradients."""
     eps: PositiveFloat = 1e-8
-    """The same optimizers: added to the root of that average."""
+    """The same optimizers: added to the square root of that average."""
     momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
     """muon: decay of the average of a matrix's gradients (Nesterov momentum)."""
     weight_decay: NonNegativeFloat = 0.1
-    """Applied only to matrices (not to norms and biases)."""
+    """Applied only to matrices, not to norms and biases."""
     grad_clip_norm: PositiveFloat | None = 1.0
-    """The maximum norm over all gradients; larger ones are clipped to it. null: no clipping."""
+    """Maximum norm over all gradients; gradients with a larger norm are clipped to it. null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """The learning rate over the run."""
     options: dict[str, Option] = field(default_factory=dict)
-    """Additional arguments of the user-defined optimizer, by name."""
+    """Additional arguments for the user-defined optimizer, by name."""
     state_bytes: NonNegativeFloat | None = None
-    """Bytes of state that the user-defined optimizer keeps per parameter: 8 for two averages in fp32. The plan uses
-    this number; a run measures it before its first step and refuses any other number."""
+    """Bytes of state that the user-defined optimizer keeps per parameter, such as 8 for two averages in fp32. The plan
+    uses this number; a run measures it before its first step and rejects any other number."""
 
     @property
     def is_own(self) -> bool:
@@ -110,19 +111,18 @@ class RampStage:
     """One stage of a ramp."""
 
     from_tokens: PositiveInt
-    """Number of tokens (samples, for images and volumes) after which the stage begins."""
+    """Number of tokens (samples, for images and volumes) after which the stage starts."""
     global_batch_size: PositiveInt
-    """Samples per step from this stage on."""
+    """Number of samples per step from this stage on."""
 
 
 @dataclass(frozen=True)
 class BatchScheduleSpec:
     """How the batch changes over the run (see `balance/batch/batch.py`).
 
-    Every run starts with `batching.global_batch_size` samples per step and trains on `train.max_steps` times that many:
-    progress is counted in samples, and a growing batch needs fewer steps for them. The learning rate follows
-    `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size.
-    """
+    Every run starts with `batching.global_batch_size` samples per step, and trains on `train.max_steps` times that
+    many. Progress is counted in samples, and a growing batch needs fewer steps for them. The learning rate follows
+    `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size."""
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
     """ramp: `stages`. seesaw: the batch grows by the factor by which `optim.schedule` has reduced the learning rate
@@ -138,9 +138,10 @@ class BatchScheduleSpec:
     max_global_batch_size: PositiveInt | None = None
     """seesaw, noise: the largest size; null (seesaw only): as large as the learning rate implies."""
     interval_steps: PositiveInt = 100
-    """noise: steps between decisions; each changes the size by at most one factor of `growth`."""
+    """noise: number of steps between decisions, each of which changes the size by at most one factor of `growth`."""
     smoothing_steps: PositiveInt = 100
-    """noise: steps over which measurements are averaged (exponentially: the newest has weight 1 / smoothing_steps)."""
+    """noise: number of steps over which measurements are averaged (exponentially: the newest one has weight 1 /
+    smoothing_steps)."""
     noise_fraction: PositiveFloat = 1.0
     """noise: the target size as a fraction of the noise scale. At 1, a sample contributes half as much progress as in a
     small batch; at 0.25, four fifths."""
@@ -149,25 +150,25 @@ class BatchScheduleSpec:
 @dataclass(frozen=True)
 class BatchingSpec:
     global_batch_size: PositiveInt
-    """Samples per step over all ranks; with a `schedule`, the initial number. Samples are divided as evenly as possible
-    over any number of ranks."""
+    """Number of samples per step over all ranks; with a `schedule`, the initial number. Samples are divided as evenly
+    as possible over any number of ranks."""
     micro_batch_size: AutoInt = AUTO
-    """Maximum samples that a rank processes in one forward and backward; gradient accumulation covers the rest."""
+    """Maximum number of samples that a rank processes in one forward and backward; gradient accumulation covers the
+    rest."""
     on_loss: OnLoss = "keep"
-    """While a replica group is down: keep the global batch (the others also process its samples, in more micro-batches
-    if needed), or shrink it in proportion to the remaining groups."""
+    """What to do while a replica group is down: keep the global batch (the others also process its samples, in more
+    micro-batches if needed), or shrink it in proportion to the remaining groups."""
     shrink_lr: ShrinkRule = "linear"
-    """How the learning rate scales with a smaller batch: in proportion (arXiv:1706.02677), with its square root
+    """How the learning rate scales with a smaller batch: in proportion (arXiv:1706.02677), with the square root
     (arXiv:2205.10287), or not at all."""
     schedule: BatchScheduleSpec = field(default_factory=BatchScheduleSpec)
     """How the batch changes over the run."""
 
     def sizes_up_to(self, largest: float) -> tuple[int, ...]:
-        """Return the sizes that `seesaw` and `noise` choose from: the initial size times powers of `schedule.growth`.
+        """Return the sizes among which `seesaw` and `noise` choose: the initial size times powers of `schedule.growth`.
 
-        They are rounded to multiples of an eighth of the initial size, or of a quarter, a half or the full size if it
-        is not divisible by 8, so that they divide over ranks nearly as well as the initial size.
-        """
+        They are rounded to multiples of an eighth of the initial size (or of a quarter, a half or the full size if it
+        is not divisible by 8), so that they divide over ranks nearly as well as the initial size."""
         first = self.global_batch_size
         growth = self.schedule.growth
         part = first // math.gcd(first, 8)
@@ -196,7 +197,7 @@ class LayoutChangeSpec:
     """A different layout from a given step on. Keys that are null stay as in `layout`."""
 
     step: PositiveInt
-    """Updates made before the change."""
+    """Number of updates made before the change."""
     dp_replicate: AutoInt | None = None
     dp_shard: AutoInt | None = None
     cp: PositiveInt | None = None
@@ -208,8 +209,8 @@ class LayoutChangeSpec:
     pipeline_schedule: PipelineSchedule | None = None
     virtual_stages: PositiveInt | None = None
     stage_layers: tuple[PositiveInt, ...] | None = None
-    """Layers per stage; if the change alters the stages without stating their layers, layers are divided by planned
-    time."""
+    """Number of layers per stage. If the change alters the stages without specifying their layers, layers are divided
+    by planned time."""
     context_method: ContextMethod | None = None
 
     def of(self, layout: LayoutSpec) -> LayoutSpec:
@@ -224,27 +225,26 @@ class LayoutChangeSpec:
 @dataclass(frozen=True)
 class SchedulerSpec:
     mode: SchedulerMode = "advise"
-    """off: nothing is measured. advise: report possible changes, and change nothing. auto: apply them.
+    """off: nothing is measured. advise: report possible changes, but change nothing. auto: apply them.
 
-    If memory runs out, advise and auto both continue with smaller micro-batches of the same global batch, then with
-    recompute and offload; with off, the run ends.
+    If the run runs out of memory, advise and auto both continue with smaller micro-batches of the same global batch,
+    then with recompute and offload; with off, the run ends.
 
-    advise is the default, so that two runs of a recipe are bitwise identical whatever the speed of their ranks:
-    different shares would sum the same gradients in a different order.
-    """
+    advise is the default, so that two runs of a recipe are bitwise identical regardless of the speed of their ranks:
+    different sample shares would sum the same gradients in a different order."""
     may_change: tuple[Changeable, ...] = ("shares", "layers", "layout", "nodes")
-    """What auto changes and advise reports. shares: samples per rank and per replica group. layers: layers per pipeline
-    stage. layout: any axis of the layout. nodes: the nodes that take part."""
+    """What auto changes and what advise reports. shares: samples per rank and per replica group. layers: layers per
+    pipeline stage. layout: any axis of the layout. nodes: the nodes that take part."""
     change: Annotated[float, Range(0.01, 1)] = 0.1
     """A rank's speed counts as changed if several consecutive steps are slower or faster by this fraction and by more
     than the rank's own noise."""
     max_micro_batch_size: AutoInt = AUTO
-    """Maximum samples in a rank's micro-batch; auto: what memory allows, up to twice the planned number."""
+    """Maximum number of samples in a rank's micro-batch; auto: what memory allows, up to twice the planned number."""
     max_stage_layers: AutoInt = AUTO
-    """Maximum layers that a pipeline rank may hold when layers move off a slow rank; auto: what the memory prediction
-    allows (without a prediction, no layers move)."""
+    """Maximum number of layers that a pipeline rank may hold when layers move off a slow rank; auto: what the memory
+    prediction allows (without a prediction, no layers move)."""
     changes: tuple[LayoutChangeSpec, ...] = ()
-    """Layouts that the run changes to during training, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
+    """Layouts to which the run switches during training, in any mode, such as `[{step: 500, pp: 2, dp_shard: 2}]`."""
 
 
 # Low-rank adapters, trained instead of the weights themselves.
@@ -255,22 +255,22 @@ NF4_BLOCK = 64
 NF4_SCALE_BLOCK = 256
 """Number of these scales that share one scale when they are quantised to 8 bits."""
 NF4_CHUNK = 2**24
-"""Number of weights dequantised at a time, which limits the fp32 memory."""
+"""Number of weights that are dequantised at a time, which limits the fp32 memory."""
 TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
-"""The matrices of attention and feed-forward, as the engine names them."""
+"""The matrices of attention and feed-forward, with the engine's names."""
 
 
 @dataclass(frozen=True)
 class LoraSpec:
     rank: NonNegativeInt = 0
-    """Rank of the adapters; 0: no adapters, all weights are trained."""
+    """Rank of the adapters; 0: no adapters, so all weights are trained."""
     alpha: PositiveFloat = 16.0
-    """The adapters' output is scaled by alpha / rank."""
+    """The output of the adapters is scaled by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
-    """The matrices of each block that get an adapter; routed experts get none."""
+    """The matrices of each block that get an adapter; routed experts do not get one."""
     base: Literal["full", "nf4"] = "full"
-    """How the frozen matrices of the blocks are stored: in full, or in 4-bit NormalFloat (QLoRA), 4.127 bits per
-    weight, with a copy on each data-parallel rank; embedding, head and norms stay in full."""
+    """How the frozen matrices of the blocks are stored: in full, or in 4-bit NormalFloat (QLoRA), with 4.127 bits per
+    weight and a copy on each data-parallel rank. Embedding, head and norms stay in full."""
 
     @property
     def scale(self) -> float:
@@ -293,19 +293,18 @@ class CommSpec:
     """Wire formats. full: the format in which the values are computed or summed.
 
     Values are summed in fp32 in every format, and the rounding error of integer gradients is added to the next
-    gradient.
-    """
+    gradient."""
 
     gradients: WireFormat | Auto = "full"
-    """Gradients, summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is predicted
-    to take the least time, including encoding."""
+    """Gradients, which are summed over data-parallel ranks and replica groups. auto: full, bf16 or int8, whichever is
+    predicted to take the least time, including encoding."""
     parameters: WireFormat = "full"
-    """Parameters, gathered by the ranks of dp_shard. Norms and biases are always exchanged in full."""
+    """Parameters, which are gathered by the ranks of dp_shard. Norms and biases are always exchanged in full."""
     across_nodes: WireFormat | Auto | None = None
     """Gradients in exchanges between ranks on several nodes; null: the same as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
-    """On CPUs, the minimum gradient bytes per exchange (GPUs always exchange block by block); 0: block by block. null:
-    the run tries a few sizes in its first steps, or exchanges block by block if `scheduler` is off."""
+    """On CPUs, the minimum number of gradient bytes per exchange (GPUs always exchange block by block); 0: block by
+    block. null: the run tries a few sizes in its first steps, or exchanges block by block if `scheduler` is off."""
 
     @property
     def fixed(self) -> WireFormats:
@@ -326,7 +325,7 @@ class WireFormats:
     parameters: WireFormat = "full"
     across_nodes: WireFormat = "full"
     reason: str = ""
-    """The planner's reason if it chose the format."""
+    """The planner's reason for the format, if it chose the format."""
 
     def describe(self) -> str:
         """Return `int8`, or `full inside nodes and int4 across them`."""
@@ -356,13 +355,13 @@ FaultKind = Literal[
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, injected once per run after `step` updates, during the next gradient exchange."""
+    """A fault, which is injected once per run, after `step` updates, during the next gradient exchange."""
 
     kind: FaultKind
     """kill: SIGKILL. stop: SIGSTOP. hang: the worker waits forever. exception, oom: it raises that error. slow: it
     sleeps.
 
-    oom with `above`: from `step` on, after every start, the backward of a micro-batch with more samples runs out of
+    oom with `above`: from `step` on, after every start, the backward of any micro-batch with more samples runs out of
     memory.
 
     throttle: forward and backward take `seconds` longer per sample, as on a slower device.
@@ -376,14 +375,14 @@ class Fault:
     rank: int = 0
     """The rank within the replica group."""
     seconds: float = 1.0
-    """slow: the delay per step; throttle: per sample."""
+    """slow: the delay in seconds per step; throttle: per sample."""
     steps: int = 1
-    """slow, throttle, disk_full: the number of steps."""
+    """slow, throttle, disk_full: number of steps."""
     above: int | None = None
     """oom: the largest number of samples that fits in memory."""
 
     def lasts_at(self, step: int) -> bool:
-        """Return whether a fault that lasts several steps is still active after update `step`."""
+        """Return whether a fault that lasts for several steps is still active after update `step`."""
         return self.step <= step < self.step + self.steps
 
 
@@ -396,7 +395,7 @@ _NUMBERS = {"step": int, "group": int, "rank": int, "seconds": float, "steps": i
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse faults separated by `;`. Raises FaultSyntaxError."""
+    """Parse faults that are separated by `;`. Raises FaultSyntaxError."""
     return tuple(_parse(part) for part in text.split(";") if part.strip())
 
 

@@ -9,8 +9,8 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 Algorithm = Literal["ring", "hierarchical", "tree", "direct"]
-"""ring: one flat ring through all ranks; hierarchical: a ring in each tier, innermost first and back; tree: up and down
-a tree of nodes; direct: every pair separately (all-to-all, sends)."""
+"""ring: one flat ring through all ranks. hierarchical: a ring in each tier, innermost first and back. tree: up and down
+a tree of nodes. direct: every pair separately (all-to-all, sends)."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class BlueprintTier:
     elements: int
     """Number of such elements in the cluster: scale-up domains, leaf switches, ..."""
     devices: int
-    """Devices below one element, or all devices of the cluster if it has fewer."""
+    """Number of devices below one element, or all devices of the cluster if it has fewer."""
     gbit_per_s: float
-    """A device's share of the bandwidth, one way, after oversubscription."""
+    """A device's share of the bandwidth, in one direction, after oversubscription."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Exchange:
     """Number of times per step that one rank performs it."""
     algorithm: Algorithm
     time_s: float
-    """Time of one exchange with that algorithm."""
+    """Duration of one exchange with that algorithm."""
     ring_s: float
-    """Time of one exchange with a flat ring; equal to `time_s` for exchanges without a ring."""
+    """Duration of one exchange with a flat ring; equal to `time_s` for exchanges without a ring."""
     bucket_bytes: float | None = None
-    """Best bucket size for gradients and parameters: sqrt(S a B) for S bytes in total, latency a, bandwidth B."""
+    """Best bucket size for gradients and parameters: sqrt(S a B) for S bytes in total, latency a and bandwidth B."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Blueprint:
     order: tuple[str, ...]
     """Axes with more than one rank, outermost first, as placed on the nodes sorted by tier."""
     node_places: tuple[int, ...]
-    """Each node's position among the nodes sorted by tier, indexed by its number in the job. Empty: numerical order is
-    just as good."""
+    """Each node's position among the nodes sorted by tier, indexed by its number in the job. Empty if numerical order
+    is just as good."""
     step_s: float
     """Planned step time with the nodes at these positions."""
     unplaced_step_s: float
@@ -87,11 +87,12 @@ class Blueprint:
     settings: tuple[Setting, ...] = ()
     tuner: tuple[TunerRow, ...] = ()
     sorts_nodes: bool = False
-    """The cost depends on which nodes are close together, so Slurm's nodes should be sorted by switch."""
+    """Whether the cost depends on which nodes are close to one another, so that Slurm's nodes should be sorted by
+    switch."""
 
     @property
     def sums_replicas_in_tiers(self) -> bool:
-        """Return whether gradients are summed over replicas inside each node first."""
+        """Return whether gradients are first summed over replicas inside each node."""
         return any(
             exchange.operation == "all_reduce" and exchange.algorithm == "hierarchical"
             for exchange in self.exchanges
@@ -99,11 +100,11 @@ class Blueprint:
         )
 
 
-# Figures of a multi-plane fabric, and what failures of its parts cost a job.
+# Dimensions of a multi-plane fabric, and what failures of its parts cost a job.
 
 
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
-"""link: between a T0 and a T1 switch; port: of a NIC, or its cable; plane: all of its switches."""
+"""link: between a T0 and a T1 switch. port: of a NIC, or its cable. plane: all of its switches."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +113,24 @@ class PlanesFigures:
 
     planes: int
     radix: int
-    """Number of ports of a switch, each at a plane's speed."""
+    """Number of ports of a switch, each at the speed of one plane."""
     switch_tiers: int
     port_gbit_per_s: float
     most_nics: int
-    """The largest number of NICs that the tiers can connect."""
+    """Maximum number of NICs that the tiers can connect."""
     switches_per_nic: float
     optics_per_nic: float
-    """Transceivers per NIC, in units of its speed: two ends per tier of links."""
+    """Number of transceivers per NIC, in units of its speed: two ends per tier of links."""
     one_hop_nics: int
-    """NICs below one T0 switch."""
+    """Number of NICs below one T0 switch."""
     lost_speed: dict[Part, float]
     """Fraction of a job's speed that is lost while one such part of the fabric is down; 1 if the job ends."""
 
 
 @dataclass(frozen=True)
 class SprayedEvent:
-    """The effect of failed parts on a job whose queue pairs spray over all planes, from a simulation of path counts."""
+    """The effect of failed parts on a job whose queue pairs spray over all planes, from a simulation that counts
+    paths."""
 
     name: str
     lowest_speed: float
@@ -136,7 +138,7 @@ class SprayedEvent:
     slow_s: float
     """Time until the job is back at full speed."""
     lost_s: float
-    """Undisturbed training time that is lost."""
+    """Lost time of undisturbed training."""
     touched: float
     """Fraction of the queue pairs that had a path through the failed parts."""
     most_bad_paths: int
@@ -155,7 +157,7 @@ class PlanesPlan:
     """Number of T1 switches in each plane that the job's NICs need."""
     events: tuple[SprayedEvent, ...]
     dips_per_day: float
-    """Network failures per day that cause a dip in speed and would end a job on a single plane."""
+    """Network failures per day that cause a dip in speed but would end a job on a single plane."""
     dip_share: float
     """Fraction of time lost to these dips."""
 
@@ -170,13 +172,13 @@ class PoolChoice:
     pools: tuple[str, ...]
     devices: int
     division: str
-    """`samples`: every pool has complete replicas, which share a step's samples by speed. `layers`: pipelines pass
-    through the pools, with layers assigned by speed. `alone`: one pool."""
+    """`samples`: every pool has complete replicas, and a step's samples are divided by speed. `layers`: pipelines pass
+    through the pools, with layers assigned by speed. `alone`: only one pool."""
     layout: Layout | None
     """None if nothing fits."""
     step_time_s: float | None
     tokens_per_s: float | None
-    """Samples per second for a model of images."""
+    """For a model of images, samples per second."""
     wall_time_s: float | None
     """Duration of the run, including failures."""
     usd_per_token: float | None
@@ -192,4 +194,4 @@ class PoolsPlan:
     choices: tuple[PoolChoice, ...]
     """The plan on all pools comes first."""
     verdict: str
-    """States whether leaving pools out is faster, or cheaper per token."""
+    """States whether omitting pools is faster, or cheaper per token."""

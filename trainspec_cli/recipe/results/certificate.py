@@ -1,4 +1,5 @@
-"""A certificate: measurements of the training spec's clauses and the machine they were made on, with a digest."""
+"""A certificate: measurements of the training spec's clauses, and the machine on which they were made, with a
+digest."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import number
 
 Figure = Annotated[float, number(-math.inf, math.inf)] | str
-"""A measured number, or text; a certificate stores non-finite numbers as text."""
+"""A measured number, or text. A certificate stores non-finite numbers as text."""
 NOT_FINITE = ("inf", "-inf", "nan")
 
 
@@ -26,18 +27,19 @@ class Finding:
     grade: str = ""
     """A, B or C for a clause with levels, `-` below them; empty for other clauses."""
     machine_sha256: str = ""
-    """Digest of the machine and software of the measurement, as described in the certificate."""
+    """Digest of the machine and software used for the measurement, as described in the certificate."""
 
     @property
     def measured(self) -> float:
-        """Return the figure that is compared with the bound: the first one; 0 or 1 for clauses that allow no error."""
+        """Return the value that is compared with the bound: the first one, or 0 or 1 for clauses that allow no
+        error."""
         first = next(iter(self.figures.values()), None)
         is_number = isinstance(first, float) or first in NOT_FINITE
         return float(first) if self.bound is not None and first is not None and is_number else float(not self.passed)
 
 
 REFUSALS = "LEGAL-1"
-"""The clause whose cases are layouts that validation refuses; none of them is run."""
+"""The clause whose cases are layouts that validation rejects; none of them is run."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,16 @@ class ClauseSummary:
     cases: int
     failed: int
     worst: Figure | None
-    """The worst case's figure; null if the clause was not measured."""
+    """The value for the worst case; null if the clause was not measured."""
     bound: float | None
     worst_case: str | None = None
     grade: str = ""
-    """The worst case's grade."""
+    """The grade of the worst case."""
 
 
 @dataclass(frozen=True)
 class NotOffered:
-    """A case that the engine declined; it counts neither as kept nor as broken."""
+    """A case that the engine declined. It counts neither as kept nor as broken."""
 
     clause: str
     case: str
@@ -72,9 +74,9 @@ class Signer:
     """The person who signs a certificate."""
 
     public_key: str
-    """`ssh-ed25519 ...`, as OpenSSH writes it."""
+    """`ssh-ed25519 ...`, in OpenSSH's format."""
     fingerprint: str
-    """`SHA256:...`, as `ssh-keygen -l` prints it."""
+    """`SHA256:...`, in the format of `ssh-keygen -l`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class Certificate:
     spec_sha256: str = ""
     """Digest of the document that contains the clauses."""
     date: str = ""
-    """The date on which it was written, in UTC."""
+    """The date on which the certificate was written, in UTC."""
     measured_since: str = ""
     """The date of its first run."""
     machine: Machine
@@ -101,17 +103,17 @@ class Certificate:
     features: tuple[str, ...] = ()
     """Non-default kernels (`attention.math`) and formats (`fp8`) that the chip and its packages support."""
     recipe: tuple[str, ...] = ()
-    """The recipe whose model and loss were measured; empty: the families of the spec."""
+    """The recipe whose model and loss were measured; if empty, the families of the spec were measured."""
     whole: bool
-    """True if every case of the spec was measured, so that the verdict covers the complete spec."""
+    """Whether every case in the spec was measured, so that the verdict covers the complete spec."""
     verdict: str
-    """`kept` if every measured MUST holds, otherwise `broken`; `not offered` if all cases were declined."""
+    """`kept` if every measured MUST is fulfilled, otherwise `broken`; `not offered` if all cases were declined."""
     clauses: tuple[ClauseSummary, ...]
     findings: tuple[Finding, ...]
     not_offered: tuple[NotOffered, ...] = ()
     """Cases that the engine declined."""
     signer: Signer | None = None
-    """None if it is not signed."""
+    """None if the certificate is not signed."""
     digest: str = ""
     """SHA-256 of everything except the signature, as canonical JSON."""
     signature: str = ""

@@ -1,4 +1,4 @@
-"""The doctor's reports on each node and on all nodes of a job together. `doctor --json` prints them as JSON."""
+"""The doctor's reports, both on each node and on all nodes of a job together. `doctor --json` prints them as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Check:
     status: Status
     found: str
     advice: str = ""
-    """The remedy."""
+    """What to do about it."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class NodeReport:
     host: str
     """The node's name."""
     time: float
-    """Unix time in seconds on the node's own clock."""
+    """Unix time in seconds, on the node's own clock."""
     checks: tuple[Check, ...]
     speed: SpeedResult | None = None
-    """None if it was not measured, or the measurement failed."""
+    """None if it was not measured, or if the measurement failed."""
     heard_at: float | None = None
-    """Unix time in seconds on the first node's clock when the report arrived; None for that node's own report."""
+    """Unix time in seconds, on the first node's clock, when the report arrived; None for that node's own report."""
 
     def as_json(self) -> JsonObject:
         plain = to_plain(self) | {"speed": to_plain(self.speed) if self.speed else {}}
@@ -44,7 +44,7 @@ class Diagnosis:
     """The worst status found."""
     hosts: tuple[NodeReport, ...]
     between: tuple[Check, ...]
-    """Checks that compare nodes and checks of the links between them."""
+    """Checks that compare nodes, and checks of the links between them."""
     slowest: str | None
     links: LinksResult | None
     """None for a single process."""

@@ -1,4 +1,4 @@
-"""The forecast of a complete run: duration, useful fraction and cost, each with an interval."""
+"""The forecast of a complete run: duration, productive fraction and cost, each with an interval."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A forecast input that the user may know better."""
+    """An input of the forecast that the user may know better."""
 
     key: str
     """The key that sets it, such as `cluster.site.pue`."""
@@ -31,25 +31,25 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The fractions of the run's wall time under one recovery mode, which sum to 1."""
+    """The fractions of the run's wall time with one recovery mode, which sum to 1."""
 
     mode: RecoveryMode
     goodput: Interval
     """Time spent on work that is kept, as a fraction of wall time."""
     lost: dict[str, float]
-    """checkpoint, rework (undone by failures), restart, stall (survivors wait), shrunk (groups are down), dip (a
-    network of several planes is slower while a link flaps)."""
+    """checkpoint, rework (work undone by failures), restart, stall (survivors wait), shrunk (groups are down), dip (a
+    network with several planes is slower while a link flaps)."""
     failures: float
     """Number of failures during the run."""
     mtbf_s: float
     """Mean time between failures of the job."""
     checkpoint_interval_s: float
-    """Work time between checkpoints."""
+    """Amount of work between checkpoints, in seconds."""
     checkpoint_interval_steps: int
     optimal_interval_s: float
-    """Daly's interval; equal to `checkpoint_interval_s` unless the recipe sets its own."""
+    """Daly's interval; equal to `checkpoint_interval_s` unless the recipe specifies another one."""
     checkpoint_s: float
-    """Time that one checkpoint stalls training."""
+    """Time for which one checkpoint stalls training."""
     checkpoint_bytes: float
     restart_s: float
     """Time from a failure until the run does new work after the restart."""
@@ -61,7 +61,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class BatchForecast:
-    """Steps with one batch size, in a run whose batch size changes."""
+    """The steps with one batch size, in a run whose batch size changes."""
 
     step_samples: int
     steps: int
@@ -75,10 +75,10 @@ class RunForecast:
     steps: int
     """Number of steps; the largest possible number if the batch follows the measured noise scale."""
     tokens: float
-    """Samples, for a model of images."""
+    """For a model of images, samples."""
     wall_time_s: Interval
     goodput: Goodput
-    """Goodput under the recipe's `resilience.mode`."""
+    """Goodput with the recipe's `resilience.mode`."""
     energy_joules: Interval | None
     """None if the power of the accelerator is unknown."""
     carbon_kg: Interval | None
@@ -87,7 +87,7 @@ class RunForecast:
     alternatives: tuple[Goodput, ...] = ()
     """The other recovery modes, for comparison."""
     energy_parts_joules: dict[str, float] = field(default_factory=dict)
-    """Energy of accelerators, hosts and building, which sums to the total."""
+    """Energy of accelerators, hosts and building; the parts sum to the total."""
     cost_parts_usd: dict[str, float] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
@@ -95,12 +95,13 @@ class RunForecast:
     """Batch sizes in order; empty if the batch is constant or depends on measurements made during the run."""
 
 
-# A simulated disturbed run: its speed without the scheduler, with it and at best, and the scheduler's decisions.
+# A simulated disturbed run: its speed without the scheduler, with it and in the ideal case, and the scheduler's
+# decisions.
 
 
 @dataclass(frozen=True)
 class SimulatedPace:
-    """The speed of one way to divide the samples, over the whole run."""
+    """The speed of one way to divide the samples, over the entire run."""
 
     wall_s: float
     samples_per_s: float
@@ -112,21 +113,21 @@ class SimulatedPace:
 @dataclass(frozen=True)
 class SimulatedDecision:
     step: int
-    """The first step that it applies to."""
+    """The first step to which it applies."""
     kind: str
     """`shares` of the data-parallel ranks, `group_shares` of the replica groups, `layers` of the pipeline stages, or
     another `layout`."""
     group: int | None
-    """The replica group, if there are several."""
+    """The replica group, if there are several groups."""
     reason: str
     micro_batch_size: int | None
     micro_batches: int | None
     before_s: float
-    """The slowest rank's compute time per step before the decision, by the confirmed speeds; for another layout, the
-    complete step."""
+    """The slowest rank's compute time per step before the decision, at the confirmed speeds; for another layout, the
+    duration of the complete step."""
     expected_s: float
-    """The time expected after the decision; if layers or the layout change, once speeds are known again and shares
-    adapted."""
+    """The time expected after the decision. If layers or the layout change, it applies once speeds are known again and
+    sample shares have been adapted."""
     achieved_s: float
     """The time in the first step after the decision."""
 
@@ -144,16 +145,16 @@ class Simulation:
     micro_batch_size: int
     largest_micro_batch_size: int
     report_interval: int
-    """Steps between two exchanges of the ranks' speeds."""
+    """Number of steps between two exchanges of the ranks' speeds."""
     events: tuple[str, ...]
     off: SimulatedPace
     """The scheduler changes nothing."""
     on: SimulatedPace
-    """It decides as in a run with `scheduler.mode=auto`."""
+    """The scheduler decides as in a run with `scheduler.mode=auto`."""
     ideal: SimulatedPace
-    """The best integer division of samples for the true speeds, applied immediately and without cost."""
+    """The best division into whole samples for the true speeds, applied immediately and at no cost."""
     ideal_real: SimulatedPace
-    """The same if samples could be divided."""
+    """The same, if samples could be divided."""
     won_back: float | None
     """Fraction of the time lost without the scheduler that is recovered, relative to what whole samples allow; None if
     nothing can be recovered."""

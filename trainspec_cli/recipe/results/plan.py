@@ -12,7 +12,7 @@ from trainspec_cli.recipe.keys.training import WireFormats
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.tables import MemorySetting
 
-# Predictions: memory by cause and step time by phase of a layout, the ranked candidates, and a run on this machine.
+# Predictions: memory by cause and step time by phase for a layout, the ranked candidates, and a run on this machine.
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MemoryBreakdown:
     """Peak memory of one device, by cause."""
 
     parameters_bytes: float = 0.0
-    """Weights in the compute format, plus gathered copies of sharded ones."""
+    """Weights in the compute format, plus gathered copies of sharded weights."""
     gradients_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     """Master weights and moments."""
@@ -32,9 +32,9 @@ class MemoryBreakdown:
     comm_buffers_bytes: float = 0.0
     """Staging buffers of collectives, NCCL and the framework."""
     fragmentation_bytes: float = 0.0
-    """Held by the caching allocator but not used by any tensor."""
+    """Memory held by the caching allocator but not used by any tensor."""
     context_bytes: float = 0.0
-    """The device's context and kernels, outside the allocator."""
+    """The device context and kernels, outside the allocator."""
 
     @property
     def total_bytes(self) -> float:
@@ -44,12 +44,12 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step by phase. The parts sum to the step time; only communication that is not hidden behind
-    computation counts."""
+    """One optimizer step by phase. The parts sum to the step time; communication counts only if it is not hidden behind
+    computation."""
 
     matmul_s: float = 0.0
     attention_s: float = 0.0
-    """Matrix products without weights: attention scores and values, or the state-space scan."""
+    """Matrix multiplications without weights: attention scores and values, or the state-space scan."""
     memory_bound_s: float = 0.0
     """Norms, activation functions, residuals, casts, losses."""
     recompute_s: float = 0.0
@@ -78,37 +78,37 @@ class SizedStep:
     """A step with one of the sizes of a changing batch."""
 
     samples: int
-    """Samples over all devices."""
+    """Number of samples over all devices."""
     time: StepTime
 
 
 @dataclass(frozen=True)
 class PoolPart:
-    """One pool's part in a step."""
+    """One pool's part of a step."""
 
     pool: str
     accelerator: str
     devices: int
     stages: int
-    """Pipeline stages that it holds; 1 without a pipeline."""
+    """Number of pipeline stages that it holds; 1 without a pipeline."""
     layers: int
-    """Layers of the model that it computes."""
+    """Number of the model's layers that it computes."""
     samples: int
-    """Samples of a step that pass through it."""
+    """Number of samples of a step that pass through it."""
     micro_batch_size: int
-    """Its largest micro-batch."""
+    """Size of its largest micro-batch."""
     time: StepTime
     """Its step, including the wait for other pools (in `bubble_s` for a pipeline through several pools, otherwise in
     `host_s`)."""
     waiting_s: float
-    """How long the pool waits for other pools in that step."""
+    """Time that the pool waits for other pools in that step."""
     peak_memory_bytes: float
     memory_limit_bytes: float
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and its predicted memory and speed."""
+    """One layout with its predicted memory and speed."""
 
     layout: Layout
     micro_batch_size: int
@@ -118,7 +118,7 @@ class Candidate:
     """The state that is kept in host memory."""
     step_time_s: float
     tokens_per_s: float
-    """Rate over all devices; samples per second for a model of images."""
+    """Rate over all devices; for a model of images, samples per second."""
     tokens_per_s_per_gpu: float
     mfu: float
     """Model FLOPs utilisation: model FLOPs (causal half of attention, no recomputation) relative to the chip's peak in
@@ -130,22 +130,22 @@ class Candidate:
     fit_probability: float
     """Probability that it fits, given the measured error of predicted memory."""
     expected_step_s: float
-    """The step time that accounts for this probability: a layout that does not fit costs a restart and then runs more
+    """The step time that accounts for this probability: a layout that does not fit costs a restart, and then runs more
     slowly with less memory."""
     memory: tuple[MemoryBreakdown, ...]
-    """One per pipeline stage."""
+    """One value per pipeline stage."""
     time: StepTime
-    """Times of a step. If the batch size changes, these and all other figures are for the size at which most samples
-    are trained."""
+    """Times of a step. If the batch size changes, these and all other values are for the size at which most samples are
+    trained."""
     sized_steps: tuple[SizedStep, ...] = ()
-    """Steps with the sizes of a changing batch (or a selection of many sizes), smallest first."""
+    """Steps with the sizes of a changing batch (or with some of them, if there are many), smallest first."""
     pools: tuple[PoolPart, ...] = ()
     """Each pool's part, in a cluster with several pools."""
 
     @property
     def pipelines_cross_pools(self) -> bool:
-        """Return whether each pipeline passes through several pools, which share its layers; otherwise the pools share
-        samples."""
+        """Return whether each pipeline passes through several pools, which divide its layers. Otherwise, the pools
+        divide the samples."""
         return any(part.stages < self.layout.pp for part in self.pools)
 
     @property
@@ -154,7 +154,7 @@ class Candidate:
 
     @property
     def fullest_memory(self) -> MemoryBreakdown:
-        """Return the memory of the pipeline stage that needs the most."""
+        """Return the memory of the pipeline stage that needs the most memory."""
         return max(self.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
 
 
@@ -167,31 +167,31 @@ ALWAYS_ASSUMED = (
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """The search result for a cluster: the layouts that fit, best first, and why others were rejected."""
+    """The result of searching a cluster: the layouts that fit, best first, and why others were rejected."""
 
     params: int
-    """Parameters of the model itself, without `adapter_params`."""
+    """Number of the model's own parameters, without `adapter_params`."""
     active_params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward per token (per sample, for a model of images)."""
+    """Model FLOPs of forward and backward per token (for a model of images, per sample)."""
     world_size: int
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
-    """Layouts that fit. The first is the chosen one: the simplest of those about as fast as the fastest. The others are
-    sorted by expected step time. If nothing fits, these are layouts that do not fit."""
+    """Layouts that fit. The first one is the chosen layout: the simplest of those about as fast as the fastest. The
+    others are sorted by expected step time. If nothing fits, these are layouts that do not fit."""
     usual: Candidate | None = None
     """The layout that an expert would start from, by rules of thumb (`planner.capacity.is_usual`); None if no such
     layout fits."""
     safest: Candidate | None = None
-    """The layout most likely to fit, among those whose step is at most 10% longer than the best one's."""
+    """The layout most likely to fit, among those whose step takes at most 10% longer than the best one's."""
     rejected: dict[str, int] = field(default_factory=dict)
-    """Number of refused layouts by reason."""
+    """Number of rejected layouts by reason."""
     advice: tuple[str, ...] = ()
     """If no layout fits, changes that would make the run fit."""
     assumptions: tuple[str, ...] = ()
     considered: int = 0
     adapter_params: int = 0
-    """Parameters trained by LoRA fine-tuning."""
+    """Number of parameters trained by LoRA fine-tuning."""
 
     @property
     def best(self) -> Candidate | None:
@@ -199,7 +199,8 @@ class CapacityPlan:
 
     @property
     def fastest(self) -> Candidate | None:
-        """Return the layout with the shortest expected step. It is not `best` if a simpler one is about as fast."""
+        """Return the layout with the shortest expected step. It differs from `best` if a simpler one is about as
+        fast."""
         fitting = (candidate for candidate in self.candidates if candidate.fits)
         return min(fitting, key=lambda candidate: candidate.expected_step_s, default=None)
 
@@ -214,13 +215,13 @@ class PlannedLink:
 @dataclass(frozen=True)
 class LocalPrediction:
     time_s: dict[str, float]
-    """Times of a step's parts, named as in the step events."""
+    """Duration of each part of a step, named as in the step events."""
     memory: dict[str, float]
     """Peak bytes of one process by cause, as measured by a run."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Bytes that a GPU needs beyond its allocator's and that a run does not measure."""
+    """Bytes that a GPU needs in addition to its allocator's, and that a run does not measure."""
     links: tuple[PlannedLink, ...] = ()
-    """Links of the observed axes."""
+    """The links of the observed axes."""
 
     @property
     def step_time_s(self) -> float:
@@ -252,21 +253,20 @@ class PlannedLayout:
 class LayoutProposal:
     """A new layout for a run whose ranks differ in speed, and the time that it is expected to save.
 
-    Times come from the planner: if they are not backed by measurements (on a CPU), only their ratio is meaningful.
-    """
+    Times come from the planner. If they are not backed by measurements (on a CPU), only their ratio is meaningful."""
 
     layout: Layout
     micro_batch_size: int
     grad_accum_steps: int
-    """Micro-batches per rank and step, for ranks of equal speed."""
+    """Number of micro-batches per rank per step, for ranks of equal speed."""
     largest_micro_batch_size: int
     largest_stage_layers: int | None
-    """Maximum layers that fit in a pipeline rank's memory; None if no layers move."""
+    """Maximum number of layers that fit in a pipeline rank's memory; None if no layers move."""
     before_s: float
-    """Step time in the current layout, with the best shares and stages for the measured speeds."""
+    """Step time in the current layout, with the best sample shares and stages for the measured speeds."""
     expected_s: float
-    """Step time in the proposed layout under the same conditions; if planned times are rough, excluding savings that it
-    would bring even on ranks of equal speed."""
+    """Step time in the proposed layout under the same conditions. If planned times are rough, it excludes savings that
+    the layout would also bring on ranks of equal speed."""
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:
@@ -286,42 +286,43 @@ class Plan:
     """The plan that `launch` writes to `plan.json` and the workers execute."""
 
     spec: RunSpec
-    """The recipe as requested (including `auto`s, for the record)."""
+    """The recipe as requested (including each `auto`, for the record)."""
     layout: Layout
     device: Literal["cpu", "cuda"]
     num_nodes: int
     devices_per_node: int
     compute: Literal["bf16", "fp32", "fp64"]
-    """fp64 is for reference runs only; recipes cannot request it."""
+    """fp64 is only for reference runs; recipes cannot request it."""
     micro_batch_size: int
-    """Samples in the largest micro-batch."""
+    """Number of samples in the largest micro-batch."""
     grad_accum_steps: int
-    """Micro-batches per rank and step."""
+    """Number of micro-batches per rank per step."""
     recompute: Recompute
     offload: Offload
     params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward per token: 6 per matmul parameter, and attention over the causal half."""
+    """Model FLOPs of forward and backward per token: 6 per matmul parameter, plus attention over the causal half."""
     peak_flops: float | None = None
-    """FLOP/s of one device, the basis of MFU; None: the workers measure their best matmul."""
+    """FLOP/s of one device, on which MFU is based; None: the workers measure their best matmul."""
     peak_source: str = ""
 
     adapter_params: int = 0
-    """Parameters trained by LoRA fine-tuning, in addition to the model's own `params`."""
+    """Number of parameters trained by LoRA fine-tuning, in addition to the model's own `params`."""
 
     replica_groups: int = 1
-    """Number of process groups, each with the full model in `layout`; with more than one, a group survives the loss of
+    """Number of process groups, each with the full model in `layout`. With more than one, a group survives the loss of
     others."""
 
     largest_micro_batch_size: int | None = None
     """The largest size that memory allows, limited to what the scheduler needs; None if unknown."""
 
     memory_ladder: tuple[MemorySetting, ...] = ()
-    """The settings that a run tries in turn when it runs out of memory (`run/recovery/memory.py`), each using less
-    memory than the previous one; if empty, the run ends."""
+    """The settings that a run tries in turn when it runs out of memory (`run/recovery/memory.py`), each of which uses
+    less memory than the previous one. If empty, the run ends."""
 
     largest_stage_layers: int | None = None
-    """Maximum layers that fit in a pipeline rank's memory, limited to what the scheduler needs; None if unknown."""
+    """Maximum number of layers that fit in a pipeline rank's memory, limited to what the scheduler needs; None if
+    unknown."""
 
     layer_flops: tuple[float, ...] = ()
     """FLOPs of a micro-batch's forward by layer, which the scheduler uses to move layers; empty without a pipeline."""
@@ -337,7 +338,7 @@ class Plan:
     `train.max_steps`."""
 
     changes: tuple[PlannedLayout, ...] = ()
-    """Layouts that the recipe switches to during the run, in step order."""
+    """Layouts to which the recipe switches during the run, in step order."""
 
     prediction: LocalPrediction | None = None
     """Memory and time of a run on this machine's CPU; None without a suitable probe."""
@@ -360,18 +361,18 @@ class Plan:
 
     @property
     def group_backend(self) -> str:
-        """Return the backend for exchanges between replica groups: the native one of the devices
+        """Return the backend for exchanges between replica groups, which is the devices' native one
         (`engine/elastic/cross_group.py`)."""
         return {"cpu": "gloo", "cuda": "nccl"}[self.device]
 
     def nodes_of_group(self, group: int) -> range:
-        """Return the nodes of a replica group: several complete nodes, or one that several groups share."""
+        """Return the nodes of a replica group: several complete nodes, or a single one that several groups share."""
         first = group * self.num_nodes // self.replica_groups
         return range(first, first + max(1, self.num_nodes // self.replica_groups))
 
     @property
     def as_one_group(self) -> Plan:
-        """Return a plan of the same work with one group, whose replicas are the groups."""
+        """Return a plan for the same work with one group, whose replicas are the groups."""
         layout = replace(self.layout, dp_replicate=self.layout.dp_replicate * self.replica_groups)
         return replace(self, layout=layout, replica_groups=1)
 
@@ -392,6 +393,6 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a step of the initial size, or its samples for image and volume models, whose `seq_len`
-        is 1."""
+        """Return the number of tokens in a step of the initial size; for image and volume models, whose `seq_len` is 1,
+        the number of samples."""
         return self.spec.batching.global_batch_size * self.spec.data.seq_len

@@ -20,7 +20,7 @@ class ErrorSummary:
     """Median of the signed error."""
     worst_under: float = 0.0
     known_within: float = 1.0
-    """Nine in ten predictions differ from the measurement by at most this factor."""
+    """90% of predictions differ from the measurement by at most this factor."""
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorSummary | None:
@@ -36,19 +36,20 @@ class ErrorSummary:
 
 @dataclass(frozen=True)
 class Ranking:
-    """A sweep: runs from one source, with the same model and machine but different layouts."""
+    """A sweep: runs from one source with the same model and machine but different layouts."""
 
     source: str
     model: str
     gpu: str
     layouts: int
     loss: float
-    """How much slower the layout predicted to be fastest was than the fastest one, as a fraction of measured times."""
+    """How much slower the layout predicted to be fastest was than the actual fastest one, as a fraction of measured
+    times."""
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """A table row with its prediction and measurement."""
+    """A table row with its prediction and its measurement."""
 
     id: str | None
     predicted_step_time_s: float | None
@@ -56,17 +57,17 @@ class PredictedRow:
     predicted_tokens_s_gpu: float | None
     peak_memory_bytes: float | None
     compared_memory_bytes: float | None
-    """The predicted figure that corresponds to the measured one."""
+    """The predicted value that corresponds to the measured one."""
     measured_memory_bytes: float | None
     assumed: tuple[str, ...]
-    """Values that the row does not state and that were assumed."""
+    """Values that the row does not state and that were therefore assumed."""
     refused: str | None
     """Why the row cannot be predicted; None if it can."""
 
 
 @dataclass(frozen=True)
 class BacktestSummary:
-    """The figures over all rows; None if no row has been measured."""
+    """The statistics over all rows; None if no row has been measured."""
 
     rows: int
     predicted: int
@@ -79,8 +80,7 @@ class BacktestSummary:
     memory_mape: float | None
     memory_worst_under: float | None
     fitted: ErrorSummary | None
-    """Errors in step time for the sources that the shipped efficiencies were fitted to; None with other
-    efficiencies."""
+    """Errors in step time for the sources used to fit the shipped efficiencies; None with other efficiencies."""
     unseen: ErrorSummary | None
     """Errors in step time for all other sources."""
     refused_by_reason: dict[str, int]
@@ -117,7 +117,7 @@ class BudgetedRun:
     tokens: float
     energy_joules: float
     usd: dict[str, float]
-    """Cost of one such run for each way of acquisition, by its share of all device-hours."""
+    """Cost of one such run for each way of acquisition, based on its fraction of all device-hours."""
     usd_per_million_tokens: dict[str, float]
 
 
@@ -127,11 +127,11 @@ class BudgetYear:
     """Counted from 1."""
     device_hours: float
     fleet_devices: int
-    """Devices that the year's runs need, at the achievable utilisation."""
+    """Number of devices needed for the year's runs, at the achievable utilisation."""
     bought_devices: int
     sold_devices: int
     utilisation: float
-    """Fraction of the fleet's device-hours that runs use."""
+    """Fraction of the fleet's device-hours that is used by runs."""
     owned_usd: dict[str, float]
     """The year's cash costs by cause; income from a sale is negative."""
     usd: dict[str, float]
@@ -160,11 +160,11 @@ class Budget:
     worth_usd: float
     """Value of the machines at the end, interpolated linearly between purchase and resale price."""
     break_even_months: float | None
-    """Months after which buying has cost less than renting by the hour; None: not within `useful_years`."""
+    """Number of months after which buying has cost less than renting by the hour; None: not within `useful_years`."""
     break_even_utilisation: float | None
     """Utilisation of a device over its life above which buying costs less than renting by the hour; None: never."""
     cumulated_usd: dict[str, tuple[float, ...]]
-    """Cumulative cash costs at the end of each month for each way of acquisition."""
+    """Cumulative cash costs at the end of each month, for each way of acquisition."""
     sensitivities: tuple[Sensitivity, ...]
 
     @property
@@ -184,7 +184,7 @@ class Calibrated:
     """Its 90% bounds."""
     high: float
     informed: bool
-    """False if the measurements contain no information about it, so that the shipped value is kept."""
+    """Whether the measurements contain information about it; if not, the shipped value is kept."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class ClusterProfile:
     """gpu: factors on the planner's efficiencies; cpu: factors on the parts of a step."""
     date: str
     rows: int
-    """Number of measured steps in the fit."""
+    """Number of measured steps used in the fit."""
     torch: str
     trainspec: str
     error_before: float
@@ -205,7 +205,7 @@ class ClusterProfile:
     error_after: float
     """The same with the fitted values."""
     known_within: float
-    """Nine in ten similar steps are predicted within this factor."""
+    """90% of similar steps are predicted within this factor."""
     parameters: dict[str, Calibrated]
 
     @property
@@ -218,7 +218,7 @@ class ClusterProfile:
         return [name for name, found in self.parameters.items() if not found.informed]
 
 
-# Out of memory: the setting that failed, and the one that replaced it.
+# Running out of memory: the setting that failed, and the setting that replaced it.
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,13 @@ class MemorySetting:
     """The settings that determine a step's peak memory without changing its result."""
 
     micro_batch_size: int
-    """Maximum samples that a rank processes together."""
+    """Maximum number of samples that a rank processes together."""
     recompute: Recompute
     offload: Offload
 
     def describe(self, before: MemorySetting | None = None) -> str:
-        """Return `micro-batches of 4 samples`, `recompute=full`: the differences from `before`, or everything."""
+        """Return text such as `micro-batches of 4 samples`, `recompute=full`: the differences from `before`, or
+        everything."""
         words = {
             "micro_batch_size": f"micro-batches of {self.micro_batch_size} sample{'s' * (self.micro_batch_size > 1)}",
             "recompute": f"recompute={self.recompute}",
@@ -246,11 +247,11 @@ class Shortage:
     """A rank ran out of memory."""
 
     failed: MemorySetting
-    """The active setting, with the samples of the micro-batch that failed."""
+    """The active setting, with the number of samples in the micro-batch that failed."""
     layout: str
     """The axes of the active layout, which may change between steps."""
     used_bytes: int | None = None
-    """Memory that the process used; None if unknown."""
+    """Memory that the process was using; None if unknown."""
     limit_bytes: int | None = None
     """Memory that the process is allowed to use."""
     was_killed: bool = False
@@ -259,7 +260,7 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Relief:
-    """A setting that ran out of memory, and the one that replaced it."""
+    """A setting with which a run ran out of memory, and the setting that replaced it."""
 
     failed: MemorySetting
     taken: MemorySetting

@@ -1,4 +1,4 @@
-"""Requests to the engine's tools, and their results. Each is sent as JSON between processes."""
+"""Requests to the engine's tools, and their results. Each is sent between processes as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Compute = Literal["bf16", "fp32", "fp64"]
 REQUEST = "request.json"
 RESULT = "tool_result.json"
 DRAWN_BATCHES, DRAWN_TOKENS = "batches.npz", "tokens"
-"""The file and the array where a certification run saves its batches on request."""
+"""The file and the array in which a certification run saves its batches on request."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TraceResult:
 
     rank: int
     state_bytes: float
-    """Parameters, gradients and optimizer state, before the first step."""
+    """Bytes of parameters, gradients and optimizer state before the first step."""
     peak_memory_bytes: float
     peak_by_cause: dict[str, float]
     flops: float
@@ -92,10 +92,10 @@ class ExportRequest:
     """The dtype's name in safetensors."""
     max_file_bytes: int
     what: Literal["merged", "adapters", "base"] = "merged"
-    """All weights with LoRA adapters merged in, only the adapters as PEFT's file, or the base weights."""
+    """All weights with LoRA adapters merged in, only the adapters as a PEFT file, or the base weights."""
     format: Literal["safetensors", "dcp", "litgpt"] = "safetensors"
     naming: Literal["hf", "torchtitan", "megatron", "litgpt"] = "hf"
-    """The naming scheme of the tensors; schemes other than Hugging Face's are only for formats other than
+    """The naming scheme of the tensors. Schemes other than Hugging Face's are only for formats other than
     safetensors."""
 
 
@@ -114,7 +114,7 @@ class SpeedRequest:
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """The figures of the slowest device."""
+    """The measurements of the slowest device."""
 
     torch: str
     cuda: str | None
@@ -138,7 +138,7 @@ class AllReduceRate:
     bytes: int
     seconds: float
     bus_bytes_per_s: float
-    """Bytes times 2(n-1)/n divided by the time, as in nccl-tests."""
+    """Bytes times 2(n-1)/n, divided by the time, as in nccl-tests."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class LinksResult:
 
 @dataclass(frozen=True)
 class CheckpointRatesRequest:
-    """Write and read checkpoints of a plan's state in a folder on the disk to measure."""
+    """Write and read checkpoints of a plan's state in a folder on the disk to be measured."""
 
     plan: Plan
     folder: str
@@ -175,7 +175,7 @@ class CheckpointRatesRequest:
 
 @dataclass(frozen=True)
 class CheckpointRates:
-    """The fastest of several repetitions, each timed by its slowest process."""
+    """The fastest of several repetitions, each of which is timed by its slowest process."""
 
     bytes: int
     """Size of a checkpoint, over all processes."""
@@ -192,25 +192,25 @@ class CertifyRun:
     plan: Plan
     steps: int
     gradients: bool
-    """Save the full gradients of the first step's batch."""
+    """Whether to save the full gradients of the first step's batch."""
     clip_from: int | None
-    """The step from which gradients are clipped to `clip_norm`, whatever the plan says, and from which that step's
+    """The step from which gradients are clipped to `clip_norm`, regardless of the plan, and from which that step's
     batch is repeated; None: never."""
     clip_norm: float
     save_at: int | None
     """The step after which to write a checkpoint."""
     resume: bool
-    """Train the steps after `save_at` again, from the checkpoint."""
+    """Train the steps after `save_at` again, starting from the checkpoint."""
     continues: str | None
-    """The run from whose checkpoint this one starts."""
+    """The run from whose checkpoint this run starts."""
     exchanges: int = 1
     """Number of times that those gradients are computed and exchanged without an update; their mean is saved."""
     weights: tuple[float, ...] = ()
-    """Each data-parallel rank's share of a batch, in any unit; empty: equal shares."""
+    """Each data-parallel rank's share of a batch, in any unit; if empty, shares are equal."""
     inputs: bool = False
-    """Save first.stage*.npz, the weights before the first step, and `DRAWN_BATCHES`."""
+    """Save first.stage*.npz, which contains the weights before the first step, and `DRAWN_BATCHES`."""
     live: bool = False
-    """Run the trainer as in a launch, with the plan's layout changes and faults; its gradients are those for the batch
+    """Run the trainer as in a launch, with the plan's layout changes and faults. Its gradients are those for the batch
     after the last step."""
     killed_at: int | None = None
     """Kill a live run in the middle of its layout change after this many updates, then restart it."""
@@ -219,7 +219,7 @@ class CertifyRun:
 @dataclass(frozen=True)
 class CertifyRequest:
     folder: str
-    """The folder where each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and
+    """The folder in which each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and
     weights.stage*.npz."""
     runs: dict[str, CertifyRun]
     """Runs by name, in order."""
@@ -230,25 +230,25 @@ class TrainedSteps:
     losses: tuple[float | None, ...]
     """One per step; None for a non-finite loss."""
     least_clipped_norm: float | None
-    """The smallest norm of a gradient that was to be clipped; None if there was none or it is not finite."""
+    """The smallest norm of a gradient that needed clipping; None if there was none or it is not finite."""
     weights_sha256: str
     taken: tuple[tuple[int, ...], ...] = ()
-    """The sorted positions of the samples trained in each step over all ranks; a sample trained by several ranks is
+    """The sorted positions of the samples trained in each step over all ranks. A sample trained by several ranks is
     repeated."""
 
 
 @dataclass(frozen=True)
 class LiveSteps:
-    """Measurements of a trainer run."""
+    """Measurements from a trainer run."""
 
     starts: tuple[int, ...]
     """Number of updates before each start of the run."""
     layouts: tuple[Layout, ...]
     """The layout of each step."""
     largest_micro_batches: tuple[int, ...]
-    """Maximum samples that the first rank processed together in each step."""
+    """Maximum number of samples that the first rank processed together in each step."""
     written_bytes: int
-    """Bytes by which the run folder grew, excluding logs, while no checkpoint was due."""
+    """Number of bytes by which the run folder grew, excluding logs, while no checkpoint was due."""
 
 
 @dataclass(frozen=True)
@@ -263,31 +263,31 @@ class CertifyResult:
     runs: int
 
 
-# Results of a short probe of a machine without GPUs, with all processes of a run active at once.
+# Results of a short probe of a machine without GPUs, with all processes of a run active at the same time.
 
 
 PROBED_TOKENS = 1024
-"""Tokens in the probed matrix products and attention."""
+"""Number of tokens in the probed matrix multiplications and attention."""
 PROBED_HEADS = 4
 PROBED_HEAD_SIZES = (16, 64)
-"""Sizes of the probed heads: the cost of scores and softmax does not depend on head size, while that of the products
-grows with it."""
+"""Sizes of the probed heads. The cost of scores and softmax does not depend on head size, while that of the matrix
+multiplications grows with it."""
 
 
 BUSY = 0.1
-"""A probe preempted for a larger fraction of its time measures other processes as much as the machine."""
+"""A probe that is preempted for a larger fraction of its time measures other processes as much as the machine."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size. The first size is nearly zero: its time is the cost of the call itself."""
+    """Time in seconds by size. The first size is nearly zero, and its time is the cost of the call itself."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Return the seconds for a size: log-log interpolation between two points; beyond the last point, proportional
-        to size."""
+        """Return the time in seconds for a size: log-log interpolation between two points; beyond the last point,
+        proportional to size."""
         if size <= self.sizes[0]:
             return self.seconds[0]
         if size >= self.sizes[-1]:
@@ -298,7 +298,7 @@ class Curve:
         return math.exp(math.log(y0) + share * math.log(y1 / y0))
 
     def beyond_call(self, size: float) -> float:
-        """Return the cost of a size beyond the cost of the call itself."""
+        """Return the cost of a size in excess of the cost of the call itself."""
         return max(0.0, self.at(size) - self.seconds[0])
 
 
@@ -312,8 +312,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class MatmulCurves:
-    """The three matrix products of training, as curves over a matrix's elements, for `PROBED_TOKENS` tokens; CPUs
-    differ in them."""
+    """The three matrix multiplications of training, as curves over a matrix's number of elements, for `PROBED_TOKENS`
+    tokens. Their relative speed depends on the CPU."""
 
     forward: Curve
     input_gradient: Curve
@@ -326,7 +326,7 @@ class Reference:
 
     plan: Plan
     parts_s: dict[str, float]
-    """Times of a step's parts, named as in step events."""
+    """Duration of each part of a step, named as in step events."""
     grown_bytes: float
     """Resident memory that it adds to the process."""
 
@@ -348,7 +348,7 @@ class MachineProbe:
     attention_narrow: Passes
     """Attention with the smaller head size."""
     norm: Passes
-    """This and the following curves are functions of the number of elements."""
+    """This curve and the following ones are functions of the number of elements."""
     rope: Passes
     swiglu: Passes
     loss: Curve
@@ -364,9 +364,9 @@ class MachineProbe:
     bare_bytes: float
     """Resident memory of a worker with a nearly empty model."""
     displaced: float
-    """Fraction of the time that a process was ready to run while another had the core."""
+    """Fraction of the time during which a process was ready to run while another had the core."""
     peak_flops: float
-    """FLOP/s of a process's best matrix product, the basis of MFU."""
+    """FLOP/s of a process's best matrix multiplication, on which MFU is based."""
 
     @property
     def is_disturbed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Verdicts: what slows a run, and where. `diagnose --json` prints them, and `verdicts.jsonl` stores them."""
+"""Verdicts: what slows a run down, and where. `diagnose --json` prints them, and `verdicts.jsonl` stores them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Cause = Literal[
     "as_planned",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""Their names are stable, because programs read them."""
+"""The names are stable, because programs read them."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class RunVerdict:
-    """One cause with its location, cost and evidence. Without a rank, node or link, it concerns the whole run."""
+    """One cause with its location, cost and evidence. Without a rank, node or link, it concerns the entire run."""
 
     cause: Cause
     rank: Count | None = None
     node: Count | None = None
     link: tuple[Count, ...] | None = None
-    """The ranks at its ends."""
+    """The ranks at its two ends."""
     since_step: Count = 0
     until_step: Count | None = None
-    """The last step that shows it; None if the newest step does."""
+    """The last step that shows it; None if the newest step still shows it."""
     cost_s: Seconds = 0.0
     """Additional time per step while it lasts."""
     confidence: Annotated[float, number(0, 1)] = 0.0
@@ -79,11 +79,11 @@ class RunVerdict:
 
 
 def heaviest_first(verdicts: list[RunVerdict]) -> tuple[RunVerdict, ...]:
-    """Return the verdicts sorted by cost, highest first; a hang, which ends the run, comes before all others."""
+    """Return the verdicts sorted by cost, highest first. A hang, which ends the run, comes before all others."""
     return tuple(sorted(verdicts, key=lambda one: (one.cause != "hang", -one.cost_s, CAUSES.index(one.cause))))
 
 
-# Profiling of one rank for a few steps: the supervisor's request, and the rank's findings.
+# Profiling one rank for a few steps: the supervisor's request, and the rank's findings.
 
 
 Share = Annotated[float, number(0, 1)]
@@ -91,10 +91,10 @@ Share = Annotated[float, number(0, 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class LookOrder:
-    """A request from the supervisor: the rank that is to profile itself, and the verdict that caused the request."""
+    """A request from the supervisor: the rank that should profile itself, and the verdict that caused the request."""
 
     number: Count
-    """Requests in a run are numbered from 1 across restarts."""
+    """Requests in a run are numbered from 1, across restarts."""
     looker: Count
     """The rank that profiles itself, numbered over all replica groups."""
     cause: Cause
@@ -104,7 +104,7 @@ class LookOrder:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return the location of the verdict, like `RunVerdict.place`."""
+        """Return the location of the verdict, in the same form as `RunVerdict.place`."""
         return self.cause, self.rank, self.node, self.link
 
 
@@ -114,7 +114,7 @@ class OperationTime:
 
     name: str
     self_s: Seconds
-    """Its time per step, without the operations that it calls."""
+    """Its time per step, excluding the operations that it calls."""
     calls: Seconds
     """Calls per step, on average."""
     on_device: bool = False
@@ -130,7 +130,7 @@ class CodeLine:
     function: str
     text: str
     share: Share
-    """The fraction of samples at this line, among those in which the thread was not waiting for other ranks."""
+    """Fraction of the samples at this line, among those in which the thread was not waiting for other ranks."""
 
     @property
     def position(self) -> str:
@@ -144,24 +144,24 @@ class Look:
     order: LookOrder
     first_step: Count
     last_step: Count
-    """If the rank hung and completed no step, the step before `first_step`."""
+    """If the rank hung and completed no step, this is the step before `first_step`."""
     operations: tuple[OperationTime, ...] = ()
     """The operations that took the most time, in descending order."""
     operations_share: Share = 0.0
-    """The fraction of the steps' time that an operation ran on the host."""
+    """Fraction of the steps' time during which an operation ran on the host."""
     lines: tuple[CodeLine, ...] = ()
     """Code lines sampled outside operations, in descending order."""
     samples: Count = 0
     sampled_by: Literal["trainspec", "py-spy"] = "trainspec"
     cost_s: Seconds = 0.0
-    """Time that starting and stopping the profiler stalled the training thread."""
+    """Time for which starting and stopping the profiler stalled the training thread."""
     file: str | None = None
     """The trace in the run folder; None if it could not be written."""
     notes: tuple[str, ...] = ()
     """Parts of the profiling that failed, with reasons."""
 
 
-# Links between ranks as measured by a run: the workers' reports, and the basis of decisions.
+# Links between ranks as measured by a run: the workers' reports, on which decisions are based.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +173,6 @@ class MeasuredLink:
     bytes_per_s: Rate
     """Rate at which each of them sends, excluding waiting."""
     noise: Rate
-    """The samples' standard deviation, as a fraction."""
+    """Standard deviation of the samples, as a fraction."""
     sent_bytes: Rate
     """Bytes that a rank sends in one exchange."""

@@ -1,1 +1,1 @@
-"""The rules that a recipe's values must satisfy, individually and together."""
+"""The rules that a recipe's values must satisfy, individually and in combination."""

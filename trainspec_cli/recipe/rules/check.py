@@ -1,8 +1,8 @@
-"""All checks of a recipe: on its own, against the engine, and against a machine.
+"""All checks of a recipe: by itself, against the engine, and against a machine.
 
-A rule yields problems. A rule that uses an unknown value (`records.UNKNOWN`: missing, mistyped or out of range) stops
-there, so that one wrong number does not hide the problems of other keys, and no rule divides by zero.
-"""
+A rule yields problems. A rule that uses an unknown value (`records.UNKNOWN`: missing, of the wrong type or out of
+range) stops there. As a result, one wrong number does not hide the problems of other keys, and no rule divides by
+zero."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 Rule = Callable[[RunSpec], Iterable[Problem]]
 
 
-# Recipe keys that belong to a wing. The recipe format is a protocol, so these keys are known and checked even if the
-# wing's folder is deleted; only the wing interprets them. A recipe uses a wing if the wing's key has the wing's value.
-# Parts of unused wings are not loaded.
+# Recipe keys that belong to a plug-in. The recipe format is a protocol, so these keys are known and checked even if the
+# plug-in's folder has been deleted; only the plug-in interprets them. A recipe uses a plug-in if the plug-in's key has
+# the plug-in's value. Parts of unused plug-ins are not loaded.
 
 
 RULES: Point[Iterable[Callable[[RunSpec], Iterable[Problem]]]] = Point("rules")
-"""Rules for recipes that use the wing."""
+"""Rules for recipes that use the plug-in."""
 PACKAGES: Point[Iterable[tuple[str, str, str, str]]] = Point("packages")
 """(key, its value, the package that it needs, the trainspec extra that installs the package)"""
 
@@ -84,16 +84,16 @@ class WingKeys:
     wing: str
     key: str
     value: str
-    """A recipe uses the wing if `key` has this value."""
+    """A recipe uses the plug-in if `key` has this value."""
     otherwise: str
-    """What to set instead of using the wing."""
+    """What to set instead of using the plug-in."""
     section: str
-    """The section of the wing's settings, which have no meaning without the wing."""
+    """The section of the plug-in's settings, which have no meaning without the plug-in."""
     defaults: object
     of_one_start: tuple[str, ...]
-    """Keys of `section` that differ between starts; they are refused without the wing and in a sweep."""
+    """Keys of `section` that differ between starts. They are rejected in a sweep, and without the plug-in."""
     files: tuple[str, ...]
-    """Those of the keys that name a file; relative paths are made absolute, so that every process of the run finds the
+    """Those of the keys that name a file. Relative paths are made absolute, so that every process of the run finds the
     file."""
 
     @property
@@ -116,13 +116,13 @@ WING_KEYS = (
 
 
 def parts_for(point: Point[Part], spec: RunSpec) -> list[Part]:
-    """Return the parts that the wings used by a recipe register at `point`."""
+    """Return the parts that the plug-ins used by a recipe register at `point`."""
     used = [keys.wing for keys in WING_KEYS if attrgetter(keys.key)(spec) == keys.value]
     return parts_of(point, used) if used else []
 
 
 def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse keys of a wing that is not installed or not used."""
+    """Reject keys of a plug-in that is not installed or not used."""
     for keys in WING_KEYS:
         is_used = attrgetter(keys.key)(spec) == keys.value
         section = attrgetter(keys.section)(spec)
@@ -139,7 +139,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
                 yield Problem("usage", message, path, f"set {keys.key.partition('.')[0]}={keys.value}, or leave it out")
 
 
-# Checks of the recipe on its own, and on a machine.
+# Checks of the recipe by itself, and on a machine.
 
 
 def check(spec: RunSpec) -> list[Problem]:
@@ -148,7 +148,7 @@ def check(spec: RunSpec) -> list[Problem]:
     rules += [half_precision, largest_micro_batch, keys_of_wings]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
-    # If the key that selects a wing is invalid, it is unknown whether the wing is used.
+    # If the key that selects a plug-in is invalid, it is unknown whether the plug-in is used.
     with contextlib.suppress(UnknownTouched):
         rules += [rule for of_wing in parts_for(RULES, spec) for rule in of_wing]
     known, problems = forget_out_of_range(spec)
@@ -161,7 +161,7 @@ def check_engine(spec: RunSpec) -> list[Problem]:
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
-    """Return what the engine cannot build of the model and its layout on any machine."""
+    """Return what the engine does not support on any machine, in the model and its layout."""
     return apply(BUILT, spec)
 
 
@@ -192,14 +192,14 @@ def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
 
 def world_size(spec: RunSpec) -> Iterator[Problem]:
     """Require that the product of the axes equals the number of processes (per replica group). If an axis is auto, the
-    product of the others must divide it."""
+    product of the others must divide that number."""
     devices = spec.cluster.devices_per_node
     if devices == AUTO:
         return
     processes = spec.cluster.num_nodes * devices
     every = {axis: getattr(spec.layout, axis) for axis in MESH_AXES}
     sizes = {axis: size for axis, size in every.items() if size != AUTO}
-    # Each replica group has its own mesh. Another rule refuses a number of groups that does not divide the processes.
+    # Each replica group has its own mesh. Another rule rejects a number of groups that does not divide the processes.
     groups = fixed_groups(spec)
     if processes % groups == 0:
         processes //= groups
@@ -213,7 +213,7 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     nodes += f" for each of {groups} replica groups" if groups > 1 else ""
     layout = f"{axes}, which does not divide the processes" if free else f"{axes}, which makes {product}"
     message = f"the cluster has {nodes} (nodes x devices), but the layout asks for {layout}"
-    # Point to the largest axis as the likeliest mistake, or, if all are 1, to the axis that usually grows.
+    # Point to the largest axis as the most likely mistake or, if all axes are 1, to the axis that usually grows.
     path = f"layout.{max(sizes, key=lambda axis: (sizes[axis], axis == 'dp_shard'))}"
     others = product // max(sizes.values())
     hint = f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
@@ -241,7 +241,7 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Require an embedding row for every token."""
     if spec.model.unit == "samples":
         return
-    # The size is known here only for a tokenizer that has yet to be trained; others are read with the data.
+    # The size is known here only for a tokenizer that has not been trained yet; others are read with the data.
     wanted = spec.data.tokenizer.vocab_size
     rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
@@ -283,14 +283,14 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
         yield Problem(code="missing_value", path=f"{where}.path", message=message, hint=hint)
     else:
         place = expand(path)
-        # One match is enough: a glob may match a million files.
+        # One match is enough, because a glob may match a million files.
         exists = place.is_dir() if source in OF_FOLDERS else place.exists()
         if not exists and (source in OF_FOLDERS or not any(glob.iglob(str(place), recursive=True))):  # noqa: PTH207
             yield _missing_file(f"{where}.path", path, kind)
 
 
 def tokenizer(spec: RunSpec) -> Iterator[Problem]:
-    """Require that a named tokenizer file exists, and refuse a mixture whose parts would each train their own
+    """Require that a named tokenizer file exists, and reject a mixture whose parts would each train a separate
     tokenizer."""
     path = spec.data.tokenizer.path
     sources = {part.source for part in spec.data.mixture.values()}
@@ -333,7 +333,7 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
 
 
 def half_precision(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a chip without bf16 and fp16 rates. The planner derives missing rates from bf16, or from fp16 for a chip
+    """Reject a chip without bf16 and fp16 rates. The planner derives missing rates from bf16, or from fp16 for a chip
     without bf16."""
     chips = {f"cluster.pools.{place}.accelerator": pool.accelerator for place, pool in enumerate(spec.cluster.pools)}
     if spec.cluster.accelerator is not None:
@@ -346,7 +346,7 @@ def half_precision(spec: RunSpec) -> Iterator[Problem]:
 
 
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a limit below every rank's initial micro-batch: the scheduler could not respect it."""
+    """Reject a limit below every rank's initial micro-batch, because the scheduler could not respect it."""
     usual = spec.batching.micro_batch_size
     most = spec.scheduler.max_micro_batch_size
     if usual != AUTO and most != AUTO and most < usual:
@@ -356,10 +356,9 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Refuse a machine that lacks the usable GPUs requested by `cluster.device` or by the accelerator's name.
+    """Reject a machine that lacks the usable GPUs requested by `cluster.device` or by the accelerator's name.
 
-    Without this rule, a run on a node with a broken driver could train on its CPUs for days unnoticed.
-    """
+    Without this rule, a run on a node with a broken driver could train on its CPUs for days unnoticed."""
     cluster = spec.cluster
     found = len(machine.gpu_names)
     wanted = spec.cluster.devices_per_node
@@ -384,7 +383,7 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
 
 def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Refuse formats that the GPUs cannot multiply. CPUs emulate them."""
+    """Reject formats that the GPUs cannot multiply. CPUs emulate them."""
     if spec.cluster.device == "cpu" or not machine.gpu_names:
         return
     if spec.precision.compute == "bf16" and not machine.bf16:
@@ -405,7 +404,7 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
     of_wings = [needed for of_wing in parts_for(PACKAGES, spec) for needed in of_wing]
     for path, value, package, extra in (*tracked, *tables, *scaled, *of_wings):
-        # Locate them without importing, because some take seconds to load.
+        # Locate them without importing them, because some take seconds to load.
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {value}, but the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"run pip install 'trainspec[{extra}]'")
@@ -429,7 +428,7 @@ def _lacking(code: str, path: str, message: str, hint: str) -> Problem:
     return Problem(code=code, path=path, message=message, hint=hint, environment=True)
 
 
-# Which backends a run can use, and what they need from its machine.
+# Which backends a run can use, and what they need from the machine.
 
 
 def known_backends(spec: RunSpec) -> Iterator[Problem]:
@@ -443,7 +442,7 @@ def known_backends(spec: RunSpec) -> Iterator[Problem]:
 
 
 def used_operations(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a backend for an operation that the run does not use."""
+    """Reject a backend for an operation that the run does not use."""
     for op, backend in _named(spec):
         if not backend_is_used(spec, op):
             message = f"`kernels.{op}` is {backend}, but this run has no such operation"
@@ -476,7 +475,7 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
 
 
 def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse fused kernels in eager blocks with selective recomputation, which must observe each operation."""
+    """Reject fused kernels in eager blocks with selective recomputation, which must observe each operation."""
     if spec.recompute != "selective" or spec.compile:
         return
     for op, name in _named(spec):
@@ -508,7 +507,7 @@ def lacking(backend: Backend, *, on_gpu: bool) -> str:
     """Return the name of a requirement of the backend that this machine lacks; "" if nothing is missing."""
     if backend.on == "cuda" and not on_gpu:
         return "CUDA"
-    from importlib.metadata import version  # slow to load, and few recipes name a kernel
+    from importlib.metadata import version  # it is slow to load, and few recipes name a kernel
 
     if tuple(map(int, version("torch").split(".")[:2])) < backend.since_torch:
         return "torch"
@@ -528,7 +527,7 @@ def explain(backend: Backend, *, on_gpu: bool) -> str:
 
 
 def why_untried(plan: Plan, op: str, name: str) -> str:
-    """Return why `auto` does not consider a backend; "" if it does."""
+    """Return why `auto` does not consider a backend; "" if it does consider it."""
     backend = KERNELS[op][name]
     compiles = plan.spec.compile
     if op in IN_BLOCKS and compiles and backend.fused:
@@ -542,7 +541,7 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
 
 
 def find_compiler() -> str | None:
-    """Return the path of a C++ compiler, or None."""
+    """Return the path of a C++ compiler; None if there is none."""
     candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
     return next((found for found in map(shutil.which, candidates) if found), None)
 
@@ -552,17 +551,18 @@ def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
     return ((op, name) for op, name in spec.kernels.changed.items() if name in KERNELS[op])
 
 
-# Values that can be stated and planned but not trained yet: the engine refuses them rather than ignoring them.
+# Values that can be specified and planned but not trained yet. The engine rejects them instead of ignoring them.
 
 
 TRAINED = {"compute": ("bf16", "fp32", AUTO), "matmul": ("compute", "fp8")}
-"""The formats of `precision` that this version's engine supports; the first is the one to suggest."""
+"""The formats in `precision` that this version's engine supports; the first one is the one to suggest."""
 FP8_MULTIPLE = 16
-"""Kernels need matrices whose sides are multiples of this."""
+"""Kernels need matrices whose sides are multiples of this number."""
 
 
 def close_axes(spec: RunSpec) -> RunSpec:
-    """Return `spec` with every axis except data parallelism set to 1 if it is `auto`, as a launch resolves it."""
+    """Return `spec` with every axis except those of data parallelism set to 1 if it is `auto`, as a launch resolves
+    it."""
     if spec.layout is UNKNOWN:
         return spec
 
@@ -575,7 +575,7 @@ def close_axes(spec: RunSpec) -> RunSpec:
 
 
 def own_framework(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse to launch frameworks other than trainspec's own engine; they can only be planned."""
+    """Reject launching frameworks other than trainspec's own engine, because they can only be planned."""
     if not spec.framework.counted:
         message = f"`framework` is {spec.framework.name}, whose runs can be planned but not started"
         hint = "leave `framework` out, or run `trainspec plan`; `trainspec emit` writes other engines' configurations"
@@ -614,8 +614,8 @@ def elastic_model(spec: RunSpec) -> Iterator[Problem]:
 
 
 def float8(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse fp8 linear layers if the family does not allow them or the kernels do not support the shapes of a rank's
-    matrices."""
+    """Reject fp8 linear layers if the family does not allow them, or if the kernels do not support the shapes of a
+    rank's matrices."""
     if spec.precision.matmul != "fp8":
         return
     refused = spec.model.record.refuses.get("fp8")

@@ -20,7 +20,7 @@ from trainspec_cli.recipe.records import UNKNOWN
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
-    """Return the size of an axis. An axis left to the planner restricts nothing yet, so it counts as 1."""
+    """Return the size of an axis. An axis left to the planner does not restrict anything yet, so it counts as 1."""
     size = getattr(layout, axis)
     return 1 if size == AUTO else int(size)
 
@@ -36,7 +36,7 @@ def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
 
 
 def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
-    """Require that each tp rank gets complete heads and equal parts of the feed-forward and the vocabulary."""
+    """Require that each tp rank gets complete heads, and equal parts of the feed-forward and the vocabulary."""
     tp = size_of(spec.layout, "tp")
     if tp == 1:
         return
@@ -51,7 +51,7 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         if size % tp:
             yield _indivisible("tp", tp, f"model.{field}", size)
     if spec.layout.sequence_parallel:
-        # Each cp rank has a part of the sequence, which the tp ranks divide further.
+        # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
             message = "a table of positions is added to whole sequences, but sequence parallelism divides them"
@@ -62,13 +62,13 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def adapters(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse adapters if they cannot be added to frozen layers as plain layers."""
+    """Reject adapters if they cannot be added to frozen layers as plain layers."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
             message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
             yield Problem("contradiction", message, "lora.base", "set lora.rank=16, or lora.base=full")
         return
-    # Each family lists what it refuses, so new families need no changes here.
+    # Each family lists what it does not support, so new families need no changes here.
     if reason := spec.model.record.refuses.get("lora"):
         message = f"{reason}; `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "set lora.rank=0")
@@ -85,7 +85,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
 
 
 def quantised_base(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse 4-bit matrices outside dense layers, and rows that tp does not divide into complete blocks."""
+    """Reject 4-bit matrices outside dense layers, and rows that tp does not divide into complete blocks."""
     model = spec.model
     if not spec.lora.is_quantised or not isinstance(model, DecoderModel):
         return
@@ -111,7 +111,7 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse document masks for models or layouts that do not support them."""
+    """Reject document masks for models or layouts that do not support them."""
     if not spec.data.masks_documents:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
@@ -217,7 +217,7 @@ def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def capacity(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a per-sequence capacity if the layout divides sequences over ranks."""
+    """Reject a per-sequence capacity if the layout divides sequences over ranks."""
     experts = spec.model.experts
     cut = [axis for axis in ("cp", "tp") if size_of(spec.layout, axis) > 1]
     if experts is not None and experts.capacity_factor is not None and cut:
@@ -249,11 +249,11 @@ def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
     return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
 
 
-# Rules for a model's sizes: for all models, for one family, and for what the engine can train.
+# Rules for a model's sizes: for all models, for one family, and for models that the engine can train.
 
 
 MAX_PHANTOM_CLASSES = 8
-"""Maximum number of tissue or lesion types in phantoms that are still clearly distinguishable."""
+"""Maximum number of tissue or lesion types in phantoms that can still be clearly distinguished."""
 
 
 def expert_choice(spec: RunSpec) -> Iterator[Problem]:
@@ -265,7 +265,7 @@ def expert_choice(spec: RunSpec) -> Iterator[Problem]:
 
 
 def expert_groups(spec: RunSpec) -> Iterator[Problem]:
-    """Require groups of equal size and enough experts in the groups available to a token."""
+    """Require groups of equal size, and enough experts in the groups available to a token."""
     experts = spec.model.experts
     if experts is None or experts.num_groups == 1:
         return
@@ -279,7 +279,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
             f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) must hold a token's "
             f"{experts.top_k} experts, but a group has {number // groups}"
         )
-        # Rounded up: these groups must hold at least as many experts as a token visits.
+        # Rounded up, because these groups must contain at least as many experts as a token visits.
         fewest = min(groups, -(-experts.top_k * groups // number))
         allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
         hint = f"set model.experts.top_groups={allowed}"
@@ -287,7 +287,7 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
 
 
 def expert_width(spec: RunSpec) -> Iterator[Problem]:
-    """Require rows in multiples of 16 bytes for grouped matrix products."""
+    """Require rows in multiples of 16 bytes for grouped matrix multiplications."""
     experts = spec.model.experts
     if experts is None:
         return
@@ -397,7 +397,7 @@ MODEL_RULES = (
     *(heads, rotary_width, layer_pattern, mamba_heads),
 )
 TRAINING_RULES = (prediction_layers, known_architecture, fitting_input, phantom_classes)
-"""Rules for models to be trained by the engine; a model that it cannot train can still be planned."""
+"""Rules for models that the engine should train; a model that it cannot train can still be planned."""
 
 
 def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
@@ -412,16 +412,16 @@ def divisors(number: int, most: int = 8) -> list[Any]:
     return found if len(found) <= most else [*found[:most], "..."]
 
 
-# Rules for a network: each tier holds more devices than the one below, and the last one holds all; planes connect all
-# NICs.
+# Rules for a network: each tier contains more devices than the one below, and the last one contains all of them. Planes
+# connect all NICs.
 
 
 TIERS = "cluster.fabric.tiers"
 
 
 def tiers(spec: RunSpec) -> Iterator[Problem]:
-    """Require a scale-up domain and at least one network tier, with sizes that are full nodes and grow up to all
-    devices."""
+    """Require a scale-up domain and at least one network tier, with sizes that are multiples of a node and grow up to
+    all devices."""
     described = spec.cluster.fabric.tiers
     if len(described) == 1:
         message = f"`{TIERS}` has one tier, `{described[0].name}`; expected a scale-up domain and a network"
@@ -441,7 +441,7 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
 def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
     per_node = spec.cluster.devices_per_node
     known = [(place, tier.name, tier.devices) for place, tier in enumerate(described) if tier.devices is not None]
-    # The first tier is the scale-up domain: if the tier does not state its size, the cluster's keys determine it.
+    # The first tier is the scale-up domain. If the tier does not state its size, the cluster's keys determine it.
     domain = spec.cluster.scaleup_devices or (None if per_node == AUTO else per_node)
     if described and described[0].devices is None and domain is not None:
         known.insert(0, (0, described[0].name, domain))
@@ -464,7 +464,7 @@ def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
 
 
 def network(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse several nodes whose links have no bandwidth."""
+    """Reject several nodes whose links have no bandwidth."""
     cluster = spec.cluster
     described = cluster.fabric.tiers[1:]
     is_described = bool(described) and all(tier.gbit_per_s for tier in described)
@@ -476,7 +476,8 @@ def network(spec: RunSpec) -> Iterator[Problem]:
 
 
 def planes(spec: RunSpec) -> Iterator[Problem]:
-    """Require an even number of ports per switch, half of them uplinks, and tiers that connect every device's NIC."""
+    """Require an even number of ports per switch, half of which are uplinks, and tiers that connect every device's
+    NIC."""
     found = spec.cluster.fabric.planes
     per_node = spec.cluster.devices_per_node
     if found is None:
@@ -506,16 +507,16 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
 FABRIC_RULES = (tiers, network, planes)
 
 
-# Rules for a cluster with several pools: keys that must not be set, and features that pools exclude.
+# Rules for a cluster with several pools: keys that must not be set, and features that cannot be used with pools.
 
 
 POOLS = "cluster.pools"
 MOST = 4
-"""Maximum number of pools. Pipelines are tried through the pools in every order: 24 orders for four pools."""
+"""Maximum number of pools. Pipelines are tried through the pools in every order, which is 24 orders for four pools."""
 
 
 def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse keys of an ordinary cluster alongside pools, which describe the nodes themselves."""
+    """Reject keys of an ordinary cluster alongside pools, which describe the nodes themselves."""
     cluster = spec.cluster
     if not cluster.pools:
         if cluster.pool_link_gbit_per_s is not None:
@@ -541,7 +542,7 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def joined_with(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse too many pools, and keys that assume identical nodes."""
+    """Reject too many pools, and keys that assume identical nodes."""
     cluster = spec.cluster
     if not cluster.pools:
         return
@@ -569,7 +570,7 @@ def joined_with(spec: RunSpec) -> Iterator[Problem]:
 
 
 def only_planned(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse pools in a launch: the engine does not place ranks by pool."""
+    """Reject pools in a launch, because the engine does not place ranks by pool."""
     if not spec.cluster.pools:
         return
     sizes = {pool.devices_per_node for pool in spec.cluster.pools}
@@ -609,8 +610,8 @@ def fp32_sums(spec: RunSpec) -> Iterator[Problem]:
 
 
 def parameter_format(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse int4 parameters: four bits could only hold differences from the previous step, which each rank would have
-    to keep whole."""
+    """Reject int4 parameters: four bits could only represent differences from the previous step, and each rank would
+    have to keep that step's parameters in full."""
     if spec.comm.parameters == "int4":
         message = f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps the previous ones"
         yield Problem("unsupported", message, PARAMETERS, f"set {PARAMETERS}=int8")
@@ -623,7 +624,7 @@ def several_nodes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
-    """Refuse formats for exchanges that the layout does not have."""
+    """Reject formats for exchanges that do not occur in the layout."""
     comm = spec.comm
     described = layout.describe()
     asked = {GRADIENTS: comm.gradients, ACROSS: comm.across_nodes}
@@ -638,7 +639,7 @@ def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Pr
 
 
 def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
-    """Refuse a bucket size if the gradients of several blocks are never exchanged together."""
+    """Reject a bucket size if the gradients of several blocks are never exchanged together."""
     size = spec.comm.bucket_bytes
     why = ""
     if not size:
@@ -660,7 +661,7 @@ COMM_RULES = (fp32_sums, parameter_format, several_nodes)
 
 
 ELASTIC_WITHOUT_NUMBER = 2
-"""Number of groups if neither `resilience.replica_groups` nor `layout.dp_replicate` states it."""
+"""Number of groups if neither `resilience.replica_groups` nor `layout.dp_replicate` specifies it."""
 
 
 def wanted_groups(spec: RunSpec) -> int:
@@ -674,7 +675,8 @@ def wanted_groups(spec: RunSpec) -> int:
 
 
 def fixed_groups(spec: RunSpec) -> int:
-    """Return the number of groups outside the layout's axes: `layout.dp_replicate` may already count the groups."""
+    """Return the number of groups in addition to the layout's axes, because `layout.dp_replicate` may already count the
+    groups."""
     counted_by_layout = spec.resilience.replica_groups == AUTO and spec.layout.dp_replicate not in (AUTO, 1)
     return 1 if counted_by_layout else wanted_groups(spec)
 
@@ -710,7 +712,7 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
-    """Refuse a placement where losing one node would take down parts of several replica groups."""
+    """Reject a placement in which losing one node would take down parts of several replica groups."""
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"
@@ -754,9 +756,10 @@ def changed_specs(spec: RunSpec) -> list[RunSpec]:
 
 
 def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """Require that each layout that the run switches to is legal and depends only on axes known before the search."""
+    """Require that each layout to which the run switches is legal and depends only on axes known before the search."""
     for place, (changed, change) in enumerate(zip(changed_specs(spec), spec.scheduler.changes, strict=False)):
-        # The planner searches for one layout before the run starts, so a change must state the axes that it depends on.
+        # The planner searches for one layout before the run starts, so a change must specify the axes that it depends
+        # on.
         open_axes = [axis for axis in ("cp", "tp", "pp", "ep") if getattr(changed.layout, axis) == AUTO]
         if open_axes:
             message = f"the layout from step {change.step} leaves {', '.join(open_axes)} to the planner"
@@ -771,7 +774,7 @@ def changed_layouts(spec: RunSpec) -> Iterator[Problem]:
 
 
 def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
-    """Require changes in ascending step order, before the last step."""
+    """Require changes in ascending step order, all before the last step."""
     changes = spec.scheduler.changes
     for place, (before, change) in enumerate(pairwise(changes), 1):
         if change.step <= before.step:
@@ -786,7 +789,7 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def one_replica_group(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse layout changes with replica groups, which heal from one another part by part and therefore need the same
+    """Reject layout changes with replica groups, which heal from one another part by part and therefore need the same
     layout."""
     if spec.scheduler.changes and spec.resilience.mode == "elastic":
         message = "replica groups (`resilience.mode` is elastic) keep their layout: they heal from one another"

@@ -53,7 +53,7 @@ def run_name(spec: RunSpec) -> Iterator[Problem]:
 
 
 def local_folder(spec: RunSpec) -> Iterator[Problem]:
-    """Require a run folder on this machine or on a file system mounted by it."""
+    """Require a run folder on this machine, or on a file system mounted by it."""
     if spec.run.dir and how_to_copy(spec.run.dir):
         message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
         yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy it when the run is over")
@@ -75,10 +75,10 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
 
 
 def framework_has(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse layout values that the framework does not have."""
+    """Reject layout values that the framework does not support."""
     facts = spec.framework
     layout = spec.layout
-    # For a single rank or an axis that is still `auto`, a ZeRO stage or a schedule has no effect yet.
+    # For a single rank, or for an axis that is still `auto`, a ZeRO stage or a schedule has no effect yet.
     pinned = {
         "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
         "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
@@ -94,7 +94,7 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
 
 
-# Rules for what an optimizer cannot train or be combined with.
+# Rules for what an optimizer cannot train or cannot be combined with.
 
 
 NAME = "optim.name"
@@ -135,11 +135,10 @@ def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
 
 
 def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
-    """Return why 8-bit state made under `tp` cannot be read under `other_tp`; "" if it can.
+    """Return why 8-bit state created with `tp` cannot be read with `other_tp`; "" if it can.
 
-    tp divides rows of some matrices, and each rank quantises its part in its own blocks. They are the same under
-    another tp only if every part in both cases is a whole number of blocks.
-    """
+    tp divides the rows of some matrices, and each rank quantises its part in separate blocks. They are the same with
+    another tp only if every part consists of complete blocks in both cases."""
     if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model) or tp == other_tp:
         return ""
     for key, row in _rows_cut_by_tp(spec.model, spec.lora.rank).items():
@@ -175,8 +174,8 @@ def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
 OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
-# Rules for user-defined code: it exists, it accepts the engine's call, and the recipe states what it needs. None of it
-# is executed: `user_code.find` reads the source.
+# Rules for user-defined code: it must exist, accept the engine's call, and the recipe must specify what it needs. None
+# of it is executed: `user_code.find` reads the source.
 
 
 BLOCK_PARAMS = "model.block_params"
@@ -206,7 +205,7 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
 
 
 def block(spec: RunSpec) -> Iterator[Problem]:
-    """Require the block of a model with user-defined blocks, and its parameter count."""
+    """Require the block of a model with user-defined blocks, and its number of parameters."""
     model = spec.model
     if not isinstance(model, OwnModel):
         return
@@ -240,7 +239,7 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
 
 
 TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
-"""Sources that a user-defined tokenizer can encode or has encoded."""
+"""Sources that a user-defined tokenizer can encode, or has encoded."""
 
 
 def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
@@ -300,10 +299,9 @@ OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)
 
 
 def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Problem]]:
-    """Return `section` with UNKNOWN in place of each value that is out of range, and a problem for each.
+    """Return `section` with UNKNOWN in place of each value that is out of range, and a problem for each of them.
 
-    null and auto are in every range. The sections of a list are checked one by one.
-    """
+    null and auto are within every range. The sections of a list are checked one by one."""
     changes: dict[str, object] = {}
     problems: list[Problem] = []
     ranges = ranges_of(section.__class__)
@@ -320,7 +318,7 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
         elif value is not UNKNOWN and value is not None and value != AUTO and field.name in ranges:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(map(ranges[field.name].holds, numbers)):
-                # Rules that use the value stop there, so none divides by zero or loops over 1e18 layers.
+                # Rules that use the value stop there, so none of them divides by zero or loops over 1e18 layers.
                 changes[field.name] = UNKNOWN
                 problems.append(_out_of_range(path, value, ranges[field.name]))
     return replace(section, **changes) if problems else section, problems
@@ -337,10 +335,9 @@ def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -
 
 
 def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse control characters: a line break would start a new line in job.sbatch, and others could hide text in it.
+    """Reject control characters: a line break would start a new line in job.sbatch, and others could hide text in it.
 
-    `setup` is shell code, which may have several lines.
-    """
+    `setup` is shell code, which may have several lines."""
     slurm = spec.cluster.slurm
     for field in fields(slurm):
         value = getattr(slurm, field.name)
@@ -351,7 +348,7 @@ def text_on_lines(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
-    if not isinstance(text, str):  # a number, or a value of the wrong type, which is reported elsewhere
+    if not isinstance(text, str):  # this is a number, or a value of the wrong type, which is reported elsewhere
         return
     if is_printable(text) if may_have_lines else text == on_one_line(text):
         return
@@ -373,7 +370,7 @@ _TIME = re.compile(
 )
 TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 NO_LIMIT = ("unlimited", "infinite")
-"""Words that Slurm accepts for "no time limit"."""
+"""Words that mean "no time limit" to Slurm."""
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:(?P<type>[\w.+-]*[A-Za-z_][\w.+-]*)(?::(?P<typed>[1-9]\d*))?|(?P<number>[1-9]\d*))", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -390,7 +387,7 @@ OF_SCRIPT = {
     "requeue": f"{PREFIX}.max_requeues",
     "no-requeue": f"{PREFIX}.max_requeues=0",
 }
-"""Options present in every script -> where they are set."""
+"""Options that every script contains -> where they are set."""
 KEYS = {
     "partition": "partition",
     "account": "account",
@@ -406,7 +403,7 @@ KEYS = {
     "exclusive": "exclusive",
     "oversubscribe": "exclusive",
 }
-"""Options that would contradict a key of `cluster.slurm`, if it is set -> that key."""
+"""Options that would contradict a key of `cluster.slurm` if it is set -> that key."""
 OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
 SHORT = {
     "J": "job-name",
@@ -429,14 +426,15 @@ SHORT = {
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds in a time given in one of Slurm's formats, infinity for no limit; None for any other text."""
+    """Return the number of seconds in a time in one of Slurm's formats, infinity for no limit; None for any other
+    text."""
     if text.lower() in NO_LIMIT:
         return float("inf")
     found = _TIME.fullmatch(text)
     if found is None:
         return None
     if plain := found["plain"]:
-        # Slurm reads one number as minutes, two as minutes and seconds, three as hours, minutes and seconds.
+        # Slurm reads one number as minutes, two as minutes and seconds, and three as hours, minutes and seconds.
         numbers = [int(part) for part in plain.split(":")]
         hours, minutes, seconds = [0, *numbers, 0] if len(numbers) == 1 else [0] * (3 - len(numbers)) + numbers
         days = 0
@@ -498,7 +496,7 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{path}` is `{text}`, but `{PREFIX}.gpu_request` is none, which requests no GPUs"
         yield Problem("unsupported", message, path, f"remove one of them, or set {PREFIX}.gpu_request=gres")
     elif spec.cluster.device == "cuda" and isinstance(devices, int):
-        # A type without a number requests the number of GPUs that the run uses.
+        # A type without a number requests as many GPUs as the run uses.
         asked = int(found["typed"] or found["number"] or devices)
         if asked < devices:
             message = f"`{path}` requests {asked} GPUs per node, but `cluster.devices_per_node` uses {devices}"
@@ -532,7 +530,7 @@ def container(spec: RunSpec) -> Iterator[Problem]:
 
 
 def further_options(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse additional options that the script already has, because sbatch silently uses the last one."""
+    """Reject additional options that the script already contains, because sbatch silently uses the last one."""
     slurm = spec.cluster.slurm
     path = f"{PREFIX}.sbatch_lines"
     # An option whose key is not set does not appear in the script, so nothing contradicts it.
@@ -556,7 +554,7 @@ def _options(line: str) -> Iterator[tuple[str, str]]:
     """Yield the options of a line by their long names, each with its value."""
     try:
         words = shlex.split(line, comments=True)
-    except ValueError:  # an unmatched quote, which sbatch itself refuses
+    except ValueError:  # an unmatched quote, which sbatch itself rejects
         return
     for place, word in enumerate(words):
         following = words[place + 1] if place + 1 < len(words) else ""
@@ -580,10 +578,9 @@ WITH_LARGEST = ("seesaw", "noise")
 
 
 def largest_size(spec: RunSpec) -> float:
-    """Return the limit of the batch size under `seesaw` or `noise`; infinity if nothing limits it.
+    """Return the limit of the batch size with `seesaw` or `noise`; infinity if nothing limits it.
 
-    Seesaw never exceeds the batch size that the lowest learning rate implies.
-    """
+    Seesaw never exceeds the batch size that the lowest learning rate implies."""
     batching = spec.batching
     largest = math.inf
     if batching.schedule.kind == "seesaw" and spec.optim.schedule.lowest_lr_ratio:
@@ -620,7 +617,8 @@ def ramp(spec: RunSpec) -> Iterator[Problem]:
 
 
 def bounds(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse a maximum size for a schedule without one, and a maximum that leaves the batch no room to grow."""
+    """Reject a maximum size for a schedule that does not use one, and a maximum that leaves the batch no room to
+    grow."""
     schedule = spec.batching.schedule
     start = spec.batching.global_batch_size
     largest = schedule.max_global_batch_size
@@ -675,7 +673,7 @@ def noise(spec: RunSpec) -> Iterator[Problem]:
     devices = spec.cluster.devices_per_node
     axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
     if spec.batching.schedule.kind != "noise" or devices == AUTO or AUTO in axes:
-        return  # the machine or a search determines the number of ranks
+        return  # the number of ranks is determined by the machine or a search
     if divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes))) == (1, 0):
         message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, but there is only 1"
         hint = f"set cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
@@ -686,8 +684,7 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
     """Return why the gradient noise cannot be measured in a layout; "" if it can.
 
     Noise is measured between the gradients of different samples before they are summed. If each of a rank's
-    `micro_batches` is exchanged separately, each counts as one part.
-    """
+    `micro_batches` is exchanged separately, each one counts as a part."""
     turns = micro_batches if layout.exchanges_every_backward else 1
     if layout.data_parallel_size * replica_groups < 2:
         return "it is measured between data-parallel ranks, but there is only 1"
@@ -702,7 +699,7 @@ def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro
 
 
 def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
-    """Refuse a batch that follows the gradient noise if the layout does not allow measuring it."""
+    """Reject a batch that follows the gradient noise if the layout does not allow measuring it."""
     if spec.batching.schedule.kind != "noise":
         return
     why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)

@@ -1,4 +1,4 @@
-"""Reach verdicts on a run: what slows it down, most expensive first, or what bounds an undisturbed run."""
+"""Derive verdicts on a run: what slows it down, most expensive first; for an undisturbed run, what bounds it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from trainspec_cli.run.recovery.watch import Whereabouts, find_late
 
 
 COMMON_S = 8.0
-"""All ranks must be slow for at least this many seconds, since other load on the machine comes and goes."""
+"""All ranks must be slow for at least this many seconds, because other load on the machine comes and goes."""
 SLOWER = 2.0
-"""Steps of a user command are reported only if they take at least this many times as long as usual: a script may change
-its work per step by design."""
+"""A user command's steps are reported only if they take at least this many times as long as usual, because a script may
+vary its work per step by design."""
 STEPS_BEFORE = 8
-"""A user command must complete this many steps before the slow ones, since the first steps compile and fill caches."""
+"""A user command must complete this many steps before the slow ones, because the first steps compile and fill
+caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return verdicts on periods when all ranks compute longer than usual, for example because of other tenants or
-    a quota on the node."""
+    """Return verdicts on periods in which all ranks compute for longer than usual, for example because of other tenants
+    or a quota on the node."""
     ranks = evidence.ranks
     middle = (ranks - 1) // 2
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
@@ -83,7 +84,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
 
 def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
     """Return verdicts on steps of a user command that became much slower, per rank or for the entire run. The cause is
-    unknown, since these steps are not divided into parts."""
+    unknown, because these steps are not divided into parts."""
     of_rank: list[RunVerdict] = []
     for rank, step_s in enumerate(evidence.part(*evidence.parts_s).T):
         usual_s = float(usual(step_s))
@@ -92,7 +93,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
         lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
         if not lasting:
             continue
-        # Keep one verdict per rank, on the episode that cost most.
+        # Keep one verdict per rank: the one on the most expensive episode.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
         text = f"{1 / (usual_s + episode.excess):.3g} steps per second, {1 / usual_s:.3g} usually"
         of_rank.append(verdict_of(evidence, episode, "slow_steps", text, rank=rank))
@@ -103,7 +104,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
-    """Merge recurring verdicts into one per cause and place, with the first start and the mean cost."""
+    """Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost."""
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for one in verdicts:
         known = joined.get(one.place)
@@ -116,22 +117,22 @@ def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
 
 
 AVERAGED_STEPS = 17
-"""Costs that occur every few steps, such as garbage collection, are averaged over this many steps."""
+"""Costs that occur only every few steps, such as garbage collection, are averaged over this many steps."""
 MOST_RANKS = 0.5
-"""Wasted time on more than this fraction of the ranks is reported for the entire run."""
+"""Time wasted on more than this fraction of the ranks is reported for the entire run."""
 WARM_STEPS_OF_WASTE = 5
 """Compilation is expected in this many steps at the start of a run."""
 UNEVEN = 0.2
 """A stage's or rank's work is uneven if it exceeds the mean by this fraction."""
 TOGETHER = 0.6
-"""Above this correlation of times with work, the work explains the times."""
+"""If times correlate with the work by more than this, the work explains the times."""
 UNEVEN_SHARE = 0.05
-"""Uneven lengths that cost less than this fraction of a step are not reported. It is below `LEAST_SHARE`, since the
+"""Uneven lengths that cost less than this fraction of a step are not reported. It is below `LEAST_SHARE`, because the
 correlation rules out chance."""
 
 
 def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
-    """Return a counter, NaN as 0, averaged over `AVERAGED_STEPS`."""
+    """Return a counter averaged over `AVERAGED_STEPS`, with NaN counted as 0."""
     series = np.nan_to_num(evidence.counter(name))
     width = min(AVERAGED_STEPS, len(series))
     sums = np.cumsum(np.concatenate([np.zeros((1, evidence.ranks)), series]), axis=0)
@@ -141,7 +142,8 @@ def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
 
 
 def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figures, what: str) -> list[RunVerdict]:
-    """Return verdicts on the ranks that spend time on this part of a step; one verdict for the run if most ranks do."""
+    """Return verdicts on the ranks that spend too much time on this part of a step, or one verdict for the run if most
+    ranks do."""
     limit = times.limit()
     found: list[tuple[int, Episode]] = []
     for rank in np.flatnonzero((series > limit[:, None]).sum(axis=0) >= CONFIRMING_STEPS).tolist():
@@ -152,7 +154,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
     for rank, episode in found:
         text = f"rank {rank} {what} for {milliseconds(episode.excess)} of a step"
         verdicts.append(verdict_of(evidence, episode, cause, text, rank=rank))
-    # If most ranks waste time the same way, report it once: a list of all ranks would hide other verdicts.
+    # If most ranks waste time in the same way, report it only once: a list of all ranks would hide other verdicts.
     if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
         worst = max(verdicts, key=lambda one: one.cost_s)
         text = f"{len(verdicts)} of {evidence.ranks} ranks: {worst.evidence[0]}"
@@ -161,8 +163,8 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
 
 
 def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
-    """Return whether the rank's computing is slowed down just as much; in that case its loader only shares the device's
-    problem."""
+    """Return whether the rank's computation is slowed down by the same amount; if so, its loader merely suffers from
+    the device's problem."""
     inside = episode.where
     excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
     throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0
@@ -200,7 +202,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     writes = np.flatnonzero(waited_s > LEAST_SHARE * times.usual_step_s)
     if len(writes) < 2:
         return []
-    # The cost of a write is spread over the steps up to the next write; the last write has no next one.
+    # The cost of a write is spread over the steps until the next write; the last write has no successor.
     span = int(writes[-1] - writes[0])
     cost_s = float(waited_s[writes[:-1]].sum()) / max(1, span)
     if cost_s < LEAST_SHARE * times.usual_step_s:
@@ -218,7 +220,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict on a pipeline stage to which the plan gave more work than to the others."""
+    """Return a verdict on a pipeline stage to which the plan assigned more work than to the others."""
     kinds = np.array(evidence.kinds)
     every = np.unique(kinds)
     if len(every) < 2:
@@ -246,13 +248,13 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict if steps wait for the rank with the longest samples, a different one each time."""
+    """Return a verdict if steps wait for the rank with the longest samples, and that rank changes from step to step."""
     attended = evidence.counter("attended")
     kinds = np.array(evidence.kinds)
     if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
-    shares = evidence.shares[known]  # having more samples is not having longer ones
+    shares = evidence.shares[known]  # having more samples does not mean having longer ones
     work = attended[known] / shares
     own_s = times.own_s[known] / shares
     mean = _mean_of_kind(work, kinds)
@@ -263,12 +265,12 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     cost_s = float(late_s.max(axis=1).mean())
     if uneven.max(axis=1).mean() < UNEVEN or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
         return []
-    # Other causes also make ranks late; only a correlation with the work shows that lengths are the cause.
+    # Ranks can be late for other reasons. Only a correlation with the work shows that sample lengths are the cause.
     if np.corrcoef(uneven.ravel(), late_s.ravel())[0, 1] < TOGETHER:
         return []
     longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN / 2]
     if np.bincount(longest).max() > 0.8 * len(longest):
-        return []  # always the same rank: another verdict names it
+        return []  # if it is always the same rank, another verdict names it
     return [
         RunVerdict(
             cause="uneven_lengths",
@@ -283,7 +285,7 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
-    """Return, for each rank in a series (T, R), the mean over the ranks of its kind."""
+    """Return, for each rank in a series (T, R), the mean over all ranks of the same kind."""
     means = np.empty_like(series)
     for kind in np.unique(kinds):
         of_kind = np.flatnonzero(kinds == kind)
@@ -295,25 +297,25 @@ def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
 
 
 WAITING = "waiting"
-"""The part of exposed communication that waits for late ranks; `exposed_comm` is then only the transfer."""
+"""The part of exposed communication that is spent waiting for late ranks; `exposed_comm` is then only the transfer."""
 
 
 @dataclass(frozen=True)
 class PlannedChange:
     change: str
     factors: Mapping[str, float]
-    """Factor on the time of each part of a step; parts that are not named do not change."""
+    """Factor on the time of each part of a step; parts that are not listed stay the same."""
 
 
 @dataclass(frozen=True)
 class Outlook:
     basis: str
-    """The planner's name for the machine, or why the planner does not know it."""
+    """The planner's name for the machine, or the reason why the planner does not know it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Fractions of the time in passes and optimizer, by what bounds them; empty if the planner does not know."""
+    """Fractions of the time in passes and optimizer, by what bounds them; empty if unknown to the planner."""
     changes: tuple[PlannedChange, ...] = ()
     exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
-    """Fractions of the exposed communication that is not waiting for late ranks, by what bounds it."""
+    """Fractions of the exposed communication, excluding waits for late ranks, by what bounds it."""
 
     @property
     def is_known(self) -> bool:
@@ -343,17 +345,16 @@ UNPLANNED = (
     PlannedChange(FASTER, dict.fromkeys((*COMPUTE_PARTS, WAITING), 0.5)),
     PlannedChange("exchanges in half the time", {"exposed_comm": 0.5}),
 )
-"""Bounds from measured parts only, which cannot tell bandwidth from latency."""
+"""Bounds based only on measured parts, which cannot distinguish bandwidth from latency."""
 
 
 def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
-    """Return what bounds the steps, and the step time after each change.
+    """Return what bounds the steps, and the step time after each possible change.
 
-    A change scales the measured parts in the same way as the planner's parts, so an error common to both predictions
-    cancels.
-    """
+    A change scales the measured parts by the same factors as the planner's parts, so that errors common to both
+    predictions cancel."""
     # The rank that waits least in exchanges shows the transfer time; the rest is waiting for late ranks. The rank that
-    # waits most for data delays the others, so part of their waiting is also due to data.
+    # waits most for data delays the others, so part of their waiting time is also due to data.
     means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
     exposed_s = evidence.parts_s["exposed_comm"]
     data_s = evidence.parts_s["data_wait"]
@@ -387,7 +388,7 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
 
 
 def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[str, float]]:
-    """Yield (bound, seconds of a step that it accounts for)."""
+    """Yield (bound, seconds of a step that are due to it)."""
     computed_s = sum(parts_s[name] for name in COMPUTE_PARTS)
     shares = outlook.shares if outlook.is_known else {COMPUTING: 1.0}
     for name, share in shares.items():
@@ -399,7 +400,7 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
 
 
 def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -> tuple[WhatIf, ...]:
-    """Return the changes that save enough, best first."""
+    """Return the changes that save enough time, best first."""
     step_s = sum(parts_s.values())
     found = []
     for one in changes:
@@ -412,10 +413,10 @@ def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -
 LEAST_STEPS = 8
 """With fewer steps than this, only a hang is reported."""
 WARM_STEPS = 2
-"""Number of first steps that compile, connect and allocate."""
+"""Number of first steps, which are spent compiling, connecting and allocating."""
 
 EVALUATION_SHARE = 0.2
-"""Evaluations that take less than this fraction of the time of steps and evaluations together are not reported."""
+"""Evaluations that take less than this fraction of the combined time of steps and evaluations are not reported."""
 
 ADVICE: dict[Cause, str] = {
     "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
@@ -446,18 +447,18 @@ OWN_ADVICE: dict[Cause, str] = {
     "memory_pressure": "smaller batches, or activation checkpointing",
     "hang": "the stack shows where it hangs; --hang-s ends the run sooner or later",
 }
-"""Advice for user commands where it differs, since they have no recipe."""
+"""Advice for user commands, where it differs because they have no recipe."""
 
 NO_OUTLOOK = Outlook("the planner was not used: this is based on measured parts only")
 
 
 def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: NO_OUTLOOK) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run, most expensive first; for an undisturbed run, what bounds it and what would help.
+    """Return the verdicts on a run, most expensive first. For an undisturbed run, return what bounds it and what would
+    help.
 
-    `look_ahead` asks the planner, which may take as long as a search over layouts.
-    """
+    `look_ahead` asks the planner, which may take as long as a layout search."""
     verdicts = _hang(evidence)
-    # The first steps compile, connect and allocate, so they are left out.
+    # The first steps compile, connect and allocate, so they are ignored.
     warm = replace(
         evidence,
         steps=evidence.steps[WARM_STEPS:],
@@ -469,7 +470,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         ),
     )
     if not evidence.parts_are_known:
-        # The steps of a user command are not divided into parts.
+        # A user command's steps are not divided into parts.
         if len(warm.steps) >= LEAST_STEPS:
             verdicts += [*find_memory(warm), *find_slow_steps(warm)]
         return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
@@ -482,7 +483,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         verdicts += _lengths(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
         verdicts += find_retries(warm, steps_s) + find_memory(warm)
         verdicts = _explained(verdicts + find_common_slowness(warm, times))
-        # The planner's view assumes an undisturbed run, and a search for it takes time.
+        # The planner's view assumes an undisturbed run, and obtaining it requires a search.
         if all(one.cause == "noise" for one in verdicts):
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
@@ -493,7 +494,7 @@ def with_evaluations(
     verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
 ) -> tuple[RunVerdict, ...]:
     """Return the verdicts, plus one on evaluations between the steps if they take much of the time. `evaluations`:
-    (step, seconds); a single evaluation at the end of the run is needed, so it is not reported. `steps` steps took
+    (step, seconds). A single evaluation at the end of the run is necessary, so it is not reported. `steps` steps took
     `steps_s` in total."""
     seconds = sum(each_s for _, each_s in evaluations)
     if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
@@ -511,7 +512,7 @@ def with_evaluations(
 
 
 def _hang(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on the ranks that the others wait for in a step that takes far longer than usual."""
+    """Return verdicts on the ranks that the others are waiting for, in a step that takes far longer than usual."""
     if not evidence.stalls:
         return []
     late, why = _late_of(evidence)
@@ -530,16 +531,15 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and why they are late.
+    """Return the ranks that the others are waiting for, and why they are late.
 
-    The ranks of a user command were judged when the hang was detected, from more information than the events contain:
-    the culprit is not `waiting`, even if it is also in a collective.
-    """
+    For a user command, the ranks were judged when the hang was detected, based on more information than the events
+    contain. The culprit is not `waiting`, even if it is also in a collective."""
     if evidence.parts_are_known:
         places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
         return find_late(places, evidence.ranks)
     late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
-    if not late:  # a rank that writes no events has ended
+    if not late:  # a rank that no longer writes events has exited
         return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"
     where = sorted({evidence.stalls[rank].waits_in or "" for rank in late})
     stands = " and in ".join(place for place in where if place)
@@ -554,8 +554,8 @@ def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Leave out verdicts that another one explains: load on the machine if its cause is named, and a rank with the
-    longest samples if samples are uneven on all ranks."""
+    """Remove verdicts that another one explains: load on the machine if its cause is named, and a rank with the longest
+    samples if samples are uneven on all ranks."""
     all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
     named = [
         one

@@ -1,7 +1,6 @@
-"""The evidence for verdicts: arrays over steps and ranks, (T, R), in seconds unless named otherwise.
+"""The evidence for verdicts: arrays over steps and ranks, (T, R), in seconds unless stated otherwise.
 
-Unknown figures are NaN. A counter over a window of several steps is spread evenly over these steps.
-"""
+Unknown values are NaN. A counter over a window of several steps is spread evenly over these steps."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
 Figures = npt.NDArray[np.float64]
 
 OWN_PARTS = ("data_wait", "forward", "backward", "optimizer", "checkpoint", "other")
-"""Parts of a step that a rank spends alone; in the others it waits for its peers or exchanges data with them."""
+"""Parts of a step in which a rank works alone. In the other parts, it waits for its peers or exchanges data with
+them."""
 COMPUTE_PARTS = ("forward", "backward", "optimizer")
 COUNTERS = (
     "cpu_s",
@@ -40,15 +40,15 @@ COUNTERS = (
     "available_bytes",
 )
 READINGS = ("rss_bytes", "swap_bytes", "available_bytes")
-"""Counters that are read at a window's last step and known only there."""
+"""Counters that are read only at the last step of a window, and are known only there."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection between two ranks as its sender sees it, over the steps (T,)."""
+    """A connection between two ranks as seen by its sender, over the steps (T,)."""
 
     ranks: tuple[int, int]
-    """(sender, receiver); the sender twice if the other end is unknown."""
+    """(sender, receiver). If the other end is unknown, the sender appears twice."""
     sent_bytes: Figures
     segments: Figures
     resent: Figures
@@ -66,7 +66,7 @@ class RunEvidence:
     parts_s: Mapping[str, Figures]
     """(T, R) by part."""
     counters: Mapping[str, Figures]
-    """(T, R) by name, of `COUNTERS`; empty if the ranks have no counters."""
+    """(T, R) by name, from `COUNTERS`; empty if the ranks have no counters."""
     nodes: tuple[int, ...]
     """The node of each rank."""
     kinds: tuple[int, ...]
@@ -75,18 +75,18 @@ class RunEvidence:
     stalls: Mapping[int, StallEvent] = field(default_factory=dict)
     """The newest stall report of each rank, for the step after the last one."""
     link_changes: tuple[LinkEvent, ...] = ()
-    """Links that were measured faster or slower than before."""
+    """Links that were measured to be faster or slower than before."""
     retried_steps: tuple[int, ...] = ()
-    """Steps that were repeated because an exchange between replica groups failed, although no group left or joined."""
+    """Steps that were repeated because an exchange between replica groups failed although no group left or joined."""
     looks: tuple[Look, ...] = ()
-    """Findings of ranks that profiled themselves; the profiled steps are left out of the evidence."""
+    """Results of ranks that profiled themselves; the profiled steps are not part of the evidence."""
     total_steps: int | None = None
     changed_steps: tuple[int, ...] = ()
-    """Steps before which a rank's work changed because of a directive, a larger batch or a new start."""
+    """Steps before which a rank's work changed because of a directive, a larger batch or a restart."""
     planned_s: Mapping[str, float] = field(default_factory=dict)
-    """The planned seconds of a step by part; empty without a plan."""
+    """Planned time in seconds of each part of a step; empty without a plan."""
     parts_are_known: bool = True
-    """False for a user command, whose entire step is `other`."""
+    """False for a user command, whose entire step counts as `other`."""
 
     @property
     def ranks(self) -> int:
@@ -103,8 +103,8 @@ class RunEvidence:
 
     @cached_property
     def shares(self) -> Figures:
-        """Each rank's samples relative to the mean of the ranks that do the same work, (T, R); 1 if unknown or without
-        samples."""
+        """Each rank's number of samples relative to the mean of the ranks that do the same work, (T, R); 1 if unknown
+        or without samples."""
         samples = self.counter("samples")
         kinds = np.array(self.kinds)
         shares = np.ones_like(samples)

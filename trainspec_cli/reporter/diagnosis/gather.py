@@ -1,4 +1,4 @@
-"""Gather evidence for verdicts from the events of all ranks, repeatedly during a run."""
+"""Collect evidence for verdicts from the events of all ranks, repeatedly while the run is in progress."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan
 
 SILENT_S = 1.5
-"""A rank that has not reported a stall this many seconds after the first report counts as silent."""
+"""A rank that has not reported a stall within this many seconds of the first report counts as silent."""
 MOST_ROWS, LEAST_STEPS = 2**18, 2**12
-"""Approximate number of rows (steps times ranks) to keep, but at least `LEAST_STEPS` steps."""
+"""Approximate maximum number of rows (steps times ranks) to keep; at least `LEAST_STEPS` steps are kept."""
 MOST_RANKS = 10**6
 STEP_BYTES = 1024
-"""Approximate number of bytes that a rank writes per step, including its share of the counters."""
+"""Approximate number of bytes that a rank writes per step, including its part of the counters."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunShape:
     total_steps: int | None = None
     planned_s: Mapping[str, float] = field(default_factory=dict)
     has_plan: bool = True
-    """False for a run without a plan: its ranks report their number, and their steps have no known parts."""
+    """False for a run without a plan: its ranks report their own numbers, and its steps have no known parts."""
 
     @property
     def group_ranks(self) -> int:
@@ -79,11 +79,10 @@ class RunShape:
 
 
 def shape_of(run: RunDir) -> RunShape:
-    """Return a run's shape from its plan.json (of any version that names nodes and layout) or, without a plan, from its
-    processes.
+    """Return a run's shape, from its plan.json (of any version that names nodes and layout) or, without a plan, from
+    its processes.
 
-    Raises UnreadableFileError.
-    """
+    Raises UnreadableFileError."""
     if not has_plan(run):
         begun = [event for event in read_sound(run.events(0)) if isinstance(event, StartEvent)]
         ranks = min(begun[-1].world_size, MOST_RANKS) if begun else 1
@@ -97,7 +96,7 @@ def shape_of(run: RunDir) -> RunShape:
     devices = whole(plan, "devices_per_node", 1)
     groups = whole(plan, "replica_groups", 1)
     ranks = whole(plan, "num_nodes", 1) * devices
-    # The file may be damaged or untrusted, and arrays of this many ranks are allocated next.
+    # The file may be damaged or untrusted, and the next lines allocate arrays for this many ranks.
     if ranks > MOST_RANKS or ranks % groups:
         raise unreadable(run.plan_json, f"has {ranks:,} ranks in {groups:,} replica groups")
     spec = plan.get("spec")
@@ -119,29 +118,29 @@ def shape_of(run: RunDir) -> RunShape:
 
 @dataclass
 class RankHistory:
-    """One rank's steps, without those that were undone, as the rank wrote them."""
+    """One rank's steps as the rank wrote them, without those that were undone."""
 
     steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
-    """Seconds by part, and seconds without a processor."""
+    """Time in seconds by part, and time in seconds without a processor."""
     counters: list[CountersEvent] = field(default_factory=list)
     usage: list[UsageEvent] = field(default_factory=list)
-    """Readings for a user command."""
+    """Resource readings of a user command."""
     stall: StallEvent | None = None
     """The stall report for the step after the last one."""
     is_hung: bool = False
-    """True if the stall ended this start."""
+    """Whether this start ended because of the stall."""
     ended_by: StallEvent | None = None
     """The hang that ended an earlier start, if any."""
     most_samples: int = 0
-    """The largest number of samples in a step of its group so far; repeated steps do not count again."""
+    """The largest number of samples in any step of its group so far; repeated steps do not count again."""
     changed_steps: set[int] = field(default_factory=set)
-    """As `RunEvidence.changed_steps`."""
+    """See `RunEvidence.changed_steps`."""
 
     def add(self, event: Event) -> None:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
             self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
-            # A completed step shows that the rank is no longer stalled.
+            # A completed step means that the rank is no longer stalled.
             self.stall = None
             self.is_hung = False
             samples = event.samples if isinstance(event.took, Absent) else event.took[1]
@@ -166,7 +165,7 @@ class RankHistory:
                 time=event.time,
                 step=event.step,
                 waited_s=event.waited_s,
-                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang has no step times
+                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang has no usual step time
                 host=event.host,
                 waiting=event.waiting,
                 waits_in=event.waits_in,
@@ -175,22 +174,22 @@ class RankHistory:
             )
             self.is_hung = True
         elif isinstance(event, StartEvent):
-            # The new start continues from a checkpoint, so steps of an earlier start beyond it are repeated.
+            # The new start continues from a checkpoint. Steps of an earlier start after that checkpoint are repeated.
             self.ended_by = self.stall if self.is_hung else self.ended_by
             self.stall = None
             self.is_hung = False
             self.steps.forget_beyond(event.step)
             self.changed_steps.add(event.step)
             self.counters = [one for one in self.counters if one.step <= event.step]
-            self.usage = []  # of a process that has ended
+            self.usage = []  # these belong to a process that has ended
 
     @property
     def newest(self) -> int:
-        """The newest step; 0 before the first."""
+        """The newest step; 0 before the first one."""
         return max(self.steps.steps, default=0)
 
     def rows_of(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the rank's figures for the given steps (in increasing order), with shape (figures, steps)."""
+        """Return the rank's values for the given steps (in increasing order), with shape (values, steps)."""
         made = np.array(self.steps.steps)
         order = np.argsort(made, kind="stable")
         rows = order[np.searchsorted(made[order], steps)]
@@ -203,7 +202,7 @@ class RankHistory:
 
 
 def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
-    """Yield the event file of each rank; ranks are numbered across replica groups."""
+    """Yield each rank's event file; ranks are numbered across replica groups."""
     for rank in range(shape.ranks):
         if shape.groups > 1:
             yield run.group_events(*divmod(rank, shape.group_ranks))
@@ -212,24 +211,23 @@ def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
 
 
 class RunReader:
-    """Reads a run's folder: `read` reads new events, `evidence` returns what is known.
+    """Reads a run's folder: `read` reads new events, `evidence` returns what is known so far.
 
-    With `remembered_steps` it starts near the end of each file, about that many steps back. Otherwise it reads
-    everything, and keeps only the newest steps if the run has more than `MOST_ROWS` rows.
-    """
+    With `remembered_steps`, it starts about that many steps before the end of each file. Otherwise it reads everything,
+    but keeps only the newest steps if the run has more than `MOST_ROWS` rows."""
 
     def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int | None = None):
         self.shape, self._remembered = shape, remembered_steps or max(LEAST_STEPS, MOST_ROWS // shape.ranks)
         last_bytes = None if remembered_steps is None else remembered_steps * STEP_BYTES
         self.forgotten_until = 0
-        """The newest step that was dropped to save memory."""
+        """The newest step among those dropped to save memory."""
         self.histories = [RankHistory() for _ in range(shape.ranks)]
         self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
         self._links: list[LinkEvent] = []
         self.looks: list[Look] = []
         self._retried: set[int] = set()
         self.changed: DirectiveEvent | None = None
-        """The last change of the layout, which changed the ranks' work."""
+        """The last layout change, which changed the ranks' work."""
         self.device_name = ""
         self.on_accelerator = False
 
@@ -251,8 +249,8 @@ class RunReader:
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # A step is also repeated when a group leaves or joins; in that case its node is gone or back, and no
-                # link failed.
+                # A step is also repeated when a group leaves or joins. In that case its node has left or returned, and
+                # no link has failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
@@ -261,7 +259,8 @@ class RunReader:
                 self.device_name = event.device_name
                 self.on_accelerator = event.is_accelerator
             if len(history.steps) > 2 * self._remembered:
-                # Drop half of the steps at once; dropping one at a time would copy the columns in every step.
+                # Drop half of the steps at once, because dropping them one at a time would copy the columns in every
+                # step.
                 oldest = history.newest - self._remembered
                 history.forget_before(oldest)
                 self.forgotten_until = max(self.forgotten_until, oldest - 1)
@@ -273,13 +272,13 @@ class RunReader:
         return min((history.newest for history in self.histories), default=0)
 
     def evidence(self, now: float | None = None) -> RunEvidence:
-        """Return the evidence on the steps that every rank has written since the last layout change. `now`: Unix
-        time during a run."""
+        """Return the evidence on the steps since the last layout change that every rank has written. `now`: Unix time,
+        while the run is in progress."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
-        # Ranks write at different times, and a step that one of them has not written yet cannot be compared.
+        # Ranks write at different times. A step that one of them has not written yet cannot be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
-        # A step where a rank profiled itself took longer, and would look like a straggler.
+        # A step in which a rank profiled itself took longer and would look like a straggler.
         in_view = np.zeros(len(steps), dtype=np.bool_)
         for look in self.looks:
             in_view |= (steps >= look.first_step) & (steps <= look.last_step)
@@ -287,7 +286,7 @@ class RunReader:
         rows = np.stack([history.rows_of(steps) for history in self.histories], axis=-1)
         counters = {**self._counters(steps), "queued_s": rows[-1]}
         if self.on_accelerator:
-            # While the host's thread waits for a processor or computes, the device may be at work.
+            # While the host thread waits for a processor or computes, the device may still be working.
             counters["host_queued_s"] = counters.pop("queued_s")
             nothing = np.zeros_like(counters["host_queued_s"])
             counters |= {"queued_s": nothing, "exposed_queued_s": nothing}
@@ -329,7 +328,7 @@ class RunReader:
         return series
 
     def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
-        """Return the counters of a run without a plan: only memory."""
+        """Return the counters of a run without a plan, which are memory readings only."""
         series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
         for rank, history in enumerate(self.histories):
             for event in history.usage:
@@ -339,14 +338,14 @@ class RunReader:
         return series
 
     def _stalls(self, now: float | None) -> dict[int, StallEvent]:
-        """Return the ranks' stall reports for the step after the newest completed one; empty while more reports may
-        arrive. If no step hangs, return those for the hang that ended an earlier start."""
+        """Return the ranks' stall reports for the step after the newest completed one; empty as long as more reports
+        may arrive. If no step hangs, return the reports for the hang that ended an earlier start."""
         last = max((history.newest for history in self.histories), default=0)
         found = {
             rank: history.stall
             for rank, history in enumerate(self.histories)
             if history.stall is not None
-            # Without a plan, each node numbers the hanging step by its own ranks.
+            # Without a plan, each node identifies the hanging step by its own ranks.
             and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
         if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
@@ -367,7 +366,7 @@ CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
 
 
 def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
-    """Yield the ranks' connections, merging all connections from one rank to another."""
+    """Yield the ranks' connections, with all connections from one rank to another merged."""
     other_ends = _other_ends(histories)
     of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
     for rank, history in enumerate(histories):
@@ -384,8 +383,8 @@ def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64])
 
 def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
     """Return the rank at the other end of each connection, by its local and peer address. A rank counts only its
-    busiest connections: if the other end did not count one, the result is the first rank at that address, which is on
-    the right node. Connections to addresses that belong to no rank are left out."""
+    busiest connections. If the other end did not count a connection, the result is the first rank at that address,
+    which is at least on the right node. Connections to addresses that belong to no rank are omitted."""
     seen = {
         (one.local, one.peer): rank
         for rank, history in enumerate(histories)
@@ -401,7 +400,7 @@ def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
         if (peer, local) in seen:
             ends[local, peer] = seen[peer, local]
         elif there and rank not in there:
-            # A rank counts only its busiest connections, so the other end may be missing; the node is still right.
+            # A rank counts only its busiest connections, so the other end may be missing. The node is still correct.
             ends[local, peer] = min(there)
     return ends
 

@@ -1,8 +1,8 @@
-"""Find links that are narrow, lose segments or delay them, and exchanges that time out and recover.
+"""Find links that are narrow, or that lose or delay segments, and exchanges that time out and recover.
 
-A late rank makes the others wait, but not itself, so the rank that waits least in a step shows how long the transfer
-takes. The small exchange that ends each step shows the latency, independent of the bandwidth. Retransmitted segments,
-round-trip times and the rate of each connection show the cause and the place.
+A late rank makes the others wait, but does not wait itself, so the rank that waits least in a step shows how long the
+transfer takes. The small exchange that ends each step shows the latency, independent of the bandwidth. Retransmitted
+segments, round-trip times and the rate of each connection show the cause and the place.
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 LOST = 1e-3
-"""A connection is lossy above this fraction of retransmitted segments."""
+"""A connection with more than this fraction of retransmitted segments is lossy."""
 LOST_SEGMENTS = 5
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
-"""At or above this ratio of time-outs to retransmitted segments, a path has outages instead of losing single
+"""If the ratio of time-outs to retransmitted segments is at least this, a path has outages rather than losing single
 segments."""
 LATER_S, LATER = 5e-4, 1.0
-"""The latency has grown if it exceeds the usual one by this many seconds and by this fraction of it. A delaying link
-delays the small exchange by at least half a round trip; the queue of a narrow link has drained by then."""
+"""The latency has grown if it exceeds the usual one by at least this many seconds and by at least this fraction. A link
+with a delay delays the small exchange by at least half a round trip; by then, the queue of a narrow link has
+drained."""
 DELAY_SHARE = 0.05
-"""Delays that cost less than this fraction of a step are not reported. It may be below the transfers' noise, since the
-small exchange shows a delay in every step."""
+"""Delays that cost less than this fraction of a step are not reported. The value may be below the transfers' noise,
+because the small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
-"""A longer latency is attributed to a link if round trips show this fraction of it (all round trips of the exchange
-together, if ranks lack a processor for at most this fraction of a step). Behind a relay, round trips show nothing, so
-ranks must not lack a processor at all."""
+"""A longer latency is attributed to a link if round trips show at least this fraction of it (summed over the exchange's
+round trips, if ranks lack a processor for at most this fraction of a step). Behind a relay, round trips show nothing;
+there, ranks must not lack a processor at all."""
 OF_NOISE = 0.5
-"""If waiting for processors is at least this fraction of a transfer's excess, no link is blamed."""
+"""If waiting for processors accounts for at least this fraction of a transfer's excess, no link is blamed."""
 HELD_QUEUED_S = 1e-2
-"""A rank throttled by a quota empties its sockets late, so round trips to it grow by a few milliseconds."""
+"""A rank throttled by a quota empties its sockets late, which lengthens round trips to it by a few milliseconds."""
 LONG_STEPS_S = 3.0
-"""Transfers must be long for this many seconds of a run before a link is blamed, unless its connections show it."""
+"""Transfers must be long for this many seconds of a run before a link is blamed, unless the link's connections confirm
+it."""
 
 OUTAGES = 2
-"""Connections must time out at this many points of a run before a link is blamed."""
+"""A link is blamed only if its connections time out at this many points of a run."""
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
-"""Outages are temporary: less than this fraction of the steps show one, and these steps have at least this fraction of
-the retransmissions."""
+"""Outages are temporary: fewer than this fraction of the steps contain one, and these steps contain at least this
+fraction of the retransmissions."""
 
 
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
         return []
-    # Take the minimum over the ranks: the last rank does not wait for any other, so its time is that of the transfer.
+    # Take the minimum over the ranks: the last rank to arrive does not wait for any other, so its time is that of the
+    # transfer.
     exposed_s = evidence.parts_s["exposed_comm"]
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
     transfer_s = exposed_s.min(axis=1)
@@ -80,8 +83,7 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
         if one.steadiness >= STEADY and (lasts or _is_queued_in_transit(evidence, paths_of(evidence.connections, one))):
             verdict = _explain(evidence, one)
             found += [verdict] if verdict is not None else []
-    # The first kind that applies is reported, since outages also show retransmissions, and losses also increase
-    # latency.
+    # The first matching kind is reported, because outages also show retransmissions, and losses also increase latency.
     return (
         _outages(evidence, step_s)
         or found
@@ -91,14 +93,14 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _is_queued_in_transit(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether data sent between nodes is delayed on the way. The kernel sends acknowledgements even for a rank
-    without a processor."""
+    """Return whether data sent between nodes is delayed on the way. The kernel sends acknowledgements even on behalf of
+    a rank without a processor."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
     """Return a verdict on a link with outages: connections timed out in a few long steps and, unlike with packet loss,
-    almost nothing was retransmitted in the others."""
+    almost nothing was retransmitted in the other steps."""
     waited = np.sum([np.nan_to_num(one.timeouts) for one in evidence.connections], axis=0) > 0
     where = np.flatnonzero(waited)
     bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
@@ -114,7 +116,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
         return []
     paths = paths_of(evidence.connections, span)
     worst = max(paths, key=lambda path: path.timeouts)
-    # Outages may still recur if the time since the last one is at most twice their mean interval.
+    # More outages may follow if the time since the last one is at most twice the mean interval between them.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
         f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
@@ -135,7 +137,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
 
 
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
-    """Return a verdict on why transfers of an episode are long; None if load on the machine is the cause, or if the
+    """Return a verdict on why an episode's transfers take long; None if load on the machine is the cause, or if the
     cause is unknown."""
     paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
@@ -165,8 +167,8 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
 
 
 def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
-    """Return whether transfers are long because ranks wait for a processor or are throttled. If data between nodes is
-    delayed on the way, the link is the cause."""
+    """Return whether transfers take long because ranks wait for a processor or are throttled. If data between nodes is
+    delayed on the way, the link is the cause instead."""
     throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one throttled rank delays all others
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
     if waiting_s + throttled_s <= OF_NOISE * episode.excess:
@@ -176,8 +178,8 @@ def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[P
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:
-    """Return the path with the most retransmitted segments, preferably one with two known ends; None if there are too
-    few."""
+    """Return the path with the most retransmitted segments, preferring paths with two known ends; None if there are too
+    few retransmissions."""
     resent = sum(path.resent for path in paths)
     segments = sum(path.segments for path in paths)
     is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
@@ -186,10 +188,10 @@ def _losing(paths: Sequence[Path]) -> Path | None:
 
 
 def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link with a delay below the transfers' noise: the small exchange at the end of a step shows
-    it, and its cost is the increase of all transfers. Links within a node have no such delay, and ranks throttled by a
-    quota answer late."""
-    # Latencies within a node come from processors, not from links.
+    """Return a verdict on a link whose delay is below the transfers' noise. The small exchange at the end of a step
+    shows it, and its cost is the increase over all transfers. Links within a node have no such delay, and ranks
+    throttled by a quota merely answer late."""
+    # Latencies within a node are caused by processors, not by links.
     if len(set(evidence.nodes)) == 1:
         return []
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
@@ -212,8 +214,8 @@ def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list
 
 
 def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
-    """Return (by how much the small exchange at the end of a step takes longer in an episode, its usual time), on the
-    rank that enters it last."""
+    """Return (how much longer the small exchange at the end of a step takes in an episode, its usual time), measured on
+    the rank that enters it last."""
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
     return rise(evidence.counter("agreed_s"), episode, np.nanmin), float(np.nan_to_num(np.nanpercentile(agreed_s, 25)))
 
@@ -221,17 +223,17 @@ def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
 def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
     """Return whether the latency has grown by more than the queue of a narrow link explains."""
     latency_s, usual_s = _latency_s(evidence, episode)
-    # A delay lengthens the small exchange by at least half of the round trips' growth; the queue of a narrow link has
-    # drained by then.
+    # A delay lengthens the small exchange by at least half of the increase in round-trip time; by then, the queue of a
+    # narrow link has drained.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
     return latency_s > max(LATER_S, LATER * usual_s, one_way_s)
 
 
 def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> RunVerdict | None:
-    """Return a verdict on a link whose latency has grown; None if round trips do not show it."""
+    """Return a verdict on a link whose latency has grown; None if round trips do not confirm it."""
     latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-    # Ranks that wait for a processor also delay exchanges; that time is not due to the link.
+    # Ranks that wait for a processor also delay exchanges, and that time is not due to the link.
     names = ("queued_s", "exposed_queued_s")
     queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
     step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
@@ -274,19 +276,19 @@ def _verdict(
         sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
     node = _node_of(evidence, paths, badness)
     found = verdict_of(evidence, episode, cause, *sentences, node=node, link=link)
-    # Load on the machine may hide the cost of lost segments although the newest steps still lose some.
+    # Load on the machine may hide the cost of lost segments even though the newest steps still lose some.
     loses_still = cause == "lossy_link" and _resent(evidence)[-RECENT_STEPS:].sum() >= 1
     return replace(found, until_step=None) if loses_still else found
 
 
 def _resent(evidence: RunEvidence) -> Figures:
-    """Return the number of segments retransmitted on all connections together, (T,)."""
+    """Return the number of retransmitted segments, summed over all connections, (T,)."""
     whole: Figures = np.sum([np.nan_to_num(one.resent) for one in evidence.connections], axis=0)
     return whole
 
 
 def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link that has lost segments from the start, so that no change reveals it."""
+    """Return a verdict on a link that has been losing segments from the start, so that no change reveals it."""
     if not len(step_s):
         return []
     first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
@@ -301,10 +303,10 @@ def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -
 
 
 def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Path], float]) -> int | None:
-    """Return the node that all bad paths share, if paths between other nodes are good."""
+    """Return the node that all bad paths have in common, provided that paths between other nodes are good."""
     nodes = sorted(set(evidence.nodes))
     between = [path for path in paths if _ends(evidence, path)[0] != _ends(evidence, path)[1]]
-    # With two nodes every path between nodes leads to both, so neither can be singled out.
+    # With two nodes, every path between nodes involves both, so neither can be singled out.
     if len(nodes) < 3 or not between:
         return None
     with_node = {node: [badness(path) for path in between if node in _ends(evidence, path)] for node in nodes}
@@ -324,7 +326,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[RunVerdict]:
-    """Return a verdict on exchanges between replica groups that failed and were repeated. `steps_s`: the time of these
+    """Return a verdict on exchanges between replica groups that failed and were repeated. `steps_s`: duration of these
     steps."""
     if not evidence.retried_steps:
         return []

@@ -1,4 +1,4 @@
-"""Profiles of suspected ranks ("looks"): the verdicts that request one, the rank that it profiles, and its findings."""
+"""Profiles of suspected ranks ("looks"): which verdicts request one, which rank it profiles, and what it finds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import replace
 from trainspec_cli.recipe.results.verdict import Cause, Look, LookOrder, RunVerdict
 
 MOST_LOOKS = 8
-"""Largest number of looks in a run, over all of its starts."""
+"""Maximum number of looks in a run, over all of its starts."""
 SAY_ALL: tuple[Cause, ...] = ("as_planned", "noise", "checkpoint_writing", "memory_leak", "memory_pressure")
-"""Causes that a look cannot explain: they are not work in the steps, or a look would use the resource that is short."""
+"""Causes that a look cannot explain: either they are not work in the steps, or a look would use the very resource that
+is short."""
 LINE_SHARE = 0.2
-"""A line of code is named if at least this fraction of a rank's own time outside torch operations is spent on it."""
+"""A line of code is named if it accounts for at least this fraction of the time that a rank spends outside torch
+operations."""
 
 
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
-    """Return the look that a new verdict requests; None if it requests none, its place was already profiled, or the run
-    has had enough looks. `nodes`: the node of each rank."""
-    # A look slows its rank down for some steps, so a run has few of them.
+    """Return the look that a new verdict requests. None if it requests none, if its place has already been profiled, or
+    if the run has had the maximum number of looks. `nodes`: node of each rank."""
+    # A look slows its rank down for some steps, so a run has only a few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
     # The suspected rank profiles itself; otherwise the first rank of the node, link or run.
@@ -38,11 +40,11 @@ def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrd
 
 
 def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
-    """Return a verdict with the findings of the newest look at its place."""
+    """Return the verdict with the findings of the newest look at the same place."""
     look = next((one for one in reversed(looks) if one.order.place == verdict.place), None)
     if look is None:
         return verdict
-    # A line with a small fraction of the time was sampled by chance.
+    # A line with a small fraction of the time may have been sampled by chance.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
     return replace(verdict, code=code, evidence=(*verdict.evidence, *_sentences(look, names_line=code is not None)))
 

@@ -1,4 +1,4 @@
-"""Find memory leaks, and memory that is already short."""
+"""Find memory leaks, and ranks that are short of memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
 from trainspec_cli.run.recovery.watch import EIGHTHS, grows_steadily, slope_per_step
 
 SETTLING_STEPS = 10
-"""Number of steps at the start that allocate memory which later ones reuse."""
+"""Number of steps at the start, which allocate memory that later steps reuse."""
 LEAST_READINGS = 2 * EIGHTHS
 READINGS = 6 * EIGHTHS
-"""Leaks are searched for in windows of at most this many of the newest readings."""
+"""Windows of at most this many recent readings are searched for leaks."""
 ALIKE = 0.5
-"""Few readings are enough if each eighth of them grew by at least this fraction of the mean growth; a filling cache
-grows less and less."""
+"""Few readings suffice if the memory grew by at least this fraction of the mean growth in each eighth of them. A cache
+that is filling up grows less and less."""
 LEAST_LEAKING = 4
 """Number of readings since the start of a leak that are needed to determine its slope."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
-"""Memory that grows by less, relative to its size and in bytes, is not leaking."""
+"""Memory is not leaking if it grows by less than this fraction of its size, or by less than this number of bytes."""
 OUTLASTS_RUN = 2.0
-"""A leak is not reported if memory lasts for this many times the run's steps: allocators keep slightly more with each
-step, and the growth is extrapolated from few readings."""
+"""A leak is not reported if memory suffices for this many times the run's steps: allocators keep slightly more with
+each step, and the growth is extrapolated from few readings."""
 SWAPPED_BYTES = 16 * 2**20
 
 
@@ -40,7 +40,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
     for rank in np.flatnonzero(grown > LEAST_GROWTH_BYTES).tolist():
         if (leak := _leak_of(evidence, rank)) is not None:
             slopes[rank] = leak
-    # Ranks of a node share its memory, so their growth adds up.
+    # A node's ranks share its memory, so their growth adds up.
     of_node = defaultdict[int, float](float)
     for rank, (_, slope, _) in slopes.items():
         of_node[evidence.nodes[rank]] += slope
@@ -70,7 +70,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
     """Return (first step, bytes per step, bytes so far) of a leaking rank."""
     steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
-    # Try the longest window first, which separates a slow leak from noise; the short one finds a fast leak early.
+    # Try the longest window first, because it separates a slow leak from noise; a short window finds a fast leak early.
     for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
         if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
             continue
@@ -85,7 +85,7 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
             if len(held[leaking]) >= LEAST_LEAKING:
                 slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
             before = max(0, leaking.start - 1)
-            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # not a single jump
+            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # rules out a single jump
                 return int(steps[begun]), slope, float(held[-1] - base)
     return None
 
@@ -96,7 +96,8 @@ def _grows_evenly(held: Figures) -> bool:
 
 
 def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
-    """Return (steps, readings) since the rank's work last changed, because different work needs different memory."""
+    """Return (steps, readings) since the rank's work last changed, because different work needs a different amount of
+    memory."""
     begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
     known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
     return evidence.steps[known].astype(np.float64), series[known]
@@ -108,7 +109,8 @@ def _last(series: Figures) -> float | None:
 
 
 def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on ranks whose memory is swapped out, or whose GPU allocator must release cached memory."""
+    """Return verdicts on ranks whose memory is being swapped out, or whose GPU allocator has to release cached
+    memory."""
     verdicts = []
     is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
     is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)

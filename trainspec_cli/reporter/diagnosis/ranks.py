@@ -2,9 +2,8 @@
 
 All ranks finish a step together, so the step time does not show which rank is slow, but the time of each rank's own
 part does. It is compared with that of ranks doing the same work or, if there are none, with the rank's past. The
-kernel's counters show the reason: a quota, other processes on its processor, memory, or more work. If none applies, the
-cause is the device.
-"""
+kernel's counters show the reason: a quota, other processes on the rank's processor, memory, or more work. If none of
+these applies, the cause is the device."""
 
 from __future__ import annotations
 
@@ -38,38 +37,39 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 STOLEN_S = 8.0
-"""Other processes must occupy a rank's processor for at least this many seconds, since their load comes and goes."""
+"""Other processes must occupy a rank's processor for at least this many seconds, because such load comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
-"""This many seconds are enough if the time that the rank's peers lack a processor is at most this fraction of its
-excess."""
+"""This many seconds suffice if the time during which the rank's peers lack a processor is at most this fraction of the
+rank's excess."""
 RELIEVED = 0.97
-"""A rank with less than this fraction of its peers' samples was given fewer."""
+"""A rank with less than this fraction of its peers' samples was assigned fewer by the scheduler."""
 LEFT_S = 60.0
-"""Other load that ended within this many seconds was noise."""
+"""Other load that ended within this many seconds counts as noise."""
 LASTING_STEPS = 8
-"""An episode without a counted reason that lasts fewer steps is not reported: since series are smoothed, load during 5
-steps shows up in as many as 7."""
+"""An episode without a counted reason is not reported if it lasts fewer steps than this. Because series are smoothed,
+load during 5 steps can appear in as many as 7."""
 STEADILY = 0.8
-"""In a single disturbance, as opposed to several in a row, at least this fraction of the steps is slow."""
+"""In a single disturbance, as opposed to several in succession, at least this fraction of the steps is slow."""
 UNCOUNTED_STEPS = 6
 """Number of slow steps that confirm a cause without a matching counter."""
 OF_PEERS = 0.4
-"""If the peers' time without a processor rises by this fraction of a rank's excess, the entire machine is loaded,
-unless that rank is always last."""
+"""If the peers' time without a processor rises by at least this fraction of a rank's excess, the entire machine is
+loaded, unless that rank is always last."""
 LOADED = 0.05
 """The machine is loaded if ranks wait for a processor for this fraction of a step."""
 EXPLAINS = 0.4
 """A counter explains an excess if it is at least this fraction of it."""
 PAGES = 20.0
-"""Memory is short if a step reads back this many pages from disk."""
+"""Memory is short if a step reads this many pages back from disk."""
 AS_SLOW = 0.5
-"""A peer is as slow as a rank if it has this fraction of the rank's excess."""
+"""A peer counts as equally slow if it has at least this fraction of the rank's excess."""
 MORE_WORK = 0.5
-"""More work explains a slow rank if the relative increase in work is at least this fraction of that in time."""
+"""More work explains a slow rank if the relative increase in work is at least this fraction of the relative increase in
+time."""
 
 
 CHANCE = 1e-5
-"""A rank is always last if the probability that this happens by chance is below this (Hoeffding, 1963)."""
+"""A rank is always last if the probability of this happening by chance is below this value (Hoeffding, 1963)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Slow:
     cause: Cause
     why: str
     is_counted: bool = False
-    """True if the kernel counted the cause, so that it is not other load on the machine."""
+    """Whether the kernel counted the cause, which rules out other load on the machine."""
 
 
 class OwnTimes:
@@ -89,13 +89,13 @@ class OwnTimes:
 
     def __init__(self, evidence: RunEvidence):
         self.evidence = evidence
-        # Garbage collection and time without a processor have separate verdicts; if included here, they would look like
-        # a slow device.
+        # Garbage collection and time without a processor have separate verdicts. If they were included here, they would
+        # look like a slow device.
         gc_s = np.nan_to_num(evidence.counter("gc_s"))
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
         self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
-        """(T, R): time during which other processes had the processor; a thread throttled by a quota waits too."""
+        """(T, R): time during which other processes had the processor; a thread throttled by a quota also waits."""
         self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
         """(T, R): own time, excluding waits for data or a processor, checkpoints and garbage collection, which have
         separate verdicts."""
@@ -103,15 +103,15 @@ class OwnTimes:
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
         self.knows_load = bool(np.isfinite(evidence.counter("queued_s")).any())
-        """True if the system counts the time that a rank waits for a processor."""
+        """Whether the system counts the time that a rank waits for a processor."""
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
-        """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores, so
-        computation takes longer by about the same amount, on varying ranks."""
+        """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores.
+        Computation therefore takes longer by about the same amount, on different ranks at different times."""
         # If all ranks of a kind are on one node, a slow node makes them equally slow, and a comparison within the kind
         # would miss that. They are therefore also compared with the usual level of the other ranks.
         expected = self.expect(self.own_s)
         shares = self.evidence.shares
-        if (shares > 1).any():  # a rank to which the scheduler gave more samples may take proportionally longer
+        if (shares > 1).any():  # a rank that the scheduler assigned more samples may take proportionally longer
             with_share_s = self.expect(self.own_s / shares) * shares
             expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
         kinds = np.array(self.evidence.kinds)
@@ -125,15 +125,15 @@ class OwnTimes:
         """(T, R)"""
 
     def expect(self, series: Figures) -> Figures:
-        """Return each rank's expected figures: the median of the ranks that do the same work (of two, the lower); for a
-        rank without peers, its own usual level."""
+        """Return each rank's expected values: the median over the ranks that do the same work (of two ranks, the lower
+        value) or, for a rank without peers, its own usual level."""
         kinds = np.array(self.evidence.kinds)
         expected = np.empty_like(series)
         for kind in np.unique(kinds):
             of_kind = np.flatnonzero(kinds == kind)
             times = series[:, of_kind]
             if len(of_kind) > 1:
-                # Of two ranks the faster one is the reference: the median of both would hide the slow one.
+                # Of two ranks, the faster one is the reference, because the median of both would hide the slow one.
                 middle = (len(of_kind) - 1) // 2
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
@@ -141,8 +141,9 @@ class OwnTimes:
         return expected
 
     def expect_queued(self) -> Figures:
-        """Return each rank's expected wait for a processor: on a busy machine it is proportional to its computing, as
-        for its peers. A rank with more computation waits longer even if nothing is taken from it."""
+        """Return each rank's expected wait for a processor. On a busy machine, the wait is proportional to the rank's
+        computation, with the same ratio as for its peers. A rank with more computation waits longer even if nothing is
+        taken from it."""
         processor_s = self.evidence.counter("cpu_s")
         of_peers_s = self.expect(np.nan_to_num(processor_s))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -151,30 +152,31 @@ class OwnTimes:
         return expected
 
     def is_loaded(self, episode: Episode) -> bool:
-        """Return whether other programs or virtual machines used the ranks' processors in an episode."""
+        """Return whether other programs or virtual machines used the ranks' processors during an episode."""
         stolen_s = np.nan_to_num(self.evidence.counter("steal_s"))[episode.where]
         loaded_s = np.median(self.load_s[episode.where]) + np.median(stolen_s)
         return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
 
     def is_always_last(self, rank: int, episode: Episode) -> bool:
-        """Return whether, among ranks that do the same work, this one is last in an episode far more often than by
-        chance. Machine-wide load hits varying ranks."""
+        """Return whether this rank is last in an episode far more often than by chance, among ranks that do the same
+        work. Machine-wide load affects different ranks at different times."""
         of_kind = np.flatnonzero(np.array(self.evidence.kinds) == self.evidence.kinds[rank])
         took_s = (self.own_s + self.queued_s)[episode.where][:, of_kind]
         more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
         return more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
 
     def limit(self, series: Figures | None = None) -> Figures:
-        """Return the limit above which a series of seconds (T,) counts: a fraction of the surrounding steps, and above
-        the noise of single steps."""
+        """Return the limit above which a series of seconds (T,) counts as high: a fraction of the surrounding steps,
+        and above the noise of single steps."""
         noise = 0.0 if series is None else NOISE_FACTOR * float(deviation(series))
         return np.maximum(LEAST_SHARE * np.maximum(self.usual_step_s, smoothed(self.step_s)), noise)
 
 
 def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return verdicts on ranks that are slower than others with the same work; on the node if all of its ranks are."""
+    """Return verdicts on ranks that are slower than others with the same work, or on the node if all of its ranks are
+    slow."""
     slow = []
-    # Without load counters, a slow rank may be due to other load, which comes and goes; confirm it for longer.
+    # Without load counters, a slow rank may be due to other load, which comes and goes, so confirmation takes longer.
     confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
@@ -187,7 +189,7 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         for one in slow
         if one.is_counted or lasts(evidence, times, one.rank, [o.episode for o in slow if o.rank == one.rank])
     ]
-    # On a loaded machine other programs temporarily share caches and memory with a rank. A short slowdown without a
+    # On a loaded machine, other programs temporarily share caches and memory with a rank. A short slowdown without a
     # counted reason is such load, not a slow device.
     unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
     visits = []
@@ -203,15 +205,15 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
     """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes without a
-    counted reason are other load on the machine, which a user cannot change. A rank that got fewer samples from the
-    scheduler is still slow, although no other rank waits for it any more."""
+    counted reason are other load on the machine, which a user cannot change. A rank that the scheduler assigned fewer
+    samples is still slow, although no other rank waits for it any more."""
     is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
     is_relieved = evidence.shares[:, rank] < RELIEVED
     for episode in of_rank:
         if until(evidence, episode) is None:
             return True
         is_slow[episode.where] = episode.steadiness >= STEADILY
-        # A rank with fewer samples no longer looks slow, so its relieved steps extend the episode.
+        # A rank with fewer samples no longer looks slow, so the steps in which it is relieved extend the episode.
         later = is_relieved[episode.last + 1 :]
         begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
         ended = begun + int(np.argmin(np.append(later[begun:], False)))
@@ -220,7 +222,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
     if not is_slow.any():
         return False
-    # Stretches of slow steps begin at even positions in `edges` and end at odd ones.
+    # Runs of slow steps start at even positions in `edges` and end at odd ones.
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
     longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
     in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
@@ -232,7 +234,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
 
 
 def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
-    """Return whether a rank is still slow, or was slow for a long time and for most of the time since the first
+    """Return whether a rank is still slow, or was slow for a long time and during most of the time since the first
     episode."""
     first = of_rank[0]
     last = of_rank[-1]
@@ -242,7 +244,8 @@ def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Epis
 
 
 def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
-    """Yield the ranks whose processors are used by other processes; `noise` if only for a short time."""
+    """Yield the ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short
+    time."""
     of_all_peers_s = times.expect_queued()
     found: list[tuple[int, Episode]] = []
     for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
@@ -253,7 +256,7 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
         is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
         if episode.steadiness >= STEADY and lasts and is_alone:
             found.append((rank, episode))
-    last = dict(found)  # for each rank
+    last = dict(found)  # by rank
     for rank, episode in found:
         why = (
             f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
@@ -266,8 +269,8 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
 def _suspects(
     times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures | float = 0.0
 ) -> Iterator[tuple[int, Episode]]:
-    """Yield (rank, episode) where the rank's series (T, R) is above its limit and `least_s`."""
-    # With more ranks, chance hits one of them more often.
+    """Yield (rank, episode) where the rank's series (T, R) is above its limit and above `least_s`."""
+    # The more ranks there are, the more often one of them is hit by chance.
     confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)
     above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
     for rank in np.flatnonzero(above >= confirming_steps).tolist():
@@ -280,7 +283,7 @@ def _suspects(
 def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Slow:
     """Return why a rank is slow in an episode, from the difference between its counters and those of its peers."""
     excess_s = episode.excess
-    # Leave out peers that are just as slow: they would hide the difference.
+    # Leave out peers that are just as slow, because they would hide the difference.
     peers = _peers(evidence, times, rank, episode)
 
     def more(name: str) -> float:
@@ -310,7 +313,8 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
-    """Return the ranks that do the same work, except those that are just as slow, which do not show the usual level."""
+    """Return the ranks that do the same work, except those that are just as slow, because they do not show the usual
+    level."""
     inside = episode.where
     excess_s = np.median(times.own_s[inside] - times.expected_s[inside], axis=0)
     of_kind = (other for other in range(evidence.ranks) if evidence.kinds[other] == evidence.kinds[rank])
@@ -320,7 +324,7 @@ def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) 
 def _more_work(
     evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
 ) -> float | None:
-    """Return how much more work, as a fraction, a rank has than its peers in the slow steps of an episode, if that
+    """Return how much more work a rank has than its peers, as a fraction, in the slow steps of an episode, if that
     explains its time."""
     if not peers:
         return None
@@ -337,7 +341,7 @@ def _more_work(
 
 
 def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
-    """Return how much a rank's counter exceeds its peers' median in an episode or, without peers, its own level outside
+    """Return how far a rank's counter exceeds its peers' median in an episode or, without peers, its own level outside
     the episode; NaN if unknown."""
     inside = mean_known(series[episode.where, rank])
     if peers:
@@ -351,8 +355,8 @@ def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episo
 
 
 def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
-    """Return a verdict for each node whose ranks are all slow, and for each slow rank of the others. If all nodes are
-    slow, no node is blamed: `find_common_slowness` covers that."""
+    """Return a verdict for each node whose ranks are all slow, and for each slow rank on the other nodes. If all nodes
+    are slow, no node is blamed: `find_common_slowness` covers that."""
     verdicts = []
     of_nodes = list[Slow]()
     sizes = Counter(evidence.nodes)
@@ -360,7 +364,8 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
         of_node = [one for one in slow if evidence.nodes[one.rank] == node]
         longest = max(of_node, key=lambda one: one.episode.steps)
         shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
-        # One healthy rank shows that its node is healthy; a single node, or a node with one rank, cannot be compared.
+        # One healthy rank shows that its node is healthy. A single node, or a node with only one rank, cannot be
+        # compared.
         if sizes[node] > 1 and len(sizes) > 1 and len({one.rank for one in shared}) == sizes[node]:
             of_nodes += shared
             verdicts.append(_node_verdict(evidence, node, shared))
@@ -378,7 +383,7 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
 
 
 def _node_verdict(evidence: RunEvidence, node: int, shared: Sequence[Slow]) -> RunVerdict:
-    """Return the verdict on a node, from the episodes that all of its ranks share."""
+    """Return the verdict on a node, based on the episodes that all of its ranks share."""
     causes = [one.cause for one in shared]
     often: Cause = max(sorted(set(causes)), key=causes.count)
     first = min(shared, key=lambda one: one.episode.first)

@@ -1,9 +1,8 @@
-"""Find episodes where a series is too high, and what counters and connections show in them.
+"""Find episodes in which a series is too high, and what counters and connections show during them.
 
 A series is smoothed to remove single outliers, compared with its noise, and confirmed. The noise is estimated from the
-differences of neighbouring steps, which a change of level does not affect (a median absolute deviation from the series'
-median would count half of a long change as noise).
-"""
+differences between neighbouring steps, which a change of level does not affect. By contrast, a median absolute
+deviation from the series' median would count half of a long change as noise."""
 
 from __future__ import annotations
 
@@ -25,26 +24,27 @@ SMOOTHED_STEPS = 5
 CONFIRMING_STEPS = 3
 """A series must be above its limit for at least this many steps in a row."""
 CONFIRMING_S = 1.0
-"""It must also be above it for at least this many seconds: shorter load on the machine does not matter."""
+"""It must also be above its limit for at least this many seconds, because shorter load on the machine does not
+matter."""
 GAP_STEPS = 4
-"""Two episodes with at most this many steps between them count as one."""
+"""Two episodes with at most this many steps between them are merged."""
 NOISE_FACTOR = 2.5
-"""The limit above the usual level, in standard deviations of a single step; those of the smoothed series are about half
-as large."""
+"""Distance of the limit from the usual level, in standard deviations of a single step. Those of the smoothed series are
+about half as large."""
 TO_DEVIATION = 1.4826
-"""Ratio of a normal distribution's standard deviation to its median absolute deviation."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Steps from index `first` to index `last`, inclusive, with a series above its limit."""
+    """Steps from index `first` to index `last`, inclusive, in which a series is above its limit."""
 
     first: int
     last: int
     excess: float
     """The median excess over these steps."""
     steadiness: float
-    """The fraction of the steps that are above the limit without smoothing."""
+    """Fraction of the steps that are above the limit without smoothing."""
 
     @property
     def steps(self) -> int:
@@ -55,25 +55,26 @@ class Episode:
         return slice(self.first, self.last + 1)
 
     def covers(self, other: Episode) -> float:
-        """Return the fraction of the shorter episode's steps that belong to both."""
+        """Return the fraction of the shorter episode's steps that both episodes contain."""
         common = min(self.last, other.last) - max(self.first, other.first) + 1
         return max(0, common) / min(self.steps, other.steps)
 
 
 def smoothed(series: Figures, steps: int = SMOOTHED_STEPS) -> Figures:
-    """Return the running median over `steps` steps (an odd number) along the first axis; the ends are repeated."""
+    """Return the running median over `steps` steps (an odd number) along the first axis; the values at the ends are
+    repeated."""
     half = steps // 2
     if len(series) < steps:
         return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
     # Repeat the ends so that a change in the newest steps is not lost.
     padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
-    # This runs over all ranks and steps, so use a partition, which finds the median without a full sort.
+    # This runs over all ranks and steps, so it uses a partition, which finds the median without a full sort.
     middle: Figures = np.partition(sliding_window_view(padded, steps, axis=0), half, axis=-1)[..., half]
     return middle
 
 
 def deviation(series: Figures) -> Figures:
-    """Return the standard deviation of single steps along the first axis, from the differences of neighbours."""
+    """Return the standard deviation of single steps along the first axis, from the differences between neighbours."""
     if len(series) < 2:
         return np.zeros(series.shape[1:])
     spread: Figures = TO_DEVIATION * np.median(np.abs(np.diff(series, axis=0)), axis=0) / np.sqrt(2)
@@ -81,8 +82,8 @@ def deviation(series: Figures) -> Figures:
 
 
 def usual(series: Figures) -> Figures:
-    """Return the undisturbed level of a series: the lower quartile of the smoothed series, which is not affected even
-    if half of the run is disturbed."""
+    """Return the undisturbed level of a series: the lower quartile of the smoothed series. It stays the same even if
+    half of the run is disturbed."""
     level: Figures = np.percentile(smoothed(series), 25, axis=0)
     return level
 
@@ -90,8 +91,8 @@ def usual(series: Figures) -> Figures:
 def find_episodes(
     series: Figures, limit: Figures, steps_s: Figures, confirming_s: float = CONFIRMING_S
 ) -> list[Episode]:
-    """Return the confirmed episodes where a series (T,) is above `limit` (T,); `steps_s` (T,) is how long each step
-    took."""
+    """Return the confirmed episodes in which a series (T,) is above `limit` (T,). `steps_s` (T,) is the duration of
+    each step."""
     above = smoothed(series) > limit
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
     joined: list[tuple[int, int]] = []
@@ -112,13 +113,12 @@ def find_episodes(
 
 def until(evidence: RunEvidence, episode: Episode) -> int | None:
     """Return the last step of an episode; None if it may continue."""
-    # Smoothing repeats the ends, so the newest steps do not show an end yet.
+    # Smoothing repeats the values at the ends, so the newest steps do not show an end yet.
     return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
 
 
 def confidence(episode: Episode) -> float:
-    """Return the confidence in an episode, which grows with the fraction of steps that show it and with their
-    number."""
+    """Return the confidence in an episode, which grows with the number and the fraction of the steps that show it."""
     return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)
 
 
@@ -131,7 +131,7 @@ def verdict_of(
     node: int | None = None,
     link: tuple[int, ...] | None = None,
 ) -> RunVerdict:
-    """Return a verdict for an episode, which determines its start, cost and confidence."""
+    """Return a verdict on an episode, which determines the verdict's start, cost and confidence."""
     return RunVerdict(
         cause=cause,
         rank=rank,
@@ -151,7 +151,7 @@ def mean_known(values: Figures) -> float:
 
 
 def means_known(values: Figures) -> Figures:
-    """Return the mean of the known values over the first axis; NaN if none is known."""
+    """Return the mean of the known values over the first axis; NaN if none are known."""
     known = np.isfinite(values)
     counts = known.sum(axis=0)
     with np.errstate(invalid="ignore"):
@@ -163,43 +163,43 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-# What the connections between two ranks show in an episode, and by how much the counters of all ranks rise.
+# What the connections between two ranks show during an episode, and by how much the counters of all ranks rise.
 
 
 OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
-"""The full queue of a narrow link drops at most this fraction of the segments, while round trips take this many seconds
-longer and this many times as long. A lossy link has no queue."""
+"""The full queue of a narrow link drops at most this fraction of the segments. Round trips take at least this many
+seconds longer and at least this many times as long. A lossy link has no queue."""
 
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Path:
-    """The connections between two ranks, in both directions, in an episode."""
+    """The connections between two ranks, in both directions, during an episode."""
 
     ranks: Pair
     resent: float
     resent_later: float
-    """Retransmitted segments in the second half of the episode."""
+    """Number of retransmitted segments in the second half of the episode."""
     segments: float
     segments_later: float
     timeouts: float
     rate: float
     """Bytes per second while data was in flight; 0 if unknown."""
     usual_rate: float
-    """The same at other times."""
+    """The same rate at other times."""
     rtt_s: float
     usual_rtt_s: float
 
     def has_queue(self, least_s: float = QUEUED_S) -> bool:
-        """Return whether data waits in a queue: round trips take much longer than at other times, and at least
-        `least_s` longer."""
+        """Return whether data waits in a queue: round trips take much longer than at other times, by at least
+        `least_s`."""
         return self.rtt_s > max(self.usual_rtt_s + least_s, QUEUED * self.usual_rtt_s)
 
     @property
     def overflows(self) -> bool:
-        """Return whether retransmitted segments were dropped by a full queue. TCP fills the queue to find the link's
-        rate, most of all just after the link has become narrow."""
+        """Return whether the retransmitted segments were dropped by a full queue. TCP fills the queue while it searches
+        for the link's rate, especially just after the link has become narrow."""
         of_later = self.resent_later <= OVERFLOW * self.segments_later
         return self.has_queue() and (of_later or self.resent <= OVERFLOW * self.segments)
 
@@ -245,7 +245,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
 
 
 def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
-    """Return how far a counter over all ranks is above its usual level in an episode; 0 if unknown."""
+    """Return how far a counter over all ranks is above its usual level during an episode; 0 if unknown."""
     whole = over_all_ranks(series, over_ranks)
     inside = whole[episode.where]
     if not np.isfinite(inside).any():
@@ -254,8 +254,8 @@ def rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) 
 
 
 def over_all_ranks(series: Figures, over_ranks: Callable[..., Figures]) -> Figures:
-    """Return a counter (T,) summed over all ranks; NaN where a rank's value is unknown, 0 everywhere if none is
-    known."""
+    """Return a counter (T,) summed over all ranks: NaN where a rank's value is unknown, 0 everywhere if no rank's value
+    is known."""
     if not np.isfinite(series).any():
         return np.zeros(len(series))
     whole = np.full(len(series), np.nan)

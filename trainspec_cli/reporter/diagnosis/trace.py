@@ -1,10 +1,9 @@
-"""Draw the steps of all ranks as a trace for Perfetto and chrome://tracing, on the first node's clock.
+"""Write the steps of all ranks as a trace for Perfetto and chrome://tracing, on the first node's clock.
 
-The seconds of each part of a step are known, but not their order; they are drawn in the order of `PARTS`. The offset
-between nodes' clocks is measured with the exchange that ends each step: no rank leaves it before the last one has
-entered, and all leave it within the time that it takes from then on. The difference between the times at which two
-ranks left, by their nodes' clocks, is thus the clock difference, to within that time.
-"""
+The duration of each part of a step is known, but not the order; parts are drawn in the order of `PARTS`. The offset
+between nodes' clocks is measured with the exchange that ends each step. No rank leaves it before the last one has
+entered, and all ranks leave within the time that the exchange takes from then on. The times at which two ranks left, by
+their nodes' clocks, therefore differ by the clock offset, to within that time."""
 
 from __future__ import annotations
 
@@ -23,27 +22,28 @@ from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.paths import RunDir
 
 NEWEST_STEPS = 2000
-"""Number of newest steps in a trace; older ones are left out to keep it readable."""
+"""Number of newest steps in a trace; older ones are left out to keep the trace readable."""
 US = 1e6
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """A node's clock is ahead of the first node's by `offset_s`, known within `error_s`."""
+    """The offset of a node's clock: it is ahead of the first node's clock by `offset_s`, with an uncertainty of
+    `error_s`."""
 
     node: int
     offset_s: float
     error_s: float | None
     """None if no exchange shows it; the offset is then 0."""
     exchanges: int
-    """Number of exchanges that show it."""
+    """Number of exchanges that show the offset."""
 
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:
-    """Return the offsets of all nodes. `left` has for each rank, by step, when it left the exchange that ends the step
-    (Unix seconds by its node's clock), and the duration of the shortest such exchange in these steps, waiting
-    included."""
-    # Use a node's first rank to leave, since others may have waited for a processor.
+    """Return the offsets of all nodes. For each rank, `left` maps a step to the time when the rank left the exchange
+    that ends the step (Unix seconds on its node's clock), and to the duration of the shortest such exchange in these
+    steps, including waits."""
+    # Use the first rank of a node that left, because others may have been waiting for a processor.
     of_node: dict[int, dict[int, tuple[float, float]]] = {node: {} for node in nodes}
     for node, of_rank in zip(nodes, left, strict=True):
         for step, found in of_rank.items():
@@ -66,7 +66,7 @@ def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float,
 
 
 def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> JsonObject:
-    """Return the trace (a process for each node, a thread for each rank) and the clocks' offsets."""
+    """Return the trace (a process for each node, a thread for each rank) and the clock offsets."""
     events = [list(read_sound(path)) for path in event_paths(run, shape)]
     counted = [[event for event in of_rank if isinstance(event, CountersEvent)] for of_rank in events]
     left = [{one.step: (one.left_at, one.agreed_s) for one in of_rank if one.left_at} for of_rank in counted]
@@ -75,7 +75,7 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
     newest = max((one.step for of_rank in events for one in of_rank if isinstance(one, StepEvent)), default=0)
     drawn: list[JsonValue] = []
     for one in offsets:
-        # `node 1 (clock +3.1 ms, within 0.4 ms)`; the first node's clock is the trace's.
+        # `node 1 (clock +3.1 ms, within 0.4 ms)`; the trace uses the first node's clock.
         clock = f" (clock {one.offset_s * 1e3:+.3g} ms, within {(one.error_s or 0) * 1e3:.3g} ms)" * bool(one.exchanges)
         name = f"node {one.node}{' (clock unknown)' if one.error_s is None else clock}"
         drawn.append({"ph": "M", "name": "process_name", "pid": one.node, "args": {"name": name}})
@@ -98,7 +98,7 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
 
 
 def _draw_rank(events: Sequence[Event], rank: int, node: int, ahead_s: float, after: int) -> Iterator[JsonObject]:
-    """Yield a rank's steps after `after` with their parts, its counters and its stalls."""
+    """Yield a rank's steps after step `after`, with their parts, and the rank's counters and stalls."""
     place: JsonObject = {"pid": node, "tid": rank}
     for event in events:
         at = (event.time - ahead_s) * US

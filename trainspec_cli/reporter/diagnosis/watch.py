@@ -1,4 +1,4 @@
-"""Diagnose a run in progress: verdicts are written and reported when they are found and when they end."""
+"""Diagnose a run in progress: verdicts are written and reported when they are found and when they no longer hold."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainspec_cli.run.folder.paths import RunDir
 SUPERVISOR = -1
 REMEMBERED_STEPS = 512
 LOOK_S, COST_SHARE, LONGEST_S = 1.0, 5e-3, 5.0
-"""The diagnosis waits at least this many seconds between runs, and long enough to use at most this fraction of a
+"""The diagnosis waits at least this many seconds between two passes, and long enough to use at most this fraction of a
 processor, but never more than 5 s."""
 SEEN_TWICE = 2
-"""A verdict is reported once this many diagnoses in a row have found it."""
+"""A verdict is reported once this many consecutive diagnoses have found it."""
 
 
 class DiagnosisWatch:
-    """Diagnoses repeatedly: call `update` regularly. The run does not depend on it."""
+    """Diagnoses a run repeatedly: call `update` regularly. The run does not depend on it."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DiagnosisWatch:
         ask: Callable[[LookOrder], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`ask` asks a suspected rank to profile itself because of a new verdict; None: never ask."""
+        """`ask` asks a suspected rank to profile itself because of a new verdict; None if ranks are never asked."""
         self._run = run
         self._clock = clock
         self._ask = ask
@@ -47,14 +47,14 @@ class DiagnosisWatch:
         self._reported: dict[tuple[object, ...], RunVerdict] = {}
 
     def update(self, report: Callable[[VerdictEvent], None]) -> None:
-        """Read new events, and call `report` for each verdict that was found or ended. After a failure, such as a
-        damaged file, the diagnosis stops."""
+        """Read new events, and call `report` for each verdict that was found or no longer holds. After a failure, such
+        as a damaged file, the diagnosis stops."""
         if self._is_over or self._clock() < self._due_s:
             return
         began_s = time.thread_time()
         try:
             self._diagnose(report)
-        except Exception:  # a failing diagnosis must not end the training; `trainspec diagnose` reports what is wrong
+        except Exception:  # a failing diagnosis must not end the training; `trainspec diagnose` reports the error
             self._is_over = True
         # The supervisor shares the node with the workers, so the diagnosis must not slow them down.
         cost_s = time.thread_time() - began_s
@@ -68,12 +68,12 @@ class DiagnosisWatch:
         going_on = {place: one for place, one in found.items() if one.until_step is None}
         self._seen = {place: self._seen.get(place, 0) + 1 for place in going_on}
         for place, one in going_on.items():
-            # A single diagnosis may see temporary load on the machine; hangs were already confirmed by the ranks.
+            # A single diagnosis may see temporary load on the machine. Hangs have already been confirmed by the ranks.
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
                 self._request_look(one, self._reader)
-            # Report again once a look has found the line of code.
+            # Report the verdict again once a look has found the line of code.
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
@@ -86,7 +86,7 @@ class DiagnosisWatch:
         """Ask a rank to profile itself because of a new verdict."""
         if self._ask is None:
             return
-        if self._orders is None:  # looks of earlier starts left traces, which name what was profiled
+        if self._orders is None:  # looks from earlier starts left traces, which name what was profiled
             traces = [read_object(path)["order"] for path in sorted(self._run.looks_folder.glob("*.json"))]
             self._orders = [read_record(LookOrder, order) for order in traces if isinstance(order, dict)]
         if (order := next_look(verdict, reader.shape.nodes, self._orders)) is not None:

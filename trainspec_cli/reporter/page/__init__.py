@@ -1,1 +1,1 @@
-"""Self-contained HTML pages with inline charts; light or dark follows the reader's system."""
+"""Self-contained HTML pages with inline charts. They use a light or dark theme to match the reader's system."""

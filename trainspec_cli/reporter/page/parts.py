@@ -1,4 +1,4 @@
-"""Building blocks of all pages: the page, sections, tables, tiles and bars. Every text is escaped here."""
+"""Building blocks of all pages: page, sections, tables, tiles and bars. All text is escaped here."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ STYLE = Path(__file__).with_name("page.css")
 
 @dataclass(frozen=True)
 class PageOrigin:
-    """The origin of a page or of its data."""
+    """Where a page or its data comes from."""
 
     date: str
-    """The date, as 2026-11-23."""
+    """The date, for example 2026-11-23."""
     version: str
     command: str
     """The command as typed."""
 
 
 def render_page(title: str, body: str, footer: str) -> str:
-    """Return a full page with the rendered body. The page has no invisible characters, regardless of what the values
-    contain."""
-    # Run folders may be untrusted; a name with invisible characters could imitate another name.
+    """Return a complete page with the rendered body. The page contains no invisible characters, regardless of the
+    values."""
+    # Run folders may be untrusted, and a name with invisible characters could imitate another one.
     return printable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -40,7 +40,7 @@ def heading(title: str, text: str = "") -> str:
 
 
 def note(text: str) -> str:
-    """Return a paragraph in the softer colour; empty without text."""
+    """Return a paragraph in a muted colour; empty without text."""
     return f'<p class="soft">{escape(text)}</p>' if text else ""
 
 
@@ -79,7 +79,7 @@ def bar_rows(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[str]) -> str:
-    """Return a table; a heading that begins with # marks a column of numbers."""
+    """Return a table; a heading that starts with # marks a column of numbers."""
     heads = "".join(f"<th{' class=number' if h.startswith('#') else ''}>{escape(h.lstrip('#'))}</th>" for h in headings)
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
@@ -95,23 +95,23 @@ def text_row(cells: Sequence[str], kinds: Sequence[str] = ()) -> str:
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of texts; columns whose heading begins with # are aligned as numbers."""
+    """Return a table of texts; columns whose heading starts with # are aligned as numbers."""
     kinds = ["number" if heading.startswith("#") else "" for heading in headings]
     return table(headings, [text_row(row, kinds) for row in rows])
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table without alignment; a leading # in headings has no meaning."""
+    """Return a table without alignment; a leading # in headings has no special meaning."""
     return table([heading.lstrip("#") for heading in headings], list(map(text_row, rows)))
 
 
 def preformatted(text: str) -> str:
-    """Return a text with its line breaks and indentation."""
+    """Return text with its line breaks and indentation preserved."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def shorten(text: str, most_characters: int) -> str:
-    """Cut off the end of an overlong text, which trainspec itself never writes."""
+    """Truncate overlong text, which trainspec itself never writes."""
     if len(text) <= most_characters:
         return text
     return f"{text[:most_characters]}... ({len(text):,} characters)"

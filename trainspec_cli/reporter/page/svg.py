@@ -1,6 +1,5 @@
-"""Charts as inline SVG: stacked bars that scale with the page, and lines on logarithmic or linear axes. No script, no
-network.
-"""
+"""Charts as inline SVG: stacked bars that scale with the page, and lines on logarithmic or linear axes. They need no
+scripts and no network."""
 
 from __future__ import annotations
 
@@ -35,17 +34,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A line of a chart: points (x, y) with increasing x; on logarithmic axes both are positive."""
+    """A line of a chart: points (x, y) with increasing x. On logarithmic axes, both coordinates are positive."""
 
     kind: str
     label: str
     points: Sequence[Point]
     marked: bool = True
-    """True if every point has a dot."""
+    """Whether every point is marked with a dot."""
 
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
-    """Draw a stack of segments relative to `scale`, and `limit` as a line across."""
+    """Draw stacked segments relative to `scale`, with `limit` as a line across."""
     drawn = []
     at = 0.0
     for segment in segments:
@@ -86,23 +85,23 @@ def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> st
     xs, ys = _places(lines)
     low = min(ys)
     high = max(ys)
-    # Otherwise a flat curve would lie on the frame, or cause a division by 0.
+    # Otherwise a flat curve would lie on the frame, or lead to a division by 0.
     margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
     frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
-    # Steps are whole numbers, so ticks are too.
+    # Steps are whole numbers, so their ticks are too.
     whole = [x for x in even_ticks(min(xs), max(xs)) if x == round(x)]
     return _chart(frame, lines, (x_title, y_title), [(x, f"{x:,.0f}") for x in whole])
 
 
 def thin(points: Sequence[Point], stretches: int) -> list[Point]:
-    """Thin a long line to its first and last points, and the lowest and highest points of each stretch."""
+    """Thin a long line: keep its first and last points, and the lowest and highest points of each stretch."""
     if len(points) <= 2 * stretches:
         return list(points)
     bounds = [len(points) * place // stretches for place in range(stretches + 1)]
     kept = {0, len(points) - 1}
     for begin, end in pairwise(bounds):
         heights = {points[place][1]: place for place in range(begin, end)}
-        # Keep extremes instead of averages, so that a spike of one step stays visible.
+        # Keep extremes instead of averages, so that a single-step spike stays visible.
         kept |= {heights[min(heights)], heights[max(heights)]}
     return [points[place] for place in sorted(kept)]
 
@@ -133,7 +132,7 @@ class _Frame:
     y_low: float
     y_high: float
     even: bool = False
-    """True if both axes are linear instead of logarithmic."""
+    """Whether both axes are linear; otherwise they are logarithmic."""
 
     def x(self, value: float) -> float:
         inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT
@@ -153,7 +152,7 @@ class _Frame:
             return [(value, _short(value)) for value in nice_ticks(self.y_low, self.y_high)]
         values = even_ticks(self.y_low, self.y_high)
         step = values[1] - values[0] if len(values) > 1 else 1.0
-        # With fewer digits, neighbouring ticks of a flat curve would get the same label.
+        # With fewer digits, neighbouring ticks on a flat curve would get the same label.
         digits = max(0, -math.floor(math.log10(step)))
         fits = digits < MOST_DIGITS and max(map(abs, values)) < 10**MOST_DIGITS
         return [(value, f"{value:,.{digits}f}" if fits else _short(value)) for value in values]
@@ -176,15 +175,15 @@ def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten in the range, or only the powers themselves if there are many."""
+    """Return 1, 2 and 5 times the powers of ten in the range; if these are many, only the powers of ten."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
 
 
 def even_ticks(low: float, high: float) -> list[float]:
-    """Return the multiples of 1, 2 or 5 times a power of ten in the range, with the smallest spacing that gives few
-    ticks."""
+    """Return the multiples of 1, 2 or 5 times a power of ten in the range, with the smallest spacing that keeps the
+    number of ticks low."""
     span = high - low
     if _is_flat(low, high):
         return [low]
@@ -194,7 +193,7 @@ def even_ticks(low: float, high: float) -> list[float]:
 
 
 def _is_flat(low: float, high: float) -> bool:
-    """Return whether the difference between the two is too small for float arithmetic."""
+    """Return whether the difference between the two values is too small for floating-point arithmetic."""
     return high - low <= 1e-12 * max(abs(low), abs(high))
 
 

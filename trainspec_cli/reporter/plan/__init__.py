@@ -1,1 +1,1 @@
-"""A plan for people and programs: text, page, JSON."""
+"""Outputs of a plan for people and programs: text, page and JSON."""

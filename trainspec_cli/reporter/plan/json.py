@@ -1,4 +1,5 @@
-"""A plan as one JSON object, schema `trainspec.plan/1`, and a sweep as one of schema `trainspec.plan-sweep/1`."""
+"""A plan as one JSON object with the schema `trainspec.plan/1`, and a sweep as one with the schema
+`trainspec.plan-sweep/1`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ SWEEP_SCHEMA = "trainspec.plan-sweep/1"
 
 
 def plan_as_json(plan: PlanReport) -> JsonObject:
-    """Return a plan as JSON. If no layout fits, `best` and `run` are null and `advice` names changes that would fit."""
+    """Return a plan as JSON. If no layout fits, `best` and `run` are null, and `advice` names changes that would make
+    one fit."""
     spec = plan.spec
     capacity = plan.capacity
     content: JsonObject = {
@@ -92,15 +94,14 @@ def _candidate(candidate: Candidate) -> JsonObject:
     plain = to_plain(candidate)
     if not candidate.pools:
         plain.pop("pools")
-    # Leave out the schedule if there is no pipeline, and sequence parallelism if tp is 1, since they have no effect
-    # then.
+    # Omit the schedule if there is no pipeline, and sequence parallelism if tp is 1, because they have no effect then.
     layout = to_plain(candidate.layout)
     silent = [*("pipeline_schedule", "virtual_stages", "stage_layers")] if candidate.layout.pp == 1 else []
     silent += ["sequence_parallel"] if candidate.layout.tp == 1 else []
     return {
         **plain,
         "layout": {key: value for key, value in layout.items() if key not in silent},
-        # The fullest stage decides whether a layout fits, so it gets the key `memory`.
+        # The fullest stage determines whether a layout fits, so it gets the key `memory`.
         "memory": to_plain(candidate.fullest_memory),
         "memory_by_stage": plain["memory"],
         "fits": candidate.fits,
@@ -108,7 +109,7 @@ def _candidate(candidate: Candidate) -> JsonObject:
 
 
 def _run(run: RunForecast) -> JsonObject:
-    """Return the forecast as JSON: expected values under their names, and their 90% bounds under `intervals`."""
+    """Return the forecast as JSON: expected values under their names, and 90% bounds under `intervals`."""
     intervals = {
         "wall_time_s": run.wall_time_s,
         "goodput": run.goodput.goodput,

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from trainspec_cli.reporter.plan.trace import TraceReport
 
 
-# The reports of a plan and of a sweep, which the terminal, the page and JSON show.
+# The reports of a plan and of a sweep, as shown on the terminal, on the page and in JSON.
 
 
 @dataclass(frozen=True)
 class PlanSection:
-    """A wing's part of a plan: a table with text below it."""
+    """A plug-in's section of a plan: a table with text below it."""
 
     key: str
-    """Key of `figures` in the plan's JSON."""
+    """Key of these results in the plan's JSON."""
     figures: JsonObject
     title: str
     about: str
     """Text after the title."""
     headings: tuple[str, ...]
-    """The first two columns are text, the others numbers."""
+    """The first two columns are text, the others are numbers."""
     rows: tuple[tuple[str, ...], ...]
     text: str
     known: str
-    """How well it is known, with the source."""
+    """How well the results are known, with the source."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class PlanReport:
     spec: RunSpec
     capacity: CapacityPlan
     run: RunForecast | None = None
-    """None if no layout fits; then `capacity.advice` names changes that would fit."""
+    """None if no layout fits; then `capacity.advice` names changes that would make one fit."""
     blueprint: Blueprint | None = None
     planes: PlanesPlan | None = None
     sections: tuple[PlanSection, ...] = ()
-    """Sections from the wings that the recipe uses."""
+    """Sections from the plug-ins that the recipe uses."""
     simulation: Simulation | None = None
     trace: TraceReport | None = None
     pools: PoolsPlan | None = None
-    """Plans on subsets of the pools, if the cluster has several."""
+    """Plans on subsets of the pools, if the cluster has several pools."""
     defaults: tuple[str, ...] = ()
-    """Overrides that were assumed because no recipe was given."""
+    """Overrides that were assumed because no recipe was specified."""
 
     profile: str = ""
     """What the cluster's profile changed, or why it was not used; empty without a profile."""
@@ -68,12 +68,12 @@ class PlanReport:
 
     @property
     def rejected(self) -> dict[str, int]:
-        """The number of refused layouts by reason, most frequent first."""
+        """The number of rejected layouts by reason, most frequent first."""
         return dict(sorted(self.capacity.rejected.items(), key=lambda item: -item[1]))
 
     @property
     def device(self) -> str:
-        """The accelerator's name, or the kind of device if the cluster names no accelerator."""
+        """The accelerator's name, or the device type if the cluster names no accelerator."""
         cluster = self.spec.cluster
         if cluster.pools:
             return " + ".join(dict.fromkeys(pool.accelerator.name for pool in cluster.pools))
@@ -156,26 +156,26 @@ AXES = (
 def present(
     breakdown: Mapping[str, float], names: Mapping[str, str], least: float = 5e-4
 ) -> list[tuple[str, str, float]]:
-    """Return (key, name, value) for the parts above the fraction `least` of the total; the page and the table omit the
-    rest."""
+    """Return (key, name, value) for the parts that exceed the fraction `least` of the total. The page and the table
+    omit the other parts."""
     whole = sum(breakdown.values()) or 1.0
     return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
 
 
 def layout_label(layout: Layout) -> str:
-    """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: the axes above 1."""
+    """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: the axes larger than 1."""
     words = [f"{name} {getattr(layout, axis)}" for axis, name in AXES if getattr(layout, axis) > 1]
     if layout.pp > 1:
         chunks = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         words.append(f"{layout.pipeline_schedule.replace('_', '-')}{chunks}")
-    # A ZeRO stage has no meaning without sharding.
+    # A ZeRO stage is meaningless without sharding.
     if layout.dp_shard > 1:
         words.append(f"zero {layout.zero_stage}")
     return " · ".join(words) or "one device"
 
 
 def placed_label(candidate: Candidate) -> str:
-    """Return the layout and, with several pools, the part of each: `samples 864 + 160`, or `layers 27 + 5`."""
+    """Return the layout and, with several pools, each pool's part: `samples 864 + 160`, or `layers 27 + 5`."""
     layout = layout_label(candidate.layout)
     shared = "layers" if candidate.pipelines_cross_pools else "samples"
     parts = " + ".join(f"{getattr(part, shared):,}" for part in candidate.pools)
@@ -187,7 +187,7 @@ def cut_label(layout: Layout) -> str:
 
 
 def stages_label(stage_layers: Sequence[int] | None) -> str:
-    """`10 x 6, 11, 9`: the layers of each pipeline stage; empty if they are cut evenly."""
+    """`10 x 6, 11, 9`: the number of layers in each pipeline stage; empty for the even layer split."""
     runs = ((layers, sum(1 for _ in run)) for layers, run in groupby(stage_layers or ()))
     return ", ".join(f"{layers} x {number}" if number > 1 else str(layers) for layers, number in runs)
 
@@ -219,12 +219,12 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def recompute_label(candidate: Candidate) -> str:
-    """Return what the layout recomputes to save memory, and whether its optimizer is in host memory."""
+    """Return what the layout recomputes to save memory, and whether its optimizer state is in host memory."""
     return candidate.recompute + ", offload" * (candidate.offload == "optimizer")
 
 
 def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
-    """Return (step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput per device relative
+    """Return (step, units/s, scaling, MFU, goodput, time, energy, money). Scaling is the throughput per device relative
     to `first`."""
     scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
     return (
@@ -255,7 +255,7 @@ def model_label(plan: PlanReport) -> str:
 
 
 def defaults_label(plan: PlanReport) -> str:
-    """Return the values that were assumed without a recipe, in the form of overrides."""
+    """Return the values that were assumed in the absence of a recipe, as overrides."""
     return f"{' '.join(plan.defaults)}, and the rest of recipe=plan_defaults"
 
 
@@ -268,19 +268,19 @@ def percent(part: float, digits: int = 0) -> str:
 
 
 def chance(candidate: Candidate) -> str:
-    """Return the probability that a layout fits: `93%`; never 0% or 100%."""
+    """Return the probability that a layout fits, such as `93%`; never 0% or 100%."""
     probability = candidate.fit_probability
-    # A prediction is never certain, so it is not rounded to 100% or 0%.
+    # A prediction is never certain, so the value is not rounded to 0% or 100%.
     return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
 
 
 def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
-    """Return (heading, text): why the first layout was chosen, and how it compares with an expert's usual starting
-    point."""
+    """Return (heading, text) that explains why the first layout was chosen, and how it compares with an expert's usual
+    starting point."""
     best = capacity.best
     fastest = capacity.fastest
     usual = capacity.usual
-    # A single layout needs no explanation.
+    # If there is only one layout, there is nothing to explain.
     if best is None or fastest is None or len(capacity.candidates) == 1:
         return []
     why = "the fastest; no simpler layout is within 10% of it"
@@ -307,7 +307,7 @@ def _compared(other: Candidate, best: Candidate) -> str:
 
 
 def safest_label(best: Candidate, safest: Candidate) -> str:
-    """Describe the layout that is most likely to fit among those about as fast as the best."""
+    """Describe the layout that is most likely to fit, among those that are about as fast as the best one."""
     if safest == best:
         return f"the first, which fits at {chance(best)}"
     return (
@@ -321,7 +321,7 @@ def goodput_percent(part: float) -> str:
 
 
 def alternative_label(other: Goodput) -> str:
-    """Describe another recovery mode and the run's time with it."""
+    """Describe another recovery mode and the duration of the run with it."""
     layout = f" in {other.layout}" if other.layout else ""
     return f"with resilience={other.mode}{layout}: {format_duration(other.wall_time_s)}"
 

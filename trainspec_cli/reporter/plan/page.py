@@ -1,4 +1,4 @@
-"""The page of a plan: its layouts, their memory and time, and the forecast of the run."""
+"""The page of a plan: its layouts with their memory and time, and the run's forecast."""
 
 from __future__ import annotations
 
@@ -262,10 +262,10 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
 
 
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
-    """Render the page of a sweep: the scaling, then the plan for the last point that fits (if none fits, for the last
-    point)."""
+    """Render the page of a sweep: the scaling, then the plan for the last point that fits (or for the last point, if
+    none fits)."""
     points = sweep.points
-    # A sweep usually asks for the largest point that fits.
+    # The point of a sweep is usually to find the largest value that fits.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
@@ -299,7 +299,7 @@ def _scaling(sweep: SweepReport) -> str:
 
 
 def _outcomes(sweep: SweepReport) -> Iterator[str]:
-    """Draw the time and cost of each point as bars, since values of a swept key need not be numbers."""
+    """Draw the time and cost of each point as bars, because the values of a swept key need not be numbers."""
     runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
     times = [(value, run.wall_time_s) for value, run in runs]
     costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
@@ -314,9 +314,10 @@ def _outcomes(sweep: SweepReport) -> Iterator[str]:
 
 
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
-    """Plot the throughput of the best layouts against the device count; empty if two points have the same count."""
+    """Plot the throughput of the best layouts against the number of devices; empty if two points have the same
+    number."""
     points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
-    # A line cannot join two points with the same number of devices.
+    # A line cannot connect two points with the same number of devices.
     if len({devices for devices, _ in points}) < len(points):
         return ""
     (first_x, first_y), (last_x, _) = points[0], points[-1]

@@ -1,8 +1,7 @@
 """The optional parts of a plan: communication, network planes, pools, and a simulated disturbance.
 
-The terminal (here) and the page (`page.py`) share rows and sentences. A heading that begins with # marks a column of
-numbers.
-"""
+The terminal (here) and the page (`page.py`) share rows and sentences. A heading that starts with # marks a column of
+numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from trainspec_cli.reporter.plan.labels import percent
 
 HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#a step", "by", "#takes", "#flat ring")
 DRAWN_ELEMENTS = 32
-"""Largest number of a tier's elements in the drawing."""
+"""Maximum number of elements drawn per tier."""
 PICTURE_WIDTH = 760
 ROW_HEIGHT = 58
 BOX_HEIGHT = 24
@@ -51,7 +50,7 @@ def describe_tiers(blueprint: Blueprint) -> str:
 
 
 def describe_order(blueprint: Blueprint) -> Iterator[str]:
-    """Yield the order of the axes over the nodes, and how much time a different node order saves."""
+    """Yield the order of the axes over the nodes, and how much time a different node order would save."""
     yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
     if blueprint.node_places:
         usual_s = blueprint.unplaced_step_s
@@ -93,7 +92,8 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
-    """Draw each tier as a row of elements, with the full cluster at the top, and the axes whose widest tier it is."""
+    """Draw each tier as a row of elements, with the full cluster at the top, and the axes for which it is the widest
+    tier."""
     rows = []
     for number, tier in enumerate(reversed(blueprint.tiers)):
         top = number * ROW_HEIGHT
@@ -116,7 +116,7 @@ def draw_tiers(blueprint: Blueprint) -> str:
     return f'<svg class="chart" {box} role="img" aria-label="{label}">{"".join(rows)}</svg>'
 
 
-# A multi-plane fabric compared with a single-plane one, and the cost of failures of its parts.
+# A multi-plane fabric compared with a single-plane one, and the cost of component failures.
 
 
 NO_PACKETS = (
@@ -176,14 +176,14 @@ def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
 
 
 def describe_dips(planes: PlanesPlan) -> str:
-    """Describe how the forecast counts network failures."""
+    """Describe how the forecast accounts for network failures."""
     return (
         f"The forecast counts {planes.dips_per_day:.3g} failures of the network a day as dips, which cost "
         f"{percent(planes.dip_share, 3)} of the time, instead of ends of the job."
     )
 
 
-# A cluster with several pools: each pool's part in a step of the best layout, and the plans on fewer pools.
+# A cluster with several pools: each pool's part of a step in the best layout, and the plans on fewer pools.
 
 
 PART_HEADINGS = (
@@ -275,11 +275,11 @@ SHOWN_EVENTS = 8
 SHOWN_DECISIONS = 20
 CHART_ROWS = 8
 MARGIN = 12
-"""Columns for the chart's labels."""
+"""Number of columns reserved for the chart's labels."""
 
 
 def render_simulation(simulation: Simulation, width: int, *, verbose: bool = True) -> RenderableType:
-    """Render the speeds and, with `verbose`, the events, the speed by step and each decision."""
+    """Render the speeds and, if `verbose`, the events, the speed by step and each decision."""
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
@@ -313,7 +313,7 @@ def event_lines(simulation: Simulation) -> Iterator[str]:
 
 
 def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (who divides the samples, samples per second, speed relative to an undisturbed run, time of the full
+    """Yield (who divides the samples, samples per second, speed relative to an undisturbed run, duration of the full
     run)."""
     undisturbed = simulation.global_batch_size / simulation.step_s
     yield (
@@ -344,7 +344,7 @@ def describe_won_back(simulation: Simulation) -> str:
 
 
 def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (step, decision, reason, compute time before, expected and achieved)."""
+    """Yield (step, decision, reason, compute time before, expected compute time, achieved compute time)."""
     for decision in simulation.decisions:
         group = "" if decision.group is None else f" in replica group {decision.group}"
         what = KINDS[decision.kind] + group

@@ -29,7 +29,7 @@ from trainspec_cli.reporter.plan.sections import (
 )
 
 WIDE = 120
-"""Terminal width in columns that the full table of layouts needs."""
+"""Terminal width, in columns, needed for the full table of layouts."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
 SHOWN_ADVICE = 4
@@ -51,10 +51,9 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
     """Render one plan for a terminal of `width` columns: the answer, the best layouts, and what needs the reader's
     attention, in at most 40 lines.
 
-    `verbose` adds the rest: memory and step time by part, communication, refused layouts, all figures of the run, and
-    every assumption with its source.
-    """
-    # The answer comes first, so that it stays visible above a long output and survives `| head -5`.
+    `verbose` adds the rest: memory and step time by part, communication, rejected layouts, all results for the run, and
+    every assumption with its source."""
+    # The answer comes first, so that it stays visible above long output and survives `| head -5`.
     parts: list[RenderableType] = [_pairs(answer_rows(plan), bold=True)]
     if plan.capacity.advice:
         advice = plan.capacity.advice if verbose else plan.capacity.advice[:SHOWN_ADVICE]
@@ -71,7 +70,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
         if plan.blueprint:
             parts.append(render_blueprint(plan.blueprint))
     parts += asked
-    # The reasons for refusing layouts matter to the reader only if none is left.
+    # The reasons for rejecting layouts matter to the reader only if none is left.
     if plan.rejected and (verbose or not plan.best):
         parts.append(_refusals(plan.rejected))
     if plan.run and verbose:
@@ -86,7 +85,7 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
 
 def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
     """Return the (label, text) lines that answer the question: the layout, time, money, MFU and peak memory, each with
-    its bounds if known, and what would change them most."""
+    its bounds if known, and the changes that would affect them most."""
     best = plan.best
     run = plan.run
     if best is None or run is None:
@@ -96,21 +95,21 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
         nearest = plan.capacity.candidates[0]
         needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB per device"
         return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
-    # Use the texts of the run's table, so that both agree.
+    # Use the texts from the run's table, so that both agree.
     figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
     within = {assumption.key: assumption.known_within for assumption in run.assumptions}
     step = figures.get("step", format_duration(best.step_time_s))
     average = " on average" if run.batches else ""
     step_within = within.get("step_time_s", 1.0)
-    # MFU is inversely proportional to the step time, so the step's factor bounds it too.
+    # MFU is inversely proportional to the step time, so the step's uncertainty factor applies to it too.
     mfu = Interval(best.mfu, best.mfu / step_within, min(1.0, best.mfu * step_within))
     memory_within = within.get("peak_memory_bytes", 1.0)
     peak_bytes = best.peak_memory_bytes
     peak = Interval(peak_bytes, peak_bytes / memory_within, peak_bytes * memory_within)
-    # The least certain inputs, a faster way to recover, then the largest overhead of a step and the largest part of
-    # memory.
+    # The least certain inputs, a faster way to recover, then the largest overhead of a step and the largest memory
+    # user.
     levers = [f"step time within x{step_within:g} (trainspec calibrate)"] if step_within > 1 else []
-    # Costs are proportional to the price, just as time is to the step time; other inputs change them less.
+    # Costs are proportional to the price, and to the step time; other inputs change them less.
     prices = {key: factor for key, factor in within.items() if factor > 1 and "price" in key}
     if prices:
         key, factor = max(prices.items(), key=lambda item: item[1])
@@ -146,7 +145,7 @@ def _bounded(figure: Interval, say: labels.Formatter) -> str:
 
 
 def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableType]:
-    """Render the parts that a recipe or a flag requests: pools, planes, sections of wings, a disturbance, a trace."""
+    """Render the parts that a recipe or a flag requests: pools, planes, plug-in sections, a disturbance, a trace."""
     parts: list[RenderableType] = []
     if plan.pools:
         verdict = Text.assemble(("Pools  ", "bold"), sentence(plan.pools.verdict))
@@ -163,7 +162,7 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE), verbose=verbose))
     if plan.trace:
-        from trainspec_cli.reporter.plan.trace import render_trace  # loads tables of results
+        from trainspec_cli.reporter.plan.trace import render_trace  # it loads tables of results
 
         parts.append(render_trace(plan.trace))
     return parts
@@ -171,7 +170,7 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
 
 def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
     """Return (label, text) lines for missing inputs, notes, and assumptions that differ from the defaults."""
-    # Carbon lacks the same input as energy.
+    # Carbon is missing for the same reason as energy.
     rows = [
         (name, f"{value}: {detail}")
         for name, value, _, detail in run_rows(plan.spec, run)
@@ -190,8 +189,8 @@ def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
 
 
 def _differs(assumption: Assumption) -> bool:
-    """Return whether a value differs from the package's default. Values of a chosen accelerator, pool or fabric have no
-    default."""
+    """Return whether a value differs from the package's default. Values of a selected accelerator, pool or fabric have
+    no default."""
     default: object = ClusterSpec()
     root, *path = assumption.key.split(".")
     for name in path:
@@ -228,7 +227,7 @@ def _header(plan: PlanReport) -> RenderableType:
 
 
 def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> RenderableType:
-    """Render the first `most` layouts (on a narrow terminal in two lines each), and why the first was chosen."""
+    """Render the first `most` layouts (in two lines each on a narrow terminal), and why the first one was chosen."""
     capacity = plan.capacity
     shown = capacity.candidates[:most]
     kept = sum(candidate.fits for candidate in capacity.candidates)
@@ -259,7 +258,7 @@ def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> Rende
         )
     parts.append(table)
     choice = labels.choice_lines(capacity)
-    # The usual start does not change what to run, nor does the safest layout if it is already the first.
+    # The usual starting point does not affect what to run, nor does the safest layout if it is already the first.
     for heading, text in choice if verbose else choice[:1]:
         parts.append(Text.assemble((f"{heading}  ", "bold"), text))
     best = plan.best
@@ -276,7 +275,8 @@ def _memory_cell(candidate: Candidate) -> RenderableType:
 
 
 def _peak(candidate: Candidate) -> str:
-    """Format the peak with the probability that it fits or, if it is above the limit, its ratio to the limit."""
+    """Format the peak memory with the probability that it fits or, if it is above the limit, with its ratio to the
+    limit."""
     over = percent(candidate.peak_memory_bytes / candidate.memory_limit_bytes)
     return f"{labels.gib(candidate.peak_memory_bytes)} GiB {labels.chance(candidate) if candidate.fits else over}"
 
@@ -300,7 +300,7 @@ def _time(best: Candidate) -> RenderableType:
 
 
 def _refusals(rejected: Mapping[str, int]) -> RenderableType:
-    """List why other layouts are not in the table."""
+    """List why the other layouts are not in the table."""
     reasons = list(rejected.items())
     lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
     if len(reasons) > SHOWN_REASONS:
@@ -320,14 +320,14 @@ def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, expected value, bounds, details) for each figure of the run."""
+    """Yield (name, expected value, bounds, details) for each result of the run."""
     recovery = run.goodput
     kept = run.goodput.goodput
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
-        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; if there are many sizes, the first and the last
-        # ones.
+        # `12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; if there are many sizes, only the first and the
+        # last ones.
         details = []
         for place, batch in enumerate(run.batches):
             size = f"{batch.step_samples:,}{' samples' * (place == 0)}"
@@ -349,11 +349,11 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     held = format_duration(recovery.checkpoint_s)
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
     best_s = recovery.optimal_interval_s
-    # Near the optimum the loss is flat: intervals up to a quarter longer or shorter cost almost nothing more.
+    # Near the optimum the loss is flat: an interval up to a quarter longer or shorter costs almost nothing more.
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
-    # The text for a missing figure names the key that it needs.
+    # The text for a missing result names the key that it needs.
     power = "the accelerator's power is not known: set cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
@@ -370,7 +370,7 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
 def _figure_row(
     name: str, figure: Interval | None, say: labels.Formatter, detail: str, needs: str = ""
 ) -> tuple[str, str, str, str]:
-    """`needs`: what to set if the figure is unknown."""
+    """`needs`: what to set if the value is unknown."""
     if figure is None:
         return name, UNKNOWN, "", needs
     return name, say(figure.value), labels.format_range(figure, say), detail
@@ -388,7 +388,7 @@ def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
-    """Return (key, value, within, source); an unchecked source is marked."""
+    """Return (key, value, within, source). A source that has not been checked is marked."""
     within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
     unchecked = "" if assumption.verified else "unchecked: "
     return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source
@@ -409,7 +409,7 @@ def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[Renderabl
 
 
 def bar(part: float, width: int) -> str:
-    """Draw a bar over the fraction `part` of `width` cells, to an eighth of a cell."""
+    """Draw a bar that covers the fraction `part` of `width` cells, to an eighth of a cell."""
     eighths = round(part * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)

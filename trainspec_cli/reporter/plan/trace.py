@@ -17,8 +17,8 @@ from trainspec_cli.recipe.results.tools import TraceResult
 
 @dataclass(frozen=True)
 class TraceEstimate:
-    """The planner's figures for what a trace counts: tensors, without allocator fragmentation, buffers inside
-    collectives and the device's context."""
+    """The planner's values for what a trace counts: tensors, without allocator fragmentation, buffers inside
+    collectives and the device context."""
 
     peak_memory_bytes: float
     peak_by_cause: dict[str, float]
@@ -44,7 +44,7 @@ class TraceReport:
 def compare_trace(
     candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
 ) -> TraceReport:
-    """Compare a trace of `candidate` with its estimate. `counted`: the engine's memory by cause, if the planner counts
+    """Compare a trace of `candidate` with its estimate. `counted`: the engine's memory by cause, if the planner models
     it."""
     memory = candidate.fullest_memory
     by_cause = {

@@ -12,7 +12,7 @@ from trainspec_cli.run.recovery.run_state import Event
 
 
 class RunBackend(Protocol):
-    """The processes of one generation of a run. Only `poll` and `kill()` read input or block."""
+    """The processes of one generation of a run. Only `poll` and `kill()` read input or may block."""
 
     generation: int
 
@@ -21,21 +21,22 @@ class RunBackend(Protocol):
         """Messages for the workers; None if the workers are not the engine's and do not use the channel."""
 
     def start(self, group: int, number: int) -> None:
-        """Start a replica group for the `number`-th time; in a single-group run this starts the entire run."""
+        """Start a replica group for the `number`-th time. In a single-group run, this starts the entire run."""
 
     def poll(self) -> list[Event]:
-        """Return the events since the last call; call it about ten times per second. Raises TrainspecError if the run
+        """Return the events since the last call. Call this about ten times per second. Raises TrainspecError if the run
         cannot start or continue."""
 
     def stop(self, group: int | None = None) -> None:
-        """Ask all workers to write a checkpoint and end, and record that a stop was requested. With `group`: ask only
-        the workers of that group, because it has lost its torchrun."""
+        """Ask all workers to write a checkpoint and exit, and record that a stop was requested. With `group`, ask only
+        the workers of that group, because its torchrun is gone."""
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """Kill what is left of a group at once; `poll` reports when that is done. None: kill everything, wait until it
-        has ended, and release the generation's resources; return the ids of processes that could not be ended."""
+        """Kill whatever is left of a group immediately; `poll` reports when that is done. With None: kill everything,
+        wait until it has ended, release the generation's resources, and return the ids of processes that could not be
+        ended."""
 
 
 OpenBackend = Callable[[Job, Plan | None], RunBackend]
-"""Opens a generation of a run: the generation owns the run from then on, and nothing has been started. Without a plan
-the job is a tool's: one group, which is never restarted."""
+"""Opens a generation of a run. From then on, the run belongs to this generation, but nothing has been started yet.
+Without a plan, the job belongs to a tool: it has one group, which is never restarted."""

@@ -1,9 +1,8 @@
 """The processes of a launch, found by descent from the process that starts them.
 
-torchrun starts each worker in its own session, and the children of a killed process pass to the nearest living ancestor
-that adopts orphans: on Linux that is this process, as long as a `Family` exists. On other systems orphans pass to the
-init process, and are found by their environment.
-"""
+torchrun starts each worker in a new session. The children of a killed process pass to the nearest living ancestor that
+adopts orphans: on Linux, this is the present process, as long as a `Family` exists. On other systems, orphans pass to
+the init process, and are found by their environment."""
 
 from __future__ import annotations
 
@@ -43,26 +42,27 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes that have the job's marks in their environment, or descend from such a process,
-        or did so when last seen."""
+        """Return the living processes that have the job's marks in their environment, that descend from such a process,
+        or that did so when last seen."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
         found: dict[int, psutil.Process] = {}
-        for process in psutil.Process().children(recursive=True):  # parents come before their children
+        for process in psutil.Process().children(recursive=True):  # parents are listed before their children
             with suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 is_known = process in self._seen or parent_id(process) in found
                 variables = {} if is_known else environ(process)
-                # A process in the middle of execve has no environment yet, so it may belong to the job.
+                # A process in the middle of execve does not have an environment yet, so it may belong to the job.
                 is_new = not variables and time.time() - process.create_time() < EXEC_TIMEOUT_S
                 if is_known or is_new or self._is_marked(variables):
                     found[process.pid] = process
         self._seen.update(found.values())
-        # Reap adopted processes that have ended; those started here are left to their Popen.
+        # Reap adopted processes that have ended; processes started here are left to their Popen.
         for process in self._seen - set(found.values()):
-            # A Popen whose child was reaped elsewhere reports exit code 0, so a failed torchrun would count as done.
+            # A Popen whose child was reaped elsewhere reports exit code 0, so a failed torchrun would count as
+            # successful.
             is_own = any(one.pid == process.pid and one.returncode is None for one in _started)
             if parent_id(process) == os.getpid() and not is_own:
                 os.waitpid(process.pid, os.WNOHANG)
@@ -76,7 +76,7 @@ class Family:
         return processes.workers_among(self.members())
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the workers; torchrun ends after them."""
+        """Send SIGTERM to the workers; torchrun exits after them."""
         processes.terminate(self.workers())
 
     def kill_once(self) -> list[psutil.Process]:
@@ -86,11 +86,11 @@ class Family:
         return left
 
     def kill(self) -> list[psutil.Process]:
-        """Send SIGKILL to all processes until none is left; return those that outlived `KILL_TIMEOUT_S`."""
+        """Send SIGKILL to all processes until none are left; return those that outlived `KILL_TIMEOUT_S`."""
         return processes.kill_all(self.members)
 
     def close(self) -> None:
-        """Stop adopting orphans; called once for a job, when no process is left."""
+        """Stop adopting orphans. Called once per job, when no processes are left."""
         Family._open -= 1
         if not Family._open:
             _adopt_orphans(False)
@@ -104,7 +104,7 @@ def _adopt_orphans(adopt: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-# Start a job's processes on this node, and the guard that outlives their supervisor.
+# Start a job's processes on this node, and the guard, which outlives their supervisor.
 
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -117,8 +117,8 @@ def start(
     pass_fds: tuple[int, ...] = (),
     open_output: Callable[[Path], int] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own session with the job's environment; its output goes to the job's torchrun log.
-    `pass_fds`: descriptors that it inherits. `open_output` returns where its output goes instead, and is then
+    """Start a process in a new session with the job's environment; its output goes to the job's torchrun log.
+    `pass_fds`: descriptors that it inherits. `open_output` returns a different destination for its output, and is then
     responsible for the log."""
     job.logs.mkdir(parents=True, exist_ok=True)
     with os.fdopen(open_output(job.torchrun_log), "wb") if open_output else job.torchrun_log.open("ab") as log:

@@ -1,11 +1,11 @@
 """`python -m trainspec_cli.run.backend.guard LAUNCH_ID GRACE_S RUN GENERATION SPOKEN_BYTES`: end a job whose
 supervisor was killed.
 
-It reads its standard input, whose other end only the supervisor holds. A supervisor that has seen its job end writes
-`DONE`; when the input ends without it, the supervisor is dead (`kill -9`, out of memory). The workers are then asked to
-stop, and killed after GRACE_S; workers that have not begun to train (their event files are still SPOKEN_BYTES long)
-have nothing to save and are killed at once. It works the same on Linux and macOS, and independently of torchrun, which
-may itself be stuck.
+It reads from its standard input, of which only the supervisor holds the write end. A supervisor that has seen its job
+end writes `DONE`. If the input ends without it, the supervisor is dead (`kill -9`, out of memory). The workers are then
+asked to stop, and killed after GRACE_S. Workers that have not started to train (their event files are still
+SPOKEN_BYTES long) have nothing to save and are killed immediately. It works the same on Linux and macOS, and
+independently of torchrun, which may itself be stuck.
 """
 
 from __future__ import annotations

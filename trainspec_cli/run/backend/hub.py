@@ -1,8 +1,7 @@
-"""The hub of a start of a run, which exchanges messages with the nodes' agents and the workers.
+"""The hub of a run's start, which exchanges messages with the nodes' agents and the workers.
 
-It tracks whether each agent has joined, is connected, has left or is lost. Of a worker it knows only the connection:
-the worker's node notices when it has ended.
-"""
+It tracks whether each agent has joined, is connected, has left or is lost. For a worker, it tracks only the connection:
+the worker's node detects when it has exited."""
 
 from __future__ import annotations
 
@@ -18,25 +17,26 @@ from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
-"""The maximum number of connections that one poll accepts, so that a flood of them does not keep the hub from its
+"""Maximum number of connections that one poll accepts, so that a flood of them does not keep the hub from serving its
 agents."""
 
 
 def max_pending(num_nodes: int) -> int:
-    """Return how many connections may be in their handshake at once; one more closes the oldest. Each is polled at
-    least twice, so that an agent can answer between two polls. A worker whose connection is closed reconnects."""
+    """Return how many connections may be in their handshake at the same time; a further one closes the oldest. Each is
+    polled at least twice, so that an agent can answer between two polls. A worker whose connection is closed
+    reconnects."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
 @dataclass
 class RemoteNode:
-    """A node of the job, as known to the hub through the node's agent."""
+    """A node of the job, as the hub knows it through the node's agent."""
 
     node: int
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """True if the agent has ended in an orderly way."""
+    """Whether the agent has exited in an orderly way."""
     loss: str = ""
     """Why the node counts as lost."""
     lost_at_s: float = -math.inf
@@ -46,7 +46,7 @@ class RemoteNode:
     report: NodeReport | None = None
     """The result of the node's checks."""
     admitted: bool = False
-    """True if workers may start on the node."""
+    """Whether workers may start on the node."""
 
     @property
     def is_gone(self) -> bool:
@@ -72,7 +72,7 @@ class Came:
 
 @dataclass(frozen=True)
 class Lost:
-    """The agent of a node is lost, or did not connect; `RemoteNode.loss` has the reason."""
+    """The agent of a node is lost, or did not connect; `RemoteNode.loss` states why."""
 
 
 News = tuple[RemoteNode, messages.AgentMessage | Came | Lost]
@@ -90,7 +90,7 @@ class Hub:
         *,
         welcomes_back: bool = False,
     ):
-        """Agents prove that they know `secret`. `welcomes_back`: a node that was lost may join again."""
+        """Agents prove that they know `secret`. `welcomes_back`: whether a node that was lost may join again."""
         self._secret = secret
         self._timeout_s = timeout_s
         self._welcomes_back = welcomes_back
@@ -116,8 +116,8 @@ class Hub:
         return int(self._server.getsockname()[1])
 
     def poll(self) -> list[News]:
-        """Return the agents' reports and which nodes joined or were lost, and send what is due; call it several times a
-        second."""
+        """Return the agents' reports and which nodes joined or were lost, and send what is due. Call this several times
+        per second."""
         news = self._welcome()
         for node in self.nodes:
             if not node.is_gone:
@@ -133,8 +133,8 @@ class Hub:
             node.send(message)
 
     def send_to_workers(self, message: messages.WorkerMessage, rank: int | None = None) -> None:
-        """Send to the worker with this rank if it is connected, or to all workers; those that connect later receive it
-        too."""
+        """Send to the worker with this rank if it is connected, or to all workers. Workers that connect later also
+        receive the message."""
         if rank is None:
             self._for_later[type(message)] = message
         for other, wire in self._workers.items():
@@ -142,7 +142,7 @@ class Hub:
                 wire.send(message)
 
     def take_speeds(self) -> messages.SpeedsReport | None:
-        """Return the newest speeds that rank 0 has reported, once."""
+        """Return the newest speeds that rank 0 has reported. Each report is returned only once."""
         speeds = self._speeds
         self._speeds = None
         return speeds
@@ -180,7 +180,8 @@ class Hub:
         return news
 
     def _accept(self) -> None:
-        """Accept new connections. If no descriptors are left or too many handshakes are open, close the oldest."""
+        """Accept new connections. If no descriptors are left or too many handshakes are in progress, close the
+        oldest."""
         for _ in range(MAX_ACCEPTED):
             try:
                 connection, _ = self._server.accept()
@@ -199,8 +200,8 @@ class Hub:
                 connection.close()
 
     def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
-        """Accept an agent for the node that it names, unless that node has an agent already; other agents are
-        refused."""
+        """Accept an agent for the node that it names, unless that node already has an agent; other agents are
+        rejected."""
         hello, *others = received
         if isinstance(hello, messages.WorkerHello):
             self._take_in(hello.rank, wire)
@@ -212,11 +213,11 @@ class Hub:
             wire.close()
             return []
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
-        wire.send(messages.Beat())  # the agent waits for this message, or for a refusal
+        wire.send(messages.Beat())  # the agent waits for this message, or for a rejection
         return [(node, Came()), *self._take(node, others)]
 
     def _take_in(self, rank: int, wire: Wire) -> None:
-        """Register a worker's connection; after a restart or a reconnect it replaces the previous one."""
+        """Register a worker's connection. After a restart or a reconnect, it replaces the previous one."""
         if rank in self._workers:
             self._forget(rank)
         self._workers[rank] = wire
@@ -260,7 +261,7 @@ class Hub:
         return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
-        """Return the messages that an agent may send; an agent that sends anything else counts as lost."""
+        """Return the messages, if an agent may send them. An agent that sends anything else counts as lost."""
         news: list[News] = []
         for message in received:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):

@@ -1,8 +1,7 @@
 """The processes of a run on one node, and the backend of a run whose processes are all on this node.
 
-A node has one torchrun for each replica group, or for its part of one, with the workers below it. The local backend and
-a node's agent both hold a `NodeProcesses`, whose reports are the messages that agents send.
-"""
+A node has one torchrun for each replica group, or for its part of a group, and the workers under it. The local backend
+and a node's agent both hold a `NodeProcesses`, whose reports are the same messages that agents send."""
 
 from __future__ import annotations
 
@@ -39,14 +38,14 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 HERE = 0
 """This node's number."""
 MOST_PATH_BYTES = 60
-"""The longest name of the folder for temporary files: the path of a Unix socket has at most 104 bytes on macOS (108 on
-Linux)."""
+"""Maximum length of the folder name for temporary files, because the path of a Unix socket has at most 104 bytes on
+macOS (108 on Linux)."""
 
 
 class LocalBackend:
     def __init__(self, job: Job, plan: Plan | None):
-        # This comes first: from now on an earlier start of this run, wherever it may still be alive, writes nothing
-        # more.
+        # This comes first: from now on, an earlier start of this run writes nothing more, wherever it may still be
+        # alive.
         self.generation = generations.begin(job.run)
         self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
         self._plan = plan
@@ -55,7 +54,7 @@ class LocalBackend:
         self._rendezvous_watch: RendezvousWatch | None = None
         self.hub: Hub | None = None
         self._private = Path()
-        """A folder that only this user can read, with the job's secret and the hub's socket."""
+        """A folder that only this user can read, which contains the job's secret and the hub's socket."""
         if plan:
             self._open_hub(plan)
         self._processes = NodeProcesses(self._job, plan)
@@ -92,8 +91,8 @@ class LocalBackend:
         return left_behind
 
     def _open_hub(self, plan: Plan) -> None:
-        """Open the hub's socket for the workers. Replica groups rendezvous at a server, the processes of a single group
-        through a file."""
+        """Open the hub's socket for the workers. Replica groups rendezvous at a server, and the processes of a single
+        group through a file."""
         is_long = len(tempfile.gettempdir()) > MOST_PATH_BYTES
         self._private = Path(tempfile.mkdtemp(prefix="trainspec-", dir="/tmp" if is_long else None))
         secret_file = self._private / "secret"
@@ -118,16 +117,16 @@ class PassedThrough(Protocol):
     """Called before the first byte is printed."""
 
     def open(self, log: Path) -> int:
-        """Return the descriptor to which one start of the program prints."""
+        """Return the descriptor to which one start of the program writes."""
 
     def look(self) -> None:
-        """Print the output since the last call."""
+        """Print the output that has appeared since the last call."""
 
     def begin_line(self) -> None:
         """End an unfinished line of the program before something else is printed."""
 
     def finish(self) -> None:
-        """After the program has ended, wait until all its output is in its log."""
+        """After the program has exited, wait until all of its output is in its log."""
 
     def close(self) -> None: ...
 
@@ -136,8 +135,8 @@ class NodeProcesses:
     def __init__(
         self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
     ):
-        """`job` belongs to a generation; in a multi-node run it is the part of the node at `place`. `passed`: prints
-        the output."""
+        """`job` belongs to a generation; in a multi-node run, it is the part of the job for the node at `place`.
+        `passed`: prints the output."""
         self._job = job
         self._plan = plan
         self._place = place
@@ -146,7 +145,7 @@ class NodeProcesses:
         self._starts: dict[int, _GroupProcesses] = {}
 
     def start(self, group: int, number: int) -> None:
-        """Start torchrun in its own session, so that Ctrl-C reaches only the supervisor."""
+        """Start torchrun in a new session, so that Ctrl-C reaches only the supervisor."""
         job = group_job(self._job, self._plan, group, number, self._place)
         family = self._family if job.ranks is None else Family(job, group)
         self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
@@ -155,7 +154,7 @@ class NodeProcesses:
         return [message for processes_of in self._starts.values() for message in processes_of.poll()]
 
     def stop(self, group: int | None = None) -> None:
-        """Ask workers to stop, as `RunBackend.stop` does."""
+        """Ask workers to stop, as in `RunBackend.stop`."""
         if group is None:
             note_stop(self._job.run, int(self._job.environment[GENERATION]))
             self._family.ask_to_stop()
@@ -167,15 +166,16 @@ class NodeProcesses:
         return self._family.members()
 
     def kill(self, group: int) -> None:
-        """Kill a group; `poll` reports when no process is left."""
+        """Kill a group; `poll` reports when no processes are left."""
         if group in self._starts:
             self._starts[group].kill()
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Do nothing: the engine's workers have already recorded their position in the run folder."""
+        """Do nothing, because the engine's workers have already recorded their position in the run folder."""
 
     def close(self) -> tuple[int, ...]:
-        """Kill what is left on this node, then end the guard; return the ids of processes that could not be killed."""
+        """Kill whatever is left on this node, then end the guard; return the ids of processes that could not be
+        killed."""
         left = close_family(self._family, self._guard)
         for processes_of in self._starts.values():
             processes_of.wait()
@@ -196,7 +196,7 @@ class _GroupProcesses:
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
         self._exit_code: int | None = None
-        """torchrun's exit code, if it ended by itself."""
+        """torchrun's exit code, if it exited by itself."""
         self._give_up_at_s = math.inf
 
     def poll(self) -> Iterator[ProcessMessage]:
@@ -216,7 +216,7 @@ class _GroupProcesses:
         if given_up or (code is not None and not left):
             self._exited = True
             if self._passed:
-                self._passed.finish()  # the group's log says why it ended
+                self._passed.finish()  # the group's log states why it ended
             ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
             kills = count_oom_kills() - self._oom_kills
             yield replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended
@@ -225,7 +225,7 @@ class _GroupProcesses:
             yield WorkersOrphaned(self._group, self._number)
 
     def kill(self) -> None:
-        """Kill the remaining processes repeatedly, until none is left or some have been stuck in the kernel for
+        """Kill the remaining processes repeatedly, until none are left or some have been stuck in the kernel for
         `KILL_TIMEOUT_S`."""
         if not self._killed:
             self._killed = True
@@ -238,13 +238,14 @@ class _GroupProcesses:
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 
     def _find_failure(self, code: int | None) -> WorkerExited | None:
-        """Return a failed worker of a group before torchrun reports it, because torchrun waits for the others first; in
-        a single-group run all workers have that time to report. `code`: torchrun's exit code, if it has ended."""
+        """Return a failed worker of a group before torchrun reports it, because torchrun first waits for the other
+        workers. In a single-group run, all workers get that time to report. `code`: torchrun's exit code, if it has
+        exited."""
         ranks = self._job.ranks or ()
         if code is None:
             if len(self._workers) < len(ranks):
                 self._workers = []
-                # If torchrun has ended meanwhile, the next poll sees that.
+                # If torchrun has exited in the meantime, the next poll sees that.
                 with contextlib.suppress(psutil.NoSuchProcess):
                     children = psutil.Process(self._torchrun.pid).children()
                     self._workers = sorted(children, key=lambda process: process.pid)
@@ -254,7 +255,7 @@ class _GroupProcesses:
             return None
         if not code:
             return None
-        # torchrun exits with code 1 whatever its workers' exit codes; its log lists these.
+        # torchrun exits with code 1 regardless of its workers' exit codes; its log lists them.
         if listed := find_listed(self._job):
             return self._failed_worker(listed[0].rank, listed[0].summary, was_killed=listed[0].was_killed)
         lost = f"lost its torchrun, which {describe_exit(code)}"
@@ -265,7 +266,7 @@ class _GroupProcesses:
 
 
 def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:
-    """Kill what is left of a job on this node, then end its guard; return the ids of processes that could not be
+    """Kill whatever is left of a job on this node, then end its guard; return the ids of processes that could not be
     killed."""
     left = family.kill()
     family.close()

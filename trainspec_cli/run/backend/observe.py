@@ -1,4 +1,5 @@
-"""Turn the nodes' reports and the content of the run folder into the events on which `run.recovery` decides."""
+"""Turn the nodes' reports and the content of the run folder into the events on which `run.recovery` bases its
+decisions."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
 class RunningStart(Protocol):
-    """One start of a replica group, on one or several nodes; it has ended once all of its nodes have reported their
+    """One start of a replica group, on one or several nodes. It has ended once all of its nodes have reported its
     end."""
 
     group: int
@@ -40,7 +41,7 @@ class RunningStart(Protocol):
         """Record that a node is lost; its processes end by themselves. `number`: the node's number in the job."""
 
     def poll(self) -> Iterator[run_state.Event]:
-        """Yield new events, and the end of the start once it has ended."""
+        """Yield new events and, once it has ended, the end of the start."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -61,11 +62,11 @@ class GroupStart:
         self._oom_kills = 0
         self._memory_bytes = 0
         self._failure: WorkerFailure | None = None
-        """A failure observed from outside the worker."""
+        """A failure detected from outside the worker."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
         self._step = 0
-        """The newest step of this start."""
+        """The newest step in this start."""
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
@@ -83,7 +84,7 @@ class GroupStart:
         return [run_state.Orphaned(self.group)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """Record the loss of a node; a single-group run cannot continue without it."""
+        """Record the loss of a node, without which a single-group run cannot continue."""
         self._failure = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
         self._running.discard(node)
 
@@ -124,7 +125,7 @@ class GroupStart:
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
-            # The shortage occurred under the setting in force.
+            # The shortage occurred with the current setting.
             if self._plan is not None:
                 step = max(self._step, newest_checkpoint(self.job.run))
                 layout, setting = _in_force(self.job.run, self._plan, step)
@@ -153,11 +154,11 @@ class GroupStart:
         return explain(failures).headline if failures else "it is alive, and the others had to continue without it"
 
     def failures(self) -> list[WorkerFailure]:
-        """Return why the start failed, as reported by its workers if they could; if a node was lost, the failure began
-        there."""
+        """Return why the start failed, as reported by its workers if they could report it. If a node was lost, the
+        failure started there."""
         reported = find_failures(self.job)
         seen = self._failure
-        if seen is not None and seen.whole_node:  # the folder may already contain it
+        if seen is not None and seen.whole_node:  # the folder may already contain the failure
             return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:
             return reported
@@ -167,7 +168,8 @@ class GroupStart:
 
 
 def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
-    """Return the axes of a run's layout after `step` updates, and the memory setting that it uses in this layout."""
+    """Return the axes of a run's layout after `step` updates, and the memory setting that the run uses in this
+    layout."""
     layout = plan.layout
     setting = apply_reliefs(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
     for event in read_sound(run.directives):
@@ -206,10 +208,10 @@ class RendezvousWatch:
 
 
 def newest_step(events: Iterable[Event]) -> int:
-    """Return the newest step in the events; 0 without one."""
+    """Return the newest step in the events; 0 if there is none."""
     return max((event.step for event in events if isinstance(event, StepEvent)), default=0)
 
 
 def newest_checkpoint(run: RunDir) -> int:
-    """Return the step of the newest checkpoint, on disk or in this node's memory; 0 without one."""
+    """Return the step of the newest checkpoint, on disk or in this node's memory; 0 if there is none."""
     return max(newest_copy(run), *run.checkpoint_steps(), 0)

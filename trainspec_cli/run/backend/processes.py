@@ -2,8 +2,7 @@
 
 This is for processes that did not start the launch themselves: the guard, and code that checks whether a dead
 supervisor has left workers behind. It reads the environment of every process of this user, so it is used only when
-needed. The process that starts a launch finds its processes by descent (`family.py`).
-"""
+needed. The process that starts a launch finds its processes by descent instead (`family.py`)."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
 """A killed process that still exists after this many seconds is stuck in the kernel (on a device or network disk)."""
 EXEC_TIMEOUT_S = 1.0
-"""Total seconds to wait for processes without an environment, which may be in the middle of execve."""
+"""Total time in seconds to wait for processes without an environment, which may be in the middle of execve."""
 YOUNG_S = 10.0
 """A process older than this many seconds is not in the middle of execve."""
 
 _without_environment: set[psutil.Process] = set()
-"""Processes that never got an environment (slurmstepd clears its own); they are not waited for again."""
+"""Processes that never had an environment (slurmstepd clears its own); they are not waited for again."""
 
 
 def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:
@@ -42,7 +41,7 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
         if time.monotonic() > deadline:
             break
         time.sleep(0.001 if unsure else 0)
-    # Without waiting, a process that has no environment yet may still get one.
+    # Without waiting, a process that has no environment yet would be missed.
     if wait_s:
         _without_environment.update(unsure)
     return found
@@ -59,7 +58,7 @@ def workers_among(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """Return the rank of a worker within its torchrun; None for any other process, and for one that has ended."""
+    """Return the rank of a worker within its torchrun; None for any other process, or for one that has ended."""
     try:
         rank = titled_rank(process.name())
     except psutil.Error:
@@ -76,12 +75,12 @@ def terminate(processes: list[psutil.Process]) -> None:
 
 
 def kill(launch_id: str) -> list[psutil.Process]:
-    """Send SIGKILL to all processes repeatedly until none is left; return those that outlived `KILL_TIMEOUT_S`."""
+    """Send SIGKILL to all processes repeatedly until none are left; return those that outlived `KILL_TIMEOUT_S`."""
     return kill_all(lambda: members(launch_id))
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """Kill the processes that `find` returns, as `kill` does."""
+    """Kill the processes that `find` returns, in the same way as `kill`."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (left := find()) and time.monotonic() < deadline:
         kill_once(left)
@@ -97,7 +96,7 @@ def kill_once(processes: list[psutil.Process]) -> None:
 
 
 def stop(launch_id: str, grace_s: float) -> None:
-    """Ask the workers to end (torchrun ends after them), wait, then kill."""
+    """Ask the workers to exit (torchrun exits after them), wait, then kill."""
     terminate(workers(launch_id))
     deadline = time.monotonic() + grace_s
     while members(launch_id) and time.monotonic() < deadline:
@@ -106,7 +105,8 @@ def stop(launch_id: str, grace_s: float) -> None:
 
 
 def unread_exit_code(process: psutil.Process) -> int | None:
-    """Return the exit code of an ended process whose parent has not read it yet (Linux only); negative for a signal."""
+    """Return the exit code of an ended process whose parent has not read it yet (Linux only); it is negative for a
+    signal."""
     try:
         state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -131,8 +131,8 @@ def parent_id(process: psutil.Process) -> int | None:
 
 
 def _candidates() -> list[psutil.Process]:
-    """Return this user's processes except this one and its ancestors: no caller looks for a launch that it belongs
-    to."""
+    """Return this user's processes except for this one and its ancestors, because no caller looks for a launch that it
+    belongs to itself."""
     ancestors = _with_ancestors(psutil.Process())
     found = []
     for process in psutil.process_iter():
@@ -144,7 +144,8 @@ def _candidates() -> list[psutil.Process]:
 
 
 def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
-    """Return the process and its ancestors. A parent may end meanwhile: the guard does so when its supervisor dies."""
+    """Return the process and its ancestors. A parent may end in the meantime, as the guard does when its supervisor
+    dies."""
     while True:
         try:
             return {process, *process.parents()}

@@ -3,19 +3,19 @@
 Agents and workers connect to the supervisor's hub (`run/backend/hub.py`), prove that they know the job's secret, and
 exchange typed messages (`messages.py`): over a Unix socket if all of them are on one node, otherwise over TCP.
 
-    agent -> hub      who it is, what its node can do, how processes ended, beats
+    agent -> hub      its identity, what its node can do, how processes ended, beats
     hub -> agent      start, stop or kill a group; end; beats
     worker -> hub     confirmed speeds of ranks and links; memory shortages, which the hub forwards to other workers
-    hub -> worker     another layout, a request for a profile, the number of replica groups to expect
+    hub -> worker     a new layout, a request for a profile, the number of replica groups to expect
 
 What does not use the channel, and why:
 
-    rendezvous server  torch's store and the quorum of replica groups: a separate process, since it has to answer
-                       within milliseconds while the supervisor may be busy, and since groups outlive its restart
-    signals            SIGTERM reaches a worker that has not connected yet, and is the only way for the guard, which
-                       stops the workers of a killed supervisor; SIGKILL and SIGUSR2 reach a worker that hangs
+    rendezvous server  torch's store and the quorum of replica groups: a separate process, because it has to answer
+                       within milliseconds while the supervisor may be busy, and because groups outlive its restart
+    signals            SIGTERM reaches a worker that has not connected yet, and the guard, which stops the workers of a
+                       killed supervisor, has no other means; SIGKILL and SIGUSR2 reach a worker that hangs
     the run folder     what must outlive the processes, or reach one without a connection: events, checkpoints, errors,
                        injected faults, directives; `generations/`, from which a disconnected node learns that a newer
-                       start owns the run; `stops/`, which the guard writes too; `result.json`, whose presence ends the
-                       agents of a run that is over; `pid.json`, whose lock claims the run
+                       start owns the run; `stops/`, which the guard also writes; `result.json`, whose presence ends
+                       the agents of a run that is over; `pid.json`, whose lock claims the run
 """

@@ -12,7 +12,7 @@ from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.recipe.results.verdict import LookOrder, MeasuredLink
 
 KIND = "kind"
-"""The JSON key that holds the name of the message's class."""
+"""The JSON key for the name of the message's class."""
 EXIT_CODES = range(-64, 256)
 
 
@@ -55,12 +55,12 @@ class WorkerExited:
     """The global rank."""
     summary: str
     was_killed: bool = False
-    """True if it was ended by SIGKILL."""
+    """Whether it was ended by SIGKILL."""
 
 
 @dataclass(frozen=True)
 class WorkersOrphaned:
-    """torchrun has ended and left workers behind."""
+    """torchrun has exited and left workers behind."""
 
     group: int
     number: int
@@ -79,12 +79,12 @@ class GroupExited:
     oom_kills: int = 0
     """Number of processes that the kernel has killed since the start because memory ran out."""
     memory_bytes: int = 0
-    """Memory of the node, or the limit of its container."""
+    """Memory of the node, or the limit of its container if that is lower."""
 
 
 @dataclass(frozen=True)
 class StepsMade:
-    """The progress of a user-defined command on the node in this start."""
+    """The progress that a user-defined command has made on the node in this start."""
 
     group: int
     number: int
@@ -93,7 +93,7 @@ class StepsMade:
 
 @dataclass(frozen=True)
 class RankStands:
-    """The position of a rank that has shown no progress for a long time."""
+    """The position of a rank that has made no progress for a long time."""
 
     rank: int
     host: str
@@ -104,9 +104,9 @@ class RankStands:
     place: str
     """The innermost line of the user's code, and the function of torch or another library that it called."""
     waiting: bool
-    """True if the main thread is in torch, or in another training library."""
+    """Whether the main thread is in torch or another training library."""
     stopped: bool
-    """By SIGSTOP."""
+    """Whether it was stopped by SIGSTOP."""
     ended: bool
 
 
@@ -123,28 +123,28 @@ class NodeStands:
 
 @dataclass(frozen=True)
 class ProcessSilent:
-    """A process of a command without counted steps."""
+    """A process of a command whose steps are not counted."""
 
     rank: int | None
-    """The rank stated in its environment."""
+    """The rank according to its environment."""
     host: str
     pid: int
     command: str
     """The end of its command line."""
     stopped: bool
-    """By SIGSTOP."""
+    """Whether it was stopped by SIGSTOP."""
 
 
 @dataclass(frozen=True)
 class NodeSilent:
-    """No step of a user-defined command has been counted on the node, and none of the command's processes is making
-    progress there."""
+    """No step of a user-defined command has been counted on the node, and none of the command's processes there is
+    making progress."""
 
     group: int
     number: int
     waited_s: float
     processes: tuple[ProcessSilent, ...]
-    """The first few stopped processes, or the first few of all if none is stopped."""
+    """The first few stopped processes, or the first few of all processes if none is stopped."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ class NodeWorks:
 
 @dataclass(frozen=True)
 class WorkedLong:
-    """A user-defined command without counted steps has run on the node for so long that a restart may get as far."""
+    """A user-defined command whose steps are not counted has run on the node for so long that a restart may get just as
+    far."""
 
     group: int
     number: int
@@ -170,7 +171,7 @@ class StopAsked:
 
 @dataclass(frozen=True)
 class Goodbye:
-    """No process is left on the node, and the agent is ending."""
+    """No process is left on the node, and the agent is exiting."""
 
 
 # hub -> agent
@@ -185,7 +186,7 @@ class StartGroup:
 @dataclass(frozen=True)
 class StopWorkers:
     group: int | None
-    """None: stop all groups, because the run is to end."""
+    """None means to stop all groups, because the run should end."""
 
 
 @dataclass(frozen=True)
@@ -196,22 +197,22 @@ class KillGroup:
 
 @dataclass(frozen=True)
 class HangFound:
-    """A user-defined command hangs; the node is to record the position of its ranks."""
+    """A user-defined command hangs; the node should record the positions of its ranks."""
 
     late: tuple[int, ...]
-    """The ranks that the others wait for."""
+    """The ranks that the others are waiting for."""
 
 
 @dataclass(frozen=True)
 class NumberTaken:
-    """Another agent already has this node's number, so this agent is refused."""
+    """Another agent already has this node's number, so this agent is rejected."""
 
     hostname: str
 
 
 @dataclass(frozen=True)
 class EndAgent:
-    """Kill everything that runs on the node, then end."""
+    """Kill everything that is running on the node, then exit."""
 
 
 # worker -> hub
@@ -225,34 +226,35 @@ class WorkerHello:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedsReport:
-    """The confirmed speeds and the samples of all ranks; sent by rank 0 when they change."""
+    """The confirmed speeds and the sample counts of all ranks. Rank 0 sends them when they change."""
 
     step: Count
-    """Updates completed when this was sent."""
+    """Number of updates completed when this was sent."""
     step_s: Seconds
-    """Compute time of the slowest rank in the last step, including the exchanges of its micro-batches."""
+    """Compute time of the slowest rank in the last step, including the exchanges in its micro-batches."""
     layout: Layout
     """The layout during the measurement."""
     micro_batches: Count
-    """Micro-batches per rank and step."""
+    """Number of micro-batches per rank per step."""
     samples: tuple[Count, ...]
-    """Samples per step by global rank, like the other lists."""
+    """Number of samples per step, by global rank; so are the other lists."""
     fixed_s: tuple[Seconds, ...]
-    """Fixed part, in seconds, of a micro-batch's forward and backward."""
+    """Fixed part in seconds of a micro-batch's forward and backward."""
     per_sample_s: tuple[Seconds, ...]
-    """Additional seconds per sample in the micro-batch."""
+    """Additional time in seconds per sample in the micro-batch."""
     links: tuple[MeasuredLink, ...] = ()
     """The links whose speeds are known."""
 
     @property
     def compute_s(self) -> tuple[float, ...]:
-        """Return each rank's compute seconds per step, excluding waits for other ranks."""
+        """Return each rank's compute time per step in seconds, excluding waits for other ranks."""
         each = zip(self.samples, self.fixed_s, self.per_sample_s, strict=True)
         return tuple(self.micro_batches * fixed_s + samples * sample_s for samples, fixed_s, sample_s in each)
 
     @property
     def even_s(self) -> tuple[float, ...]:
-        """Return each rank's compute seconds per step if all ranks had the same number of samples."""
+        """Return what each rank's compute time per step would be, in seconds, if all ranks had the same number of
+        samples."""
         share = sum(self.samples) / len(self.samples)
         each = zip(self.fixed_s, self.per_sample_s, strict=True)
         return tuple(self.micro_batches * fixed_s + share * sample_s for fixed_s, sample_s in each)
@@ -267,7 +269,7 @@ class ShortageNote:
 
     rank: int
     step: int
-    """Updates completed before that step."""
+    """Number of updates completed before that step."""
 
 
 # hub -> worker; also a `LookOrder`, to the rank that is to be profiled
@@ -275,19 +277,19 @@ class ShortageNote:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Sent to rank 0: another layout that would make the run faster. The ranks agree on the step at which they adopt
-    it."""
+    """Sent to rank 0: another layout that would make the run faster. The ranks agree on the step at which they switch
+    to it."""
 
     number: int
-    """Number of the supervisor's proposal, from 1."""
+    """Number of the supervisor's proposal, starting at 1."""
     before: Layout
-    """The layout for which the proposal is made; it is void in any other."""
+    """The layout for which the proposal is made; it is void in any other layout."""
     proposal: LayoutProposal
 
 
 @dataclass(frozen=True)
 class ExpectGroups:
-    """Number of replica groups that are running or may still join: a run that has not taken a step yet waits for
+    """Number of replica groups that are running or may still join. A run that has not taken a step yet waits for
     them."""
 
     groups: int
@@ -307,7 +309,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Decode a message. Raises ValueError, or RecipeError (with every mismatched field), if the object is not a
+    """Decode a message. Raises ValueError, or RecipeError (with every mismatched field), if the object is not a valid
     message."""
     plain = parse_json(line)
     kind = plain.pop(KIND, None) if isinstance(plain, dict) else None

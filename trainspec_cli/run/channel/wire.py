@@ -1,12 +1,11 @@
 """The connection between the supervisor's hub and the nodes' agents and workers.
 
 Messages go over TCP, or over a Unix socket on the same node, after both ends have proved that they know the job's
-secret. Neither end blocks: each polls its socket while it does its own work.
+secret. Neither end blocks: each polls its socket while doing its own work.
 
 Hub and agents send beats. A peer that is silent for too long counts as lost: its process hangs, its node is off, or its
-cable is cut (TCP alone would wait for a quarter of an hour). Workers send no beats: their agent, or the supervisor,
-started them and sees them end.
-"""
+cable is cut (TCP alone would wait for a quarter of an hour). Workers send no beats, because the agent or supervisor
+that started them sees them exit."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ PIECE_BYTES = 65536
 RETRY_S = 0.2
 CALL_TIMEOUT_S = 60.0
 """An agent retries for this many seconds after the hub has closed its connection, which happens when too many agents
-connect at once."""
+connect at the same time."""
 LINE_BYTES = 2**22
 """A peer that sends a longer line, or leaves this many bytes unread, is disconnected."""
 SHOWN_BYTES = 80
-"""Number of bytes of an invalid line that the error shows."""
+"""Number of bytes of an invalid line that the error message shows."""
 
 
 def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
@@ -37,17 +36,17 @@ def call_hub(address: tuple[str, int] | str, secret: bytes) -> Wire:
     while True:
         try:
             return Wire(connect(address, secret, PURPOSE))
-        except ConnectionResetError:  # too many peers connect at once
+        except ConnectionResetError:  # too many peers are connecting at the same time
             if time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
 
 
 class PendingPeer:
-    """A connection to the hub before its handshake is complete."""
+    """A connection to the hub whose handshake is not complete yet."""
 
     def __init__(self, connection: socket.socket, secret: bytes):
-        """Raises OSError if the peer has already closed."""
+        """Raises OSError if the peer has already closed the connection."""
         connection.setblocking(False)
         self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
         self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
@@ -55,7 +54,7 @@ class PendingPeer:
 
     def advance(self) -> Wire | None:
         """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError if that
-        can no longer happen: wrong proof, connection closed, or timeout."""
+        can no longer happen because of a wrong proof, a closed connection or a timeout."""
         if time.monotonic() > self._deadline:
             raise HandshakeError("the connection has proved nothing in time")
         try:
@@ -85,7 +84,7 @@ class Wire:
         self.was_heard = False
         """True once the peer has sent something."""
         self.fault = ""
-        """Why this end closed the connection: the peer sent an invalid message."""
+        """Why this end closed the connection because of an invalid message from the peer."""
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -101,13 +100,13 @@ class Wire:
             self.close()
 
     def beat(self) -> None:
-        """Send a beat if none was sent for `BEAT_INTERVAL_S`; call it often."""
+        """Send a beat if none has been sent for `BEAT_INTERVAL_S`. Call this often."""
         if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
             self._beat_at = time.monotonic()
             self.send(Beat())
 
     def receive(self) -> list[Message]:
-        """Return the received messages, excluding beats, at most `LINE_BYTES` at once. A peer that sends an invalid
+        """Return the received messages, excluding beats, at most `LINE_BYTES` at a time. A peer that sends an invalid
         message is disconnected."""
         self._read()
         *lines, self._unread = self._unread.split(b"\n")
@@ -142,7 +141,7 @@ class Wire:
         self._connection.close()
 
     def flush(self) -> None:
-        """Send what did not fit into the socket's buffer earlier."""
+        """Send the data that did not fit into the socket's buffer earlier."""
         try:
             while self._unsent and not self.closed:
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]

@@ -16,12 +16,12 @@ from trainspec_cli.run.folder.generations import read_secret
 
 MessageT = TypeVar("MessageT")
 FLUSH_S = 1.0
-"""Interval at which data that did not fit into the socket's buffer is retried."""
+"""Interval for retrying data that did not fit into the socket's buffer."""
 
 
 class SupervisorConnection:
-    """A thread connects, reconnects after a loss, and receives messages, so that no step waits for it. A worker can
-    train without a connection: with an empty `address`, it receives nothing."""
+    """A background thread connects, reconnects after a loss, and receives messages, so that no step waits for these. A
+    worker can train without a connection: with an empty `address`, it receives nothing."""
 
     def __init__(self, address: str = "", secret: bytes = b"", rank: int = 0):
         """`address`: HOST:PORT, or the path of a Unix socket. `rank`: the global rank."""
@@ -54,14 +54,14 @@ class SupervisorConnection:
                 self._wire.send(message)
 
     def receive(self, kind: type[MessageT]) -> list[MessageT]:
-        """Return the messages of this type since the last call, oldest first."""
+        """Return the messages of this type that have arrived since the last call, oldest first."""
         with self._lock:
             found: list[MessageT] = [message for message in self._received if isinstance(message, kind)]
             self._received = [message for message in self._received if not isinstance(message, kind)]
             return found
 
     def close(self) -> None:
-        """End the thread within `FLUSH_S`; nothing is sent or received afterwards."""
+        """End the thread within `FLUSH_S`. Nothing is sent or received afterwards."""
         self._closed.set()
         with self._lock:
             if self._wire is not None:
@@ -71,7 +71,7 @@ class SupervisorConnection:
         while not self._closed.is_set():
             try:
                 wire = call_hub(self._address, self._secret)
-            except OSError:  # the supervisor listens before workers start, so it has ended, or a cable is cut
+            except OSError:  # the supervisor listens before workers start, so it has exited, or a cable is cut
                 self._closed.wait(RETRY_S)
                 continue
             # select.select does not accept descriptors above 1,023, and a rank may have more connections than that.
@@ -96,15 +96,14 @@ class SupervisorConnection:
 class WorkerMail:
     """Passes messages between the supervisor's threads that follow a run and the workers of its newest start.
 
-    It lives as long as the run; the supervisor empties it before each start, and moves messages to and from that
-    start's hub.
-    """
+    It exists as long as the run does. The supervisor empties it before each start, and moves messages to and from that
+    start's hub."""
 
     def __init__(self) -> None:
         self.speeds: SpeedsReport | None = None
-        """The newest report of this start; each report is a new object."""
+        """The newest report in this start; each report is a new object."""
         self.unsent: list[tuple[WorkerMessage, int | None]] = []
-        """Messages, each with the rank of its recipient, or None for all workers."""
+        """Messages, each with the rank of its recipient, or with None for all workers."""
 
     def send(self, message: WorkerMessage, rank: int | None = None) -> None:
         self.unsent.append((message, rank))

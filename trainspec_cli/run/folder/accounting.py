@@ -1,9 +1,8 @@
-"""Figures computed from a run's events: its speed, the cost of its failures, and the use of its wall time.
+"""Metrics computed from a run's events: its speed, the cost of its failures, and the use of its wall time.
 
 The wall time over all attempts is computed from rank 0's events and the supervisor's marks; time that neither explains
-is `other`. An attempt begins with a launch and ends with its last event. Steps repeated by a later attempt were lost,
-so the time first spent on them counts as `recomputed`.
-"""
+is `other`. An attempt starts with a launch and ends with its last event. Steps that a later attempt repeats were lost,
+so the time first spent on them counts as `recomputed`."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
 WARMUP_STEPS = 3
-"""The number of first steps after a start, which compile and allocate; they are excluded if more steps were made."""
+"""Number of first steps after a start, which compile and allocate. They are excluded if more steps were taken."""
 
 
 @dataclass(frozen=True)
 class Throughput:
     tokens_per_s: float
-    """Samples per second if the steps count no tokens."""
+    """Samples per second if the steps do not count tokens."""
     mfu: float
     """Model FLOPs per second as a fraction of all devices' peak, excluding recomputation."""
     steps: int
@@ -52,8 +51,8 @@ class Throughput:
 def measure_throughput(
     steps: Sequence[StepEvent], *, flops_per_token: float, peak_flops: float, world_size: int
 ) -> Throughput:
-    """Return the speed over the steps since a start, in order: the only definition, used for result.json, the report
-    and the live view. `peak_flops` is the peak of one device."""
+    """Return the speed over the steps since a start, in order. This is the only definition, used for result.json, the
+    report and the live view. `peak_flops` is the peak of one device."""
     times_s = [step.step_time_s for step in steps]
     units = [step.units for step in steps]
     return throughput_of(times_s, units, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=world_size)
@@ -62,7 +61,7 @@ def measure_throughput(
 def throughput_of(
     times_s: Sequence[float], units: Sequence[float], *, flops_per_token: float, peak_flops: float, world_size: int
 ) -> Throughput:
-    """Return the speed over steps whose times and units are given as columns."""
+    """Return the speed over steps whose times and units are passed as columns."""
     left_out = WARMUP_STEPS if len(times_s) > WARMUP_STEPS else 0
     seconds = sum(times_s[left_out:])
     tokens_per_s = sum(units[left_out:]) / seconds if seconds else 0.0
@@ -84,7 +83,7 @@ class Recovery:
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
     """Return the cost of each failure of a run. A restart's stall lasts from the failure to the first new work. For a
-    user-defined command the next start shows the lost steps, if its optimizer counts its updates."""
+    user-defined command, the next start shows the lost steps if its optimizer counts its updates."""
     log = RecoveryLog()
     for event in events:
         log.take(event)
@@ -92,13 +91,14 @@ def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
 
 
 class RecoveryLog:
-    """Reads rank 0's events one by one, and keeps the cost of each failure."""
+    """Reads rank 0's events one by one, and accumulates the cost of each failure."""
 
     def __init__(self) -> None:
         self.recoveries: list[Recovery] = []
         self._open_restart: tuple[int, float] | None = None
         self._last_time = 0.0
-        """The last time at which the run was known to be making progress: the end of a step, or the run's start."""
+        """The last time at which the run was known to be making progress: the end of a step, or the start of the
+        run."""
 
     def take(self, event: Event) -> None:
         if isinstance(event, RecoveryEvent):
@@ -126,25 +126,25 @@ def recovery_of(event: RecoveryEvent) -> Recovery:
 
 @dataclass
 class WallTime:
-    """Seconds by purpose; they sum to the time from the first launch to the last event."""
+    """Time in seconds by purpose. The parts sum to the time from the first launch to the last event."""
 
     productive: float = 0.0
-    """Time in steps that count, without the parts below."""
+    """Time in steps that count, excluding the parts below."""
     data_wait: float = 0.0
-    """Time that steps waited for data."""
+    """Time for which steps waited for data."""
     checkpoint: float = 0.0
-    """Time that training waited for checkpoints."""
+    """Time for which training waited for checkpoints."""
     evaluation: float = 0.0
     start_up: float = 0.0
-    """The time from a launch to the first step."""
+    """Time from a launch to its first step."""
     detection: float = 0.0
-    """The time from a failure until the supervisor noticed it."""
+    """Time from a failure until the supervisor noticed it."""
     recovery: float = 0.0
-    """The time from then until training continued."""
+    """Time from then until training continued."""
     recomputed: float = 0.0
     """Time in steps that were lost and had to be repeated."""
     idle: float = 0.0
-    """The time between a stop and the next launch."""
+    """Time between a stop and the next launch."""
     other: float = 0.0
 
     @property
@@ -172,9 +172,9 @@ class Attempt:
 
     def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
         self.launched, self.begin = launched, begin
-        """`launched` is Unix time in seconds, like all times here."""
+        """`launched` is a Unix time in seconds, like all times here."""
         self.restarted = restarted
-        """True if the supervisor restarted the run after a failure."""
+        """Whether the supervisor restarted the run after a failure."""
         self.last_time = begin.time
         self.has_ended = False
         self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")
@@ -191,15 +191,15 @@ class Attempt:
         elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
             self._others.checkpoint += event.waited_s or 0.0
         elif isinstance(event, RecoveryEvent):
-            # the stall is part of a step; a restart's stall lies between attempts
+            # the stall is part of a step, whereas a restart's stall lies between attempts
             self._others.recovery += event.stall_s or 0.0
             self._others.productive -= event.stall_s or 0.0
         elif isinstance(event, EndEvent):
             self.has_ended = True
 
     def spent(self, kept_until: float) -> WallTime:
-        """Account for the time from the `start` event to the last event, treating the steps after `kept_until` as lost;
-        time between events is `other`."""
+        """Account for the time from the `start` event to the last event, treating the steps after `kept_until` as lost.
+        Time between events is `other`."""
         spent = replace(self._others)
         steps = self._steps
         columns = (steps["step_time_s"], steps["data_wait_s"], steps["checkpoint_s"])
@@ -212,10 +212,10 @@ class Attempt:
             spent.productive += step_time_s - data_wait_s - checkpoint_s
         whole_s = max(0.0, self.last_time - self.begin.time)
         spent.other = whole_s - spent.total_s
-        if spent.other < 0:  # two clocks differ by their jitter
+        if spent.other < 0:  # two clocks differ because of jitter
             spent.productive += spent.other
             spent.other = 0.0
-        if spent.productive < 0:  # a clock was set back: the parts keep their proportions
+        if spent.productive < 0:  # a clock was set back, so keep the parts' proportions
             spent.productive = 0.0
             scale = whole_s / spent.total_s if spent.total_s else 0.0
             spent = WallTime(*(getattr(spent, bucket) * scale for bucket in BUCKETS))
@@ -223,7 +223,7 @@ class Attempt:
 
 
 def account_run(run: RunDir, now: float | None = None) -> WallTime:
-    """Account for the wall time of a run folder; `now` is the end if the run is still alive."""
+    """Account for the wall time of a run folder. `now` is the end if the run is still alive."""
     return account(read_sound(run.events(0)), list(read_sound(run.supervisor_events)), now)
 
 
@@ -236,7 +236,7 @@ def account(events: Iterable[Event], marks: Sequence[Event], now: float | None =
 
 
 class RunAccount:
-    """Reads rank 0's events one by one, and keeps only their figures."""
+    """Reads rank 0's events one by one, and keeps only the numbers."""
 
     def __init__(self, marks: Sequence[Event]):
         """`marks`: the supervisor's marks, in order."""
@@ -257,7 +257,7 @@ class RunAccount:
         since = self._attempts[-1].last_time if self._attempts else 0.0
         launched = [time for time in self._launches if since <= time <= event.time]
         if self._attempts and self._marks and not launched:
-            return  # another replica group leads from here on
+            return  # another replica group leads from now on
         self._attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted=self._restarted))
         self._restarted = False
 
@@ -281,9 +281,8 @@ class RunAccount:
 def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
     """Account for the time from an attempt's last event to the next launch whose workers started, or to the last event.
 
-    The marks cut this time into intervals, each of which counts once. Launches that ended before their workers started
-    are included: the attempt before them was not slow to notice their failures.
-    """
+    The marks divide this time into intervals, each of which counts once. Launches that ended before their workers
+    started are included, because the attempt before them was not the one that was slow to notice their failures."""
     spent = WallTime()
     until = following.launched if following else math.inf
     is_restarted = following is not None and following.restarted
@@ -313,18 +312,18 @@ def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Ev
 
 
 def _before_launch(came_from: str, *, is_restarted: bool) -> str:
-    """Return the purpose of the time before a launch: one whose workers never started was starting up until the
-    next."""
+    """Return the purpose of the time before a launch. If the workers of the previous launch never started, it counts as
+    start-up."""
     if came_from == "launch":
         return "start_up"
     return "recovery" if is_restarted else "idle"
 
 
-# Memory shortages: the settings that a run has adopted because of them, and uses in its next start.
+# Memory shortages: the settings that a run has adopted because of them and uses in its next start.
 
 
 def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return the settings that a run in `layout` has adopted because memory ran out, in order. Raises
+    """Return the settings that a run in `layout` has adopted because it ran out of memory, in order. Raises
     UnreadableFileError if a line is damaged or was written by a later version."""
     found = [event for event in read_log(run.directives) if isinstance(event, MemoryEvent)]
     for event in found:
@@ -335,7 +334,8 @@ def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
 
 
 def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return them without the lines that this version cannot follow; such lines end the workers' next start."""
+    """Return the same settings without the lines that this version cannot follow. Such lines end the workers' next
+    start."""
     found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
     return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
 
@@ -355,7 +355,7 @@ def _is_known(setting: MemorySetting) -> bool:
 
 
 def read_heldout_losses(run: RunDir) -> dict[int, float | None]:
-    """Return step -> held-out loss, ordered by step. If a step was evaluated again, the newest loss counts."""
+    """Return step -> held-out loss, ordered by step. If a step was evaluated more than once, the newest loss counts."""
     evaluations = (event for event in read_sound(run.events(0)) if isinstance(event, EvalEvent))
     losses = {event.step: event.heldout_loss for event in evaluations}
     return {step: losses[step] for step in sorted(losses)}

@@ -1,10 +1,9 @@
 """Event files: one JSON object per line, one file per rank.
 
-A line reaches the kernel in one `write`, so a process crash loses no complete line; only the last line can be
-incomplete, and readers skip it. A resumed run appends: if a step occurs twice, the later line wins. Each writer's
-first line states the version of the training spec, which applies up to the next line that states one. Lines before the
-first such line have version 0.1.
-"""
+A line reaches the kernel in a single `write`, so a process crash loses no complete line. Only the last line can be
+incomplete, and readers skip it. A resumed run appends to the file: if a step occurs twice, the later line wins. Each
+writer's first line states the version of the training spec, which applies up to the next line that states one. Lines
+before the first such line have version 0.1."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
-"""Events that cannot be written because the disk is full are kept, up to this size, and written once there is space
+"""Events that cannot be written because the disk is full are kept, up to this size, and are written once there is space
 again."""
 TAIL_BYTES = 2**16
 MAX_LINE_BYTES = 2**22
@@ -39,8 +38,8 @@ MAX_LINE_BYTES = 2**22
 
 
 class EventWriter:
-    """Appends the events of one rank, from any thread. A file that ends with an incomplete line (after a crash) first
-    gets a newline; a full disk does not stop the run."""
+    """Appends the events of one rank, from any thread. If a file ends with an incomplete line (after a crash), a
+    newline is written first. A full disk does not stop the run."""
 
     def __init__(self, path: Path, rank: int):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +51,7 @@ class EventWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: Event, at: float | None = None) -> None:
-        """Append `event` with this writer's rank and the time: now, or `at` if the event is older."""
+        """Append `event` with this writer's rank and the time: now, or `at` if the event happened earlier."""
         stamped: JsonObject = {
             **to_plain(event),
             "time": time.time() if at is None else at,
@@ -80,10 +79,11 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what was appended to a file since the last call; an incomplete line is held back until it is complete."""
+    """Reads what has been appended to a file since the last call. An incomplete line is held back until it is
+    complete."""
 
     def __init__(self, path: Path, last_bytes: int | None = 0):
-        """Start at the end of the file, or `last_bytes` before it (None: at its start); a line cut off there is
+        """Start at the end of the file, or `last_bytes` before it (None: at its start). A line that is cut off there is
         skipped."""
         self._path = path
         size = path.stat().st_size if path.is_file() else 0
@@ -94,7 +94,7 @@ class EventTail:
         return list(self.new_events())
 
     def new_events(self) -> Iterator[Event]:
-        """Yield the new events, excluding damaged ones, line by line, so that a long file is never completely in
+        """Yield the new events, excluding damaged ones, line by line, so that a long file is never entirely in
         memory."""
         yield from _sound(parse_lines(self._new_lines()))
 
@@ -113,20 +113,20 @@ class EventTail:
 
 
 def spoken_bytes(run: RunDir) -> int:
-    """Return the length of the first workers' event files, including those of replica groups. If a start's workers have
-    not lengthened these files, it has not begun to train."""
+    """Return the total length of the first workers' event files, including those of replica groups. If a start's
+    workers have not appended to these files, it has not started to train."""
     files = [run.events(0), *run.events_folder.glob("group*/rank00000.jsonl")]
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def read_events(path: Path) -> Iterator[JsonObject]:
-    """Yield the JSON object of each complete line, unchecked; a line cut off by a crash is skipped."""
+    """Yield the JSON object in each complete line, unchecked. A line cut off by a crash is skipped."""
     yield from (plain for _, plain in _numbered(path))
 
 
 def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
-    """Yield the events in a file of any writer; with `last_bytes`, only those at the end of a long file. Raises
-    UnreadableFileError that names the line of a damaged event, or of one that a newer trainspec wrote."""
+    """Yield the events in a file from any writer; with `last_bytes`, only those at the end of a long file. Raises
+    UnreadableFileError, which names the line of a damaged event or of one written by a newer trainspec."""
     for number, plain in _numbered(path, last_bytes):
         line = number if last_bytes is None else None
         if VERSION_KEY in plain:
@@ -139,8 +139,8 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
 
 
 def read_sound(path: Path) -> Iterator[Event]:
-    """Yield the events in a file except for damaged ones: the end of a run is recorded whatever its folder holds, and
-    `report` names the damage."""
+    """Yield the events in a file except for damaged ones. The end of a run is recorded regardless of the folder's
+    content, and `report` names the damage."""
     yield from _sound(read_events(path))
 
 
@@ -170,7 +170,7 @@ def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, 
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[JsonObject]:
-    """Yield the JSON objects of complete lines; other lines are skipped."""
+    """Yield the JSON objects in complete lines; other lines are skipped."""
     for line in lines:
         if not line.endswith(b"\n"):
             return

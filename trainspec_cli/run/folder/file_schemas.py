@@ -12,7 +12,7 @@ from trainspec_cli.run.folder.event_types.events import EVENT_TYPES, ONE_OF, Eve
 from trainspec_cli.run.folder.record import RunRecord, RunResult
 
 OF_DIRECTIVES = ("directive", "achieved", "buckets", "memory", "nodes", "nodes_achieved")
-"""Types of events that are lines of directives.jsonl."""
+"""Types of events that appear as lines of directives.jsonl."""
 
 
 FILE_SCHEMAS: Mapping[str, Callable[[], JsonObject]] = {

@@ -1,4 +1,4 @@
-"""Write files so that they are never seen half-written; `read_json` and `read_object` read their content."""
+"""Write files so that no reader ever sees them half-written; `read_json` and `read_object` read their content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["read_json", "read_object", "replace_head", "write_json", "write_text
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write to a file next to `path`, under a name that no other process uses; flush it to disk, then rename it."""
+    """Write to a file next to `path`, under a name that no other process uses, flush it to disk, and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -46,11 +46,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
-    """Replace `old`, with which a file begins, with `new`; the rest of the file and its mode are unchanged.
+    """Replace `old`, at the start of a file, with `new`. The rest of the file and its mode stay unchanged.
 
-    A copy of the original file is made first, under a name that must be free or hold the same content. Raises
-    FileExistsError if the copy's name is taken, ValueError if the file does not begin with `old`.
-    """
+    A copy of the original file is made first, under a name that must be unused or have the same content. Raises
+    FileExistsError if the copy's name is taken, and ValueError if the file does not start with `old`."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with path.open("rb") as source, partial.open("xb") as target:
@@ -90,7 +89,7 @@ def write_versioned(path: Path, content: Mapping[str, object]) -> None:
 
 def read_versioned(path: Path) -> JsonObject:
     """Return the object in a file of any version that this trainspec reads, without the version key. Raises the errors
-    of `read_object`, and UnreadableFileError if a newer trainspec wrote the file."""
+    of `read_object`, and UnreadableFileError if the file was written by a newer trainspec."""
     content = read_object(path)
     check_version(path, content.get(VERSION_KEY, UNSTATED_VERSION))
     return without_version(content)
@@ -105,11 +104,11 @@ def read_versioned_record(path: Path, record_type: type[Record], name: str) -> R
         raise unreadable(path, f"is not a valid {name}: {fault}") from fault
 
 
-# Figures of many steps as columns of plain numbers: eight bytes each, whereas an event takes a kilobyte.
+# Values of many steps as columns of plain numbers, which take eight bytes each, whereas an event takes a kilobyte.
 
 
 class StepColumns:
-    """Columns of doubles by name, with a column of steps."""
+    """Columns of doubles by name, together with a column of steps."""
 
     def __init__(self, *names: str):
         self.steps = array("q")
@@ -122,13 +121,13 @@ class StepColumns:
         return self._values[name]
 
     def add(self, step: int, *values: float) -> None:
-        """Append a row, with values in the order of the columns' names."""
+        """Append a row, with values in the order of the column names."""
         self.steps.append(step)
         for column, value in zip(self._values.values(), values, strict=True):
             column.append(value)
 
     def put(self, step: int, *values: float) -> None:
-        """Append a row, or replace the row of the same step."""
+        """Append a row, or replace the row for the same step."""
         if self.steps and step <= self.steps[-1]:
             self._keep([row for row, made in enumerate(self.steps) if made != step])
         self.add(step, *values)
@@ -149,7 +148,7 @@ class StepColumns:
 
 
 class StepCurve(Sequence[tuple[int, float | None]]):
-    """A figure of each step, as a sequence of (step, value); None if the value was not finite."""
+    """A metric over the steps, as a sequence of (step, value); None if the value was not finite."""
 
     def __init__(self, steps: array[int], values: array[float]):
         self._steps = steps

@@ -1,10 +1,9 @@
 """The kinds of files that one trainspec writes and another reads, and how each is converted to the current version.
 
 Each file states its version as `spec_version`: JSON objects and recipes as a key, event files in each writer's first
-line. A file protected by a digest states its own schema, and is never rewritten. Between two versions, a conversion
-turns the content of a file into what the next version would have written; without a conversion only the stated version
-changes.
-"""
+line. A file protected by a digest states its own schema and is never rewritten. Between two versions, a conversion
+turns a file's content into what the next version would have written. Without a conversion, only the stated version
+changes."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ class Form:
 
     kind: str
     patterns: tuple[str, ...]
-    """Paths in a run folder; * matches any part of a name."""
+    """Paths in a run folder, where * matches any part of a name."""
     notation: Literal["json", "jsonl", "yaml"]
     about: str
     steps: Mapping[str, Step] = field(default_factory=dict)
-    """The conversions of a file, from each version to the next."""
+    """The conversions of a file, each from one version to the next."""
     schema: str = ""
-    """The schema that a file protected by a digest states instead of a version."""
+    """The schema stated in a file that is protected by a digest, instead of a version."""
 
     needs: tuple[str, ...] = ()
     """Keys that a JSON file of this kind must have."""
 
     def holds(self, path: PurePath) -> bool:
-        """Return whether a path ends like a path of this kind in a run folder."""
+        """Return whether a path ends like the path of a file of this kind in a run folder."""
         return any(path.match(pattern) for pattern in self.patterns)
 
 
@@ -104,11 +103,11 @@ FORMS = (
     Form("checkpoint", ("checkpoints/step_*/manifest.json",), "json", "a checkpoint", schema="trainspec.checkpoint"),
     Form("certificate", (), "json", "what `trainspec certify` has measured", schema="trainspec.certificate"),
 )
-"""The forms by kind; RECIPE and PROFILE differ in their keys."""
+"""The forms by kind; RECIPE and PROFILE are distinguished by their keys."""
 
 
 def bring_to_current(form: Form, content: JsonObject) -> JsonObject:
-    """Return `content`, whose version is one of `VERSIONS`, as a file of the current version would hold it."""
+    """Return `content`, whose version is one of `VERSIONS`, as it would be in a file of the current version."""
     for version in VERSIONS[VERSIONS.index(str(content.get(VERSION_KEY, UNSTATED_VERSION))) : -1]:
         if step := form.steps.get(version):
             content = step(content)

@@ -4,10 +4,9 @@ Every launch and every resume opens a new generation: RUN/generations/00000003.j
 worker of an older generation comes back (a repaired cable, a node that was considered dead), it finds this file and
 writes nothing more: it is fenced off.
 
-A process that asks the workers of a start to stop first records the request in RUN/stops/00000003.json. Workers also
-write a checkpoint and end when another process sends them a signal, or when torchrun dies and its workers are ended;
-the run has then failed, because no stop was requested.
-"""
+A process that asks a start's workers to stop first records the request in RUN/stops/00000003.json. Workers also write a
+checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are ended. In these
+cases the run has failed, because no stop was requested."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 
 FENCED = "fenced"
-"""The error code with which processes of an older start end."""
+"""The error code with which processes of an older start exit."""
 CHECK_INTERVAL_S = 1.0
 SECRET_BYTES = 32
 
@@ -56,26 +55,26 @@ def begin(run: RunDir) -> int:
 
 @dataclass(frozen=True)
 class UnplannedWork:
-    """What every node of a job without a plan runs."""
+    """The work that every node does in a job without a plan."""
 
     kind: str
-    """The kind of the job; each node looks up its code by this name."""
+    """The kind of the job, by which each node looks up its code."""
     work: str
-    """A JSON object specific to that kind."""
+    """A JSON object specific to that kind of job."""
 
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The file of a generation: where its processes rendezvous. The fields from `num_nodes` on describe what every node
-    runs."""
+    """The file of a generation, which states where its processes rendezvous. The fields from `num_nodes` on describe
+    what every node runs."""
 
     generation: int
     at: float
-    """Unix seconds."""
+    """Unix time in seconds."""
     host: str
     """The first node's own hostname."""
     head: str
-    """The name or address that the other nodes connect to."""
+    """The name or address to which the other nodes connect."""
     hub_port: int
     rendezvous: dict[str, str]
     """Environment variables."""
@@ -84,7 +83,7 @@ class GenerationRecord:
     logs: str
     worker: tuple[str, ...]
     examine: tuple[str, ...]
-    """Arguments for Python of each node's check; if empty, the nodes are not checked."""
+    """Arguments for Python to run each node's check; if empty, the nodes are not checked."""
     nodes: tuple[int, ...] = ()
     """The nodes' numbers in the job, in the order of their places; those from `num_nodes` on are spares. If empty, each
     node's place is its number."""
@@ -96,17 +95,17 @@ class GenerationRecord:
         return self.own.kind if self.own else RECIPE
 
     def place_of(self, node: int) -> int:
-        """Return the place of the node with this number in the job."""
+        """Return the place in the job of the node with this number."""
         return self.nodes.index(node) if node in self.nodes else node
 
 
 def describe(run: RunDir, record: GenerationRecord) -> None:
-    """Write the record once its content is known; a file with that number already exists."""
+    """Write the record once its content is known. A file with that number already exists."""
     write_json(run.generation(record.generation), to_plain(record))
 
 
 def read(run: RunDir, number: int) -> GenerationRecord | None:
-    """Return the record of a generation; None until it is written."""
+    """Return the record of a generation; None until it has been written."""
     try:
         return from_plain(GenerationRecord, read_json(run.generation(number)))
     except (FileNotFoundError, ValueError):
@@ -114,8 +113,8 @@ def read(run: RunDir, number: int) -> GenerationRecord | None:
 
 
 class Fence:
-    """Who owns the run, as seen by a worker or supervisor of one start. Without a generation (it was not started by a
-    launch), everything is allowed."""
+    """Who owns the run, as seen by a worker or supervisor of one start. Without a generation (if it was not started by
+    a launch), everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
         self._run = run
@@ -159,7 +158,7 @@ def create_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """Read the secret. Raises MachineError if the file does not belong to the user, or others can read it."""
+    """Read the secret. Raises MachineError if the file does not belong to the user, or if others can read it."""
     try:
         secret = read_private(path, SECRET_BYTES + 1)
     except OSError as error:
@@ -178,8 +177,8 @@ def _unusable(path: Path, what: str) -> MachineError:
 
 
 def note_stop(run: RunDir, generation: int) -> None:
-    """Record the request. A full disk does not prevent the workers from being asked; the supervisor remembers its own
-    requests."""
+    """Record the request. A full disk does not prevent the workers from being asked, because the supervisor remembers
+    its own requests."""
     with contextlib.suppress(OSError):
         write_json(run.stop(generation), {"generation": generation, "host": socket.gethostname(), "at": time.time()})
 

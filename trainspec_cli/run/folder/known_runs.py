@@ -1,8 +1,7 @@
-"""The user's runs, wherever their folders are: one line per run in a small file, appended when a run is recorded.
+"""The user's runs, wherever their folders are: a small file with one line per run, appended when the run is recorded.
 
 The file is only an index. If an entry is lost (a full disk, a home folder that is not writable, two processes that
-shorten the file at once), the only consequence is that `last` does not find the run.
-"""
+truncate the file at the same time), the only consequence is that `last` does not find the run."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FILE = "runs.jsonl"
 MOST_BYTES = 256 * 1024
-"""Enough for about a thousand runs; the older half is dropped when the file grows beyond this."""
+"""Enough for about a thousand runs; the older half is dropped when the file grows beyond this size."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class KnownRun:
     name: str
     """The value of `run.name`."""
     at: float
-    """Unix seconds."""
+    """Unix time in seconds."""
 
     def is_of(self, folder: Path) -> bool:
-        """Return whether the run lies below `folder`, or was launched from it."""
+        """Return whether the run is below `folder`, or was launched from it."""
         return self.launched_from == str(folder) or Path(self.path).is_relative_to(folder)
 
 
@@ -44,10 +43,10 @@ def remember_run(run: RunDir, name: str = "") -> None:
     """Add a run that was just recorded."""
     known = KnownRun(str(run.root.resolve()), str(Path.cwd()), name, time.time())
     line = json_text(to_plain(known), indent=None).encode() + b"\n"
-    with suppress(OSError, MachineError):  # see the module's docstring: a run must not fail because of its index
+    with suppress(OSError, MachineError):  # a run must not fail because of its index (see the module's docstring)
         path = state_dir() / FILE
         make_folder(path.parent, "")
-        # A single write to a file opened for appending, so that lines of concurrent processes do not mix.
+        # A single write to a file opened for appending keeps the lines of concurrent processes apart.
         descriptor = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
         try:
             os.write(descriptor, line)

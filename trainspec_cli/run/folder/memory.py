@@ -1,8 +1,7 @@
-"""Copies of a run's state in a node's memory: a folder that outlives the run's processes, but not the node.
+"""Copies of a run's state in a node's memory, in a folder that outlives the run's processes but not the node.
 
-Every user may create files in /dev/shm, so the folder's name depends on a random word that only run.json in the run's
-own folder holds, and the folder is used only if it belongs to this user and no other user can open it.
-"""
+Every user may create files in /dev/shm. The folder's name therefore depends on a random word that is stored only in
+run.json in the run's folder. The folder is used only if it belongs to this user and no other user can open it."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from trainspec_cli.run.folder.paths import RunDir
 MEMORY = Path("/dev/shm")
 PREFIX = "trainspec-"
 SECRET = "memory_secret"
-"""The key of run.json that holds the random word."""
+"""The key in run.json for the random word."""
 OWNER = "run.json"
-"""The file in the folder that names its run."""
+"""The file in the folder that names the run to which it belongs."""
 BLOCK_BYTES = 512
-"""The unit of `st_blocks`, whatever the file system's block size."""
+"""The unit of `st_blocks`, regardless of the file system's block size."""
 HINT = "set checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
 
 
@@ -36,7 +35,7 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """Return the newest step of which any rank on this node holds a copy; 0 without one."""
+    """Return the newest step of which any rank has a copy on this node; 0 if there is none."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 
@@ -54,7 +53,7 @@ def find_copies(run: RunDir) -> Path | None:
 
 
 def make_memory_folder(run: RunDir) -> Path:
-    """Return the run's memory folder on this node, created if missing. Raises the errors of `find_copies`."""
+    """Return the run's memory folder on this node, creating it if it is missing. Raises the errors of `find_copies`."""
     folder = memory_folder(run)
     try:
         folder.mkdir(PRIVATE_FOLDER)
@@ -65,8 +64,8 @@ def make_memory_folder(run: RunDir) -> Path:
 
 
 def memory_folder(run: RunDir) -> Path:
-    """Return the memory folder, whose name is the same for every start of a run and on every node; another run, or a
-    copy of this run's folder, has another name."""
+    """Return the memory folder. Its name is the same for every start of a run and on every node, but differs for
+    another run or for a copy of this run's folder."""
     key = json.dumps(
         [str(run.root.resolve()), read_field(run.run_json, read_object(run.run_json), SECRET, str)], allow_nan=False
     )
@@ -74,7 +73,7 @@ def memory_folder(run: RunDir) -> Path:
 
 
 def own_folders() -> Iterator[Path]:
-    """Yield the folders of all of this user's runs on this node, each with an `OWNER` file unless its creation was
+    """Yield the folders of all of this user's runs on this node. Each has an `OWNER` file unless its creation was
     interrupted."""
     for folder in sorted(MEMORY.glob(f"{PREFIX}*")):
         found = folder.lstat()
@@ -84,11 +83,11 @@ def own_folders() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies that a run keeps in this node's memory; the run folder may have been deleted."""
+    """The copies of a run in this node's memory; the run folder may have been deleted."""
 
     folder: Path
     run: RunDir | None
-    """None if the owner is unknown."""
+    """None if the run is unknown."""
     step: int
     """The step of the newest copy; 0 if none is complete."""
     bytes: int
@@ -100,7 +99,7 @@ def list_copies() -> list[Copies]:
 
 
 def remove_copies(run: RunDir) -> None:
-    """Remove the copies of a run that resumes from disk, or not at all."""
+    """Remove the copies of a run that resumes from disk, or does not resume at all."""
     if folder := find_copies(run):
         remove_folder(folder)
 

@@ -34,10 +34,10 @@ class KeptFile:
 
     sha256: str
     copy: str
-    """The copy's name in the run's folder `code`."""
+    """The copy's name in the run's `code` folder."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Recipe keys that name the file, each with the object named in it; empty if the file is imported by a named
-    file."""
+    """Recipe keys that name the file, each with the object in the file that it names. Empty if the file is imported by
+    such a file."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class KeptCode:
 
 
 def keep_code(spec: RunSpec, run: RunDir) -> None:
-    """Copy the sources that the recipe names into the run's folder, and record their digests; older copies stay."""
+    """Copy the source files named in the recipe to the run's folder, and record their digests. Older copies stay."""
     files: dict[str, KeptFile] = {}
     before = read_code(run).files
     for extension in user_code_of(spec):
-        if extension.kind is SOURCE and before:  # read when the run started; may have been deleted since
+        if extension.kind is SOURCE and before:  # it was read when the run started, and may have been deleted since
             files |= {path: file for path, file in before.items() if extension.path in file.keys}
             continue
         source = find(extension)
@@ -82,8 +82,8 @@ def describe_changed_code(run: RunDir) -> Iterator[str]:
 
 
 def check_code(spec: RunSpec, run: RunDir) -> None:
-    """Raise MachineError if the code that a worker is about to run differs from the code recorded at the start: it has
-    changed since, or this node has a different file at that path."""
+    """Raise MachineError if the code that a worker is about to run differs from the code recorded at the start. Either
+    it has changed since, or this node has a different file at that path."""
     noted = read_code(run).files
     for extension in worker_code_of(spec):
         for file in source_files(find(extension)):

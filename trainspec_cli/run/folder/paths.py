@@ -3,8 +3,8 @@
 RUN/
   composed.yaml   the composed recipe            run.json     digest, recipe, argv, git state, data folder
   plan.json       the workers' plan              versions.json  lock of versions
-  command.txt     the command started, to paste  pid.json     the supervisor, during the run
-  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own report
+  command.txt     the started command, to paste  pid.json     the supervisor, during the run
+  events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  the report of a failed worker
   checkpoints/step_00000020/                     logs/        run.log, and the workers' output
   result.json     how it ended
   faults/         injected faults that occurred  huggingface/  config and tokenizer of the initial weights
@@ -17,10 +17,10 @@ RUN/
   looks/          a trace of each profile that the supervisor has requested from a rank
   nccl.env        variables of the workers, with reasons     nccl_tuner.csv  a table for NCCL's example tuner
   hosts.txt       the Slurm job's nodes by number, if the plan places them
-  plan_all_nodes.json  the plan before nodes were left out, from which a resume starts
+  plan_all_nodes.json  the plan before nodes were dropped, from which a resume starts
   kernels.json    the kernels measured for `kernels=auto`, and the chosen ones
-  progress/       of a user-defined command: a folder per start, in which its processes count their steps
-  own_checkpoints/  of a user-defined command that has attached itself (`trainspec_cli.attach`)
+  progress/       for a user-defined command: a folder per start, in which its processes count their steps
+  own_checkpoints/  for a user-defined command that has attached itself (`trainspec_cli.attach`)
   sites/          for a run across distant sites: a site's server log, and the rounds
   code.json       the files of user-defined code, with digests  code/  their copies
 """
@@ -31,7 +31,7 @@ import re
 from pathlib import Path
 
 RECIPE, COMMAND = "recipe", "command"
-"""Kinds of runs: a recipe, which has a plan, or a user-defined training command, which has none."""
+"""Kinds of runs: a recipe, which has a plan, or a user-defined training command, which does not."""
 CHECKPOINT_MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
@@ -74,8 +74,8 @@ class RunDir:
         return self.events_folder / f"rank{rank:05d}.jsonl"
 
     def group_events(self, group: int, rank: int) -> Path:
-        """Return the event file of one process in a replica group; the run's own is that of the leading group's rank
-        0."""
+        """Return the event file of one process in a replica group. The run's own event file belongs to rank 0 of the
+        leading group."""
         return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
 
     def look_trace(self, number: int) -> Path:
@@ -92,11 +92,11 @@ class RunDir:
         return self.generations / f"{number:08d}.json"
 
     def progress(self, generation: int) -> Path:
-        """Return the folder where the processes of one start count their steps."""
+        """Return the folder in which the processes of one start count their steps."""
         return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:
-        """Return the file of the secret with which the processes of a start authenticate to one another."""
+        """Return the file containing the secret with which the processes of a start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
 
     def stop(self, generation: int) -> Path:
@@ -110,7 +110,7 @@ class RunDir:
         return self.checkpoint(step) / CHECKPOINT_MANIFEST
 
     def checkpoint_steps(self) -> list[int]:
-        """Return the steps with a complete checkpoint folder, oldest first (incomplete folders have another name)."""
+        """Return the steps with a complete checkpoint folder, oldest first. Incomplete folders have different names."""
         if not self.checkpoints.is_dir():
             return []
         matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self.checkpoints.iterdir())
@@ -118,5 +118,5 @@ class RunDir:
 
     @property
     def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint; 0 without one."""
+        """Return the step of the newest complete checkpoint; 0 if there is none."""
         return max(self.checkpoint_steps(), default=0)

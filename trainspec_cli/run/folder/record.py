@@ -33,7 +33,7 @@ from trainspec_cli.run.folder.paths import COMMAND, RECIPE, RunDir
 
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
 PLAN_DIGEST = "sha256"
-"""The key in plan.json that holds the digest of all other keys, in plans since 1.0."""
+"""The key in plan.json for the digest of all other keys, in plans since 1.0."""
 COMPOSED_BYTES = 2**18
 """The maximum size of a composed recipe, in bytes."""
 UnixSeconds = Annotated[float, number(0, 1e11)]
@@ -61,10 +61,10 @@ class RunRecord:
     trainspec: str | Absent = ABSENT
     """The trainspec version that created the run."""
     data_dir: str | Absent | None = ABSENT
-    """The folder with the run's data; None for generated data."""
+    """The folder containing the run's data; None for generated data."""
     git: object = ABSENT
-    """The state of the repository in which the run was started; None without one. May also be content from another
-    version."""
+    """The state of the repository in which the run was started; None without a repository. May also be content from
+    another version."""
     resumes: tuple[object, ...] = ()
     """Each is a `Resume`, or content from another version."""
     command: tuple[str, ...] | Absent = ABSENT
@@ -72,7 +72,7 @@ class RunRecord:
     memory_secret: str | Absent = ABSENT
     """The random word in the name of the folder for in-memory copies."""
     others: dict[str, object] = field(default_factory=dict)
-    """Keys from other versions, which are kept."""
+    """Keys from other versions, which are preserved."""
 
 
 def write_plan(run: RunDir, plan: Plan) -> None:
@@ -99,12 +99,12 @@ def write_run_record(run: RunDir, record: RunRecord) -> None:
 
 
 def read_composed(run: RunDir) -> str:
-    """Return the composed recipe as it was recorded; empty if it was not recorded. Raises UnreadableFileError."""
+    """Return the composed recipe as recorded; empty if it was not recorded. Raises UnreadableFileError."""
     return read_text(run.composed_yaml, COMPOSED_BYTES) if run.composed_yaml.exists() else ""
 
 
 def read_data_dir(run: RunDir) -> str | None:
-    """Return the folder with the run's data; None for generated data."""
+    """Return the folder containing the run's data; None for generated data."""
     data_dir = read_run_record(run).data_dir
     if isinstance(data_dir, Absent):
         raise unreadable(run.run_json, "has no `data_dir`; expected text or null")
@@ -112,31 +112,31 @@ def read_data_dir(run: RunDir) -> str | None:
 
 
 def kind_of_run(run: RunDir) -> str:
-    """Return the run's kind: RECIPE, or COMMAND for a run started by a wing. Raises UnreadableFileError."""
+    """Return the run's kind: RECIPE, or COMMAND for a run started by a plug-in. Raises UnreadableFileError."""
     if not run.run_json.is_file() or isinstance(read_run_record(run).command, Absent):
         return RECIPE
     return COMMAND
 
 
 def has_plan(run: RunDir) -> bool:
-    """Return whether the run has a plan, which may not be written yet. Raises UnreadableFileError."""
+    """Return whether the run has a plan, even if it has not been written yet. Raises UnreadableFileError."""
     return kind_of_run(run) == RECIPE
 
 
 def read_plan(run: RunDir) -> Plan:
-    """Return the plan that the workers ran. Raises UnreadableFileError with everything that is wrong with plan.json."""
+    """Return the plan that the workers ran. Raises UnreadableFileError with everything that is wrong in plan.json."""
     return read_plan_file(run.plan_json)
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan with which each start of the run begins, before any node is left out. Raises the errors of
+    """Return the plan with which each start of the run begins, before any nodes are dropped. Raises the errors of
     `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan.json at any path. Raises the errors of `read_plan`, and one if the content does not match its
+    """Read a plan.json at any path. Raises the errors of `read_plan`, and an error if the content does not match its
     digest."""
     plain = read_versioned(path)
     read_field(path, plain, "spec", dict)
@@ -158,7 +158,7 @@ def _digest(content: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True)
 class PlanOutline:
-    """The parts of plan.json that can be read whatever its version; all empty without a plan."""
+    """The parts of plan.json that can be read regardless of its version; all empty without a plan."""
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None
@@ -169,7 +169,7 @@ class PlanOutline:
 
 
 def read_plan_outline(run: RunDir) -> PlanOutline:
-    """Read plan.json, whatever its version. Raises UnreadableFileError."""
+    """Read plan.json, regardless of its version. Raises UnreadableFileError."""
     path = run.plan_json
     if not path.exists():
         return PlanOutline()
@@ -185,7 +185,7 @@ def read_plan_outline(run: RunDir) -> PlanOutline:
 
 
 def read_section(run: RunDir, name: str) -> JsonObject:
-    """Return a section of the run's recipe, whatever its version; empty if the recipe has no such section. Raises
+    """Return a section of the run's recipe, regardless of its version; empty if the recipe has no such section. Raises
     UnreadableFileError."""
     section = read_plan_outline(run).spec.get(name) or {}
     if not isinstance(section, dict):
@@ -195,15 +195,15 @@ def read_section(run: RunDir, name: str) -> JsonObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """result.json: how the run ended. The workers write it; if they did not, the supervisor does, with null for figures
+    """result.json: how the run ended. The workers write it. If they did not, the supervisor does, with null for values
     that only the workers know."""
 
     status: str
     """done, stopped or failed."""
     exit_code: int | None = None
-    """Exit code of the supervisor; for a user-defined command, that of the command."""
+    """Exit code of the supervisor or, for a user-defined command, of that command."""
     reason: str | Absent = ABSENT
-    """The reason for the failure; absent if the run did not fail."""
+    """Why the run failed; absent if it did not fail."""
     hint: str | Absent = ABSENT
     """What to do about the failure, if known."""
     steps: Count = 0
@@ -221,7 +221,7 @@ class RunResult:
     peak_memory_bytes: Count | None = None
     wire_bytes: dict[str, Count] | Absent = ABSENT
     """Bytes that the ranks (of one replica group) sent to one another during the last start, by purpose: gradients,
-    parameters, other. The kernel counts them at the sockets; absent for GPUs, which use other links."""
+    parameters, other. The kernel counts them at the sockets. Absent for GPUs, which use other links."""
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
@@ -242,7 +242,7 @@ def write_result(run: RunDir, result: RunResult) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerErrorRecord:
-    """errors/rank00000.json: a failing worker's own report."""
+    """errors/rank00000.json: the report of a failed worker."""
 
     rank: Count
     host: str
@@ -252,7 +252,7 @@ class WorkerErrorRecord:
     traceback: str
     time: UnixSeconds | None = None
     code: str | None = None
-    """The code of an anticipated error; of these, only `hang` comes with a traceback."""
+    """The code of an anticipated error. Among these, only `hang` includes a traceback."""
     hint: str | None = None
     step: Count | None = None
     exit_code: int | None = None
@@ -277,5 +277,5 @@ def write_error(path: Path, error: WorkerErrorRecord | NodeErrorRecord) -> None:
 
 
 def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
-    """Read a file of the run's errors folder. Raises UnreadableFileError."""
+    """Read a file in the run's errors folder. Raises UnreadableFileError."""
     return read_versioned_record(path, cls, "error of a run")

@@ -51,13 +51,13 @@ class LaunchOrigin:
 
     recipe: str
     argv: Sequence[str]
-    """The command line, without the program's name."""
+    """The command line, without the name of the program."""
     composed_yaml: str
 
 
 def check_free(run_dir: str, named_by: str = "run.dir") -> None:
-    """Check a folder without creating it. Raises RecipeError if it is in use, MachineError if other users could write
-    to it. `named_by`: the key or option that names it."""
+    """Check a folder without creating it. Raises RecipeError if it is in use, and MachineError if other users could
+    write to it. `named_by`: the key or option that specifies it."""
     root = Path(run_dir)
     if run_dir == AUTO or not root.exists():
         return
@@ -69,7 +69,7 @@ def check_free(run_dir: str, named_by: str = "run.dir") -> None:
 
 
 def check_no_run(root: Path, named_by: str = "run.dir") -> None:
-    """Raise RecipeError if the folder holds a run."""
+    """Raise RecipeError if the folder contains a run."""
     if RunDir(root).run_json.exists():
         run = RunDir(root)
         hint = f"continue it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
@@ -90,7 +90,8 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
     usual = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         candidate = parent / (usual if number == 1 else f"{usual}-{number}")
-        # Two launches within one second get different folders: creating a folder fails for all but the first.
+        # Two launches within the same second get different folders, because creating a folder fails for all but the
+        # first.
         with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
             return candidate
@@ -100,10 +101,10 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
 def write_launch(
     job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
-    """Write the files that the workers need, and those for reproducing the run. run.json comes last: from then on the
-    run exists. Call it while the run is claimed. Raises RecipeError if another launch was faster."""
+    """Write the files that the workers need, and those for reproducing the run. run.json comes last: from then on, the
+    run exists. Call this while the run is claimed. Raises RecipeError if another launch was faster."""
     run = job.run
-    # Check again, now that the run is claimed: two launches into one folder both pass the first check.
+    # Check again now that the run is claimed, because two launches into the same folder both pass the first check.
     check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
@@ -131,9 +132,9 @@ def clear_end(run: RunDir) -> None:
 
 
 def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
-    """Keep the additional files that an export needs, because the originals may be deleted: the chat template named by
-    the data, and the config and tokenizer of the Hugging Face folder from whose weights the run starts, directly or
-    through other runs."""
+    """Keep the additional files that an export needs, because the originals may be deleted. These are the chat template
+    named by the data, and the config and tokenizer of the Hugging Face folder from whose weights the run starts,
+    directly or through other runs."""
     from trainspec_cli.data.corpus.chat import keep_template
     from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
 
@@ -175,7 +176,7 @@ def write_resume(
 
 
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
-    """Write the files of a start. `kernels`: the measurements for this start; None keeps those of an earlier start."""
+    """Write the files of a start. `kernels`: measurements for this start; None keeps those of an earlier start."""
     if kernels is not None:
         write_versioned(job.run.kernels_json, to_plain(kernels))
     write_plan(job.run, plan)
@@ -186,7 +187,8 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 
 def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan of the next start, which leaves out a node. The first plan is kept for a resume to start from."""
+    """Write the plan for the next start, which drops a node. The first plan is kept, so that a resume can start from
+    it."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)
@@ -194,7 +196,7 @@ def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
 
 @contextmanager
 def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
-    """Guard all writes in a run folder: what is written is private to this user, and an OSError becomes a MachineError
+    """Guard all writes in a run folder: written files are private to this user, and an OSError becomes a MachineError
     that names the file or the folder. `named_by`: as for `check_free`."""
     try:
         with private_files():
@@ -214,15 +216,13 @@ def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
         raise MachineError(problem) from error
 
 
-# The claim on a run: one supervisor at a time holds a lock on pid.json, which is released when its process ends.
-#
-# Some file systems do not share locks between nodes, so Slurm is asked whether a Slurm job is alive.
+# The claim on a run: one supervisor at a time holds a lock on pid.json, which is released when its process exits.
 
 
 _CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
 """The file is missing, not accessible to this user, or a link, which no trainspec run creates."""
 GLANCE_S = 0.5
-"""`is_running` holds the lock for a moment, so a claim retries for this long."""
+"""`is_running` holds the lock for a moment, so a claim retries for this many seconds."""
 CLOCK_ERROR_S = 2.0
 """The precision of a process's start time."""
 
@@ -235,20 +235,20 @@ class Owner:
     host: str = ""
     launch_id: str
     slurm_job_id: str | Absent | None = ABSENT
-    """The Slurm job that it runs in, if any."""
+    """The Slurm job in which it runs, if any."""
 
 
 @contextmanager
 def claim(run: RunDir, launch_id: str) -> Iterator[None]:
-    """Hold the claim on the run during the block. Raises RecipeError if another launch holds it, or its workers are
-    alive. The file is written in place, because the lock belongs to the file, not to its name."""
-    # Slurm restarts a job only after the previous start has ended; processes surviving on a disconnected node are
+    """Hold the claim on the run during the block. Raises RecipeError if another launch holds it, or if that launch's
+    workers are still alive. The file is written in place, because the lock belongs to the file, not to its name."""
+    # Slurm restarts a job only after the previous start has ended. Processes that survive on a disconnected node are
     # fenced off.
     with suppress(FileNotFoundError, ValueError):
         held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
             run.pid_json.unlink()
-    # Links to a file outside the run are not followed, and a pipe with that name does not block the open.
+    # Links to a file outside the run are not followed, and a pipe with that name does not block opening it.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
@@ -261,7 +261,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Slurm's next start of the job has removed the file and written its own, which must stay.
+            # Slurm's next start of the job has removed the file and written a new one, which must stay.
             if _is_same_file(descriptor, run.pid_json):
                 run.pid_json.unlink(missing_ok=True)
     finally:
@@ -269,7 +269,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the run; None if there is none, or if it is unknown."""
+    """Return the launch whose supervisor holds the run; None if there is none, or if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -306,13 +306,13 @@ def is_running(run: RunDir) -> bool:
 
 
 def _is_free(descriptor: int, path: Path) -> bool:
-    """Acquire the lock; return False if it is held, its holder's workers are alive, or its holder has ended and removed
-    the file meanwhile."""
+    """Acquire the lock. Return False if it is held, if its holder's workers are alive, or if its holder has exited and
+    removed the file in the meantime."""
     return _lock_within_glance(descriptor) and _is_same_file(descriptor, path) and not _orphans(descriptor)
 
 
 def _lock_within_glance(descriptor: int) -> bool:
-    """Acquire the lock, even if another process holds it briefly to check whether it is free."""
+    """Acquire the lock, even if another process briefly holds it to check whether it is free."""
     deadline = time.monotonic() + GLANCE_S
     while not _lock(descriptor):
         if time.monotonic() > deadline:

@@ -1,10 +1,9 @@
-"""The GPUs that a process on this node would see, as reported by their drivers: NVIDIA's through NVML, AMD's through
-amdsmi or /sys.
+"""The GPUs visible to a process on this node, as reported by their drivers: NVIDIA's through NVML, AMD's through amdsmi
+or /sys.
 
 There is no silent fallback to the CPU. A driver that does not answer, a lost GPU, a device selection without a valid
-device, or an accelerator that trainspec does not run on is a problem with advice: a run on `device: auto` or `cuda` is
-refused with it.
-"""
+device, or an accelerator on which trainspec does not run is a problem with advice. A run on `device: auto` or `cuda` is
+rejected with that problem."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ AMD_NAMES = {
 """PCI device -> name (from libdrm's amdgpu.ids); /sys has no names."""
 UNTESTED_AMD = "trainspec was never run on an AMD GPU: this path is built after ROCm's documents alone"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
-"""PCI vendors of accelerators in /sys/class/accel that trainspec can plan for but not run on."""
+"""PCI vendors of accelerators in /sys/class/accel for which trainspec can plan but on which it cannot run."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
 """PCI devices in the Intel Data Center GPU Max series."""
 
@@ -59,7 +58,7 @@ class FoundGpus:
     problem: Problem | None = None
     """Why the GPUs of this node cannot be used; `gpus` is then empty."""
     notes: tuple[str, ...] = ()
-    """Facts that the user should know but that do not stop the run."""
+    """Information for the user that does not stop the run."""
 
 
 def _unusable(message: str, hint: str) -> MachineError:
@@ -67,7 +66,7 @@ def _unusable(message: str, hint: str) -> MachineError:
 
 
 def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
-    """Return the GPUs that CUDA or ROCm would show this process, in the same order."""
+    """Return the GPUs that CUDA or ROCm would show to this process, in the same order."""
     try:
         for look in (_nvidia_gpus, _amd_gpus):
             found = look(sys, dev)
@@ -84,7 +83,7 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
 
 @contextmanager
 def opened_nvml(sys: Path = SYS) -> Iterator[Any]:
-    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver. Raises MachineError if an
+    """Yield NVML (the pynvml module), initialised; None on a node without an NVIDIA driver. Raises MachineError if an
     installed driver does not answer."""
     try:
         import pynvml
@@ -134,7 +133,8 @@ def _nvidia_gpus(sys: Path, dev: Path) -> FoundGpus:
 
 
 def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> MachineError:
-    """Return the error for a GPU or driver that does not answer. `error`: from NVML. `others`: the remaining GPUs."""
+    """Return the error for a GPU or driver that does not answer. `error`: error from NVML. `others`: the remaining
+    GPUs."""
     by_code = {
         4: "let this user read /dev/nvidia* (the container's --gpus, or the group that owns the devices)",
         9: "load the driver (sudo modprobe nvidia), or install it again after an update of the kernel",
@@ -152,8 +152,7 @@ def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ..
     """Return the number and handle of each GPU that CUDA shows, and notes on the GPUs that it leaves out.
 
     CUDA's rule: numbers or UUIDs in order, up to the first that does not name a device. On a partitioned GPU (MIG), a
-    process sees one slice, the first in the list, and no full GPU.
-    """
+    process sees only one slice, the first in the list, and no full GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     notes: list[str] = []
     if visible is None:
@@ -203,12 +202,13 @@ def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
             if nvml.nvmlDeviceGetUUID(handle).startswith(entry):
                 return index, handle
         except nvml.NVMLError:
-            continue  # a lost GPU that was not selected
+            continue  # this lost GPU was not selected
     return None
 
 
 def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> list[tuple[int, Any]]:
-    """Return the only MIG slice that CUDA shows if a slice or a partitioned GPU was selected; otherwise the GPUs."""
+    """Return the only MIG slice that CUDA shows if a slice or a partitioned GPU was selected; otherwise return the
+    GPUs."""
     divided = False
     for index, handle in chosen:
         if _is_slice(nvml, handle):
@@ -233,7 +233,7 @@ def _is_slice(nvml: Any, handle: Any) -> bool:
 
 
 def _ask(nvml: Any, query: str, *arguments: Any, default: Any = None) -> Any:
-    """Return NVML's answer, or `default` if this driver, module or GPU has none."""
+    """Return NVML's answer, or `default` if this driver, module or GPU does not provide one."""
     try:
         return getattr(nvml, query)(*arguments)
     except (AttributeError, nvml.NVMLError):
@@ -249,7 +249,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         memory_bytes = int(memory.total)
         free_bytes = int(memory.free)
     except nvml.NVMLError as error:
-        if error.value != 3:  # not supported: the GPU uses the system's memory (GB10, Jetson)
+        if error.value != 3:  # not supported, because the GPU uses the system's memory (GB10, Jetson)
             raise
         system = psutil.virtual_memory()
         memory_bytes = int(system.total)
@@ -340,7 +340,7 @@ def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
     """Return each AMD GPU with its unique id, as reported by amdsmi; None without amdsmi or its library."""
     try:
         import amdsmi  # type: ignore[import-not-found, unused-ignore]
-    # the module, or the library that it loads, is missing
+    # the module is missing, or the library that it loads
     except (ImportError, OSError, KeyError, AttributeError, RuntimeError):
         return None
     try:
@@ -382,7 +382,7 @@ def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
 
 
 def _by_kfd(sys: Path) -> list[tuple[str, Gpu]]:
-    """Return each AMD GPU with its unique id, as listed for compute by the amdgpu driver."""
+    """Return each AMD GPU with its unique id, as the amdgpu driver lists it for compute."""
     found = []
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("*")
     for node in sorted(nodes, key=lambda path: int(path.name) if path.name.isdigit() else 0):
@@ -420,7 +420,7 @@ def _facts(path: Path) -> dict[str, int]:
 
 
 def _refuse_others(sys: Path, dev: Path) -> None:
-    """Raise MachineError if an accelerator is certainly present that trainspec does not run on."""
+    """Raise MachineError if an accelerator on which trainspec does not run is certainly present."""
     vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
     names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
     if not names and (dev / "neuron0").exists():

@@ -1,4 +1,4 @@
-"""A job: everything needed to start the processes of one launch; its torchrun command and environment."""
+"""A job: everything needed to start the processes of one launch, including its torchrun command and environment."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Job:
     root: Path
     """The run folder, absolute."""
     command: tuple[str, ...]
-    """torchrun and the workers it starts."""
+    """torchrun and the workers that it starts."""
     environment: Mapping[str, str]
-    """Added to the environment of the command line."""
+    """Variables added to the environment of the command line."""
     world_size: int
     stop_grace_s: float
     logs: Path
-    """The folder of this launch's output."""
+    """The folder for this launch's output."""
     worker: tuple[str, ...] = ()
     """The command that torchrun starts on every device."""
     ranks: range | None = None
@@ -56,19 +56,19 @@ class Job:
     """The nodes' numbers in the order of their places, if there are several nodes; those beyond the plan's nodes are
     spares."""
     left_out: tuple[int, ...] = ()
-    """Numbers of the nodes that were left out because they were too slow."""
+    """Numbers of the nodes that were dropped because they were too slow."""
     program: str = "torchrun"
-    """The name of the program started on each node, for messages."""
+    """Name of the program started on each node, for messages."""
     log: str = "torchrun.log"
-    """The name of its output file on each node."""
+    """Name of its output file on each node."""
     max_restarts: int | None = None
-    """The maximum number of restarts after failures over the job; None: the plan's resilience decides."""
+    """Maximum number of restarts after failures over the entire job; None if the plan's resilience decides."""
     earlier_steps: int = 0
-    """Steps of earlier starts, for a job whose checkpoints trainspec does not know."""
+    """Number of steps in earlier starts, for a job whose checkpoints trainspec does not know."""
     join_timeout_s: float | None = None
-    """Seconds that the nodes wait for one another; None: as set in the plan."""
+    """Time in seconds that the nodes wait for one another; None for the plan's value."""
     begins_unseen: bool = False
-    """True if the job may have something to save before it writes its first event."""
+    """Whether the job may have something to save before it writes its first event."""
 
     @property
     def run(self) -> RunDir:
@@ -81,12 +81,12 @@ class Job:
 
     @property
     def launch_id(self) -> str:
-        """The id that every process of the job has in its environment, by which it can be found."""
+        """The id that every process of the job has in its environment, by which the process can be found."""
         return self.environment[LAUNCH_ID]
 
 
 def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = ENGINE) -> Job:
-    """Build the job. `worker` is the command that torchrun starts on every device, with the run folder as last
+    """Build the job. `worker` is the command that torchrun starts on every device, with the run folder as the last
     argument."""
     root = root.absolute()
     logs = next_log_folder(RunDir(root).logs)
@@ -102,8 +102,8 @@ def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = 
 
 
 def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: GenerationRecord) -> Job:
-    """Return one node's part of a multi-node job, whose generation `record` describes. Raises MachineError if this node
-    cannot resolve the first node's name."""
+    """Return one node's part of a multi-node job whose generation is described by `record`. Raises MachineError if this
+    node cannot resolve the first node's name."""
     place = NodePlace(node, record.num_nodes, record.head)
     worker = (*record.worker, str(root))
     logs = Path(record.logs) / f"node{node:05d}"
@@ -131,7 +131,7 @@ def next_log_folder(logs: Path) -> Path:
 
 
 def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodePlace | None = None) -> Job:
-    """Return the job of one start of a replica group, or of its part on the node at `place`; for a single-group run
+    """Return the job of one start of a replica group, or of its part on the node at `place`. For a single-group run,
     this is `job` itself."""
     if plan is None or plan.replica_groups == 1:
         return job
@@ -152,7 +152,7 @@ def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodeP
 
 
 def start_folder(group: int, number: int) -> str:
-    """Return the name of the folder of one start's logs."""
+    """Return the name of the log folder of one start."""
     return f"group{group:05d}_start{number:03d}"
 
 
@@ -162,7 +162,7 @@ def ranks_of(plan: Plan, group: int) -> range:
 
 
 def devices_of(plan: Plan, group: int) -> dict[str, str]:
-    """Return the variable that makes only a group's own GPUs visible to it if several groups share a node."""
+    """Return the variable that makes only a group's own GPUs visible to it, if several groups share a node."""
     per_node = plan.replica_groups // plan.num_nodes
     if plan.device != "cuda" or per_node < 2:
         return {}
@@ -175,18 +175,17 @@ def devices_of(plan: Plan, group: int) -> dict[str, str]:
 
 
 def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that starts `worker` (`-m module` or a script, and its arguments) `processes` times on this
+    """Return the command that starts `worker` (`-m module` or a script, with its arguments) `processes` times on this
     node.
 
-    The processes rendezvous through a file: no port is opened. Output goes to LOGS/workers_*/attempt_0/<local
-    rank>/{stdout,stderr}.log.
-    """
+    The processes rendezvous through a file, so no port is opened. Output goes to LOGS/workers_*/attempt_0/<local
+    rank>/{stdout,stderr}.log."""
     return (*_TORCHRUN, "--nnodes", "1", *_options("workers", processes, LOOPBACK, logs), *worker)
 
 
 def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
     """Return the command for one node of a multi-node job. Ranks follow the nodes' numbers. `name` distinguishes this
-    start from others on the same rendezvous server. torchrun is given this node's address, because by default it
+    start from others on the same rendezvous server. torchrun is told this node's address, because by default it
     resolves the node's name, which may yield a loopback address."""
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
     return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
@@ -195,10 +194,10 @@ def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker
 def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, ...]:
     return (
         *("--nproc-per-node", str(processes)),
-        # The supervisor decides on restarts, for the whole run: torchrun does not know about checkpoints.
+        # The supervisor decides on restarts, for the entire run, because torchrun does not know about checkpoints.
         *("--max-restarts", "0"),
         *("--rdzv-backend", "trainspec"),
-        *("--rdzv-endpoint", "private"),  # torchrun requires one; the environment has the real address
+        *("--rdzv-endpoint", "private"),  # torchrun requires an endpoint; the environment has the real address
         *("--rdzv-id", name),
         *("--local-addr", address),
         *("--log-dir", str(logs)),
@@ -223,26 +222,28 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
-    """Return what to add to this process's environment. Raises MachineError if another user owns the folder from which
-    compiled code would be loaded."""
-    # torch.compile loads code from this folder, whose name is predictable, so it is created or checked beforehand.
+    """Return the variables to add to this process's environment. Raises MachineError if another user owns the folder
+    from which compiled code would be loaded."""
+    # torch.compile loads code from this folder. Its name is predictable, so it is created or checked beforehand.
     cache = Path(os.environ.get(COMPILE_CACHE, Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")))
     make_folder(cache, f"set {COMPILE_CACHE} to a folder that you own")
     return {
         LAUNCH_ID: launch_id,
         COMPILE_CACHE: str(cache),
-        # Without this, torchrun gives each process a single thread.
+        # Without this, torchrun limits each process to a single thread.
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // plan.devices_per_node)),
-        # A crash in native code then leaves its Python stack in the log.
+        # With this, a crash in native code leaves its Python stack in the log.
         "PYTHONFAULTHANDLER": "1",
-        # Records each rank's last collectives, for the report on a hanging step; the cost is too small to measure.
+        # This records each rank's last collectives, for the report on a hanging step. The cost is too small to measure.
         "TORCH_FR_BUFFER_SIZE": "200",
-        # When NCCL fails in one process, its watchdog asks all others through the store to write these records to a
-        # file, and ends them some minutes later, including replica groups that survive the failure but share the store.
+        # When NCCL fails in one process, its watchdog uses the store to ask all others to write these records to a
+        # file, and ends them some minutes later. This includes replica groups that survive the failure but share the
+        # store.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        # torch 2.11 does not know this variable and waits 30 s.
+        # torch 2.11 does not know this variable, and waits for 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
-        # Single node: no hostname to resolve, and gloo's data sockets listen on the loopback interface only.
+        # On a single node, there is no hostname to resolve, and gloo's data sockets listen only on the loopback
+        # interface.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **(keep_freed_memory() if plan.device == "cpu" else growing_segments(machine)),
         **own_modules(),
@@ -250,25 +251,27 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
 
 
 def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePlace) -> dict[str, str]:
-    """Return the environment of one node in a multi-node job: gloo uses the interface that leads to the first node."""
+    """Return the environment of one node in a multi-node job, in which gloo uses the interface that leads to the first
+    node."""
     interface = interface_of(own_address(place.head))
     found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     alone = job_environment(plan, machine, launch_id)
-    # The loopback does not lead to other nodes. If no interface is found, gloo uses the one of the node's hostname.
+    # The loopback interface does not lead to other nodes. If no interface is found, gloo uses that of the node's
+    # hostname.
     del alone["GLOO_SOCKET_IFNAME"]
     return alone | found
 
 
 def keep_freed_memory() -> dict[str, str]:
-    """Return settings that keep glibc from returning large freed blocks to the kernel: otherwise every step would fault
-    the same pages in again. With these settings, a 30M-parameter llama on two cores trained at 4,150 instead of 3,270
-    tokens/s. Other systems ignore them."""
+    """Return settings that keep glibc from returning large freed blocks to the kernel, because otherwise every step
+    would fault the same pages in again. With these settings, a 30M-parameter llama on two cores trained at 4,150
+    instead of 3,270 tokens/s. Other systems ignore them."""
     return {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 def growing_segments(machine: Machine) -> dict[str, str]:
-    """Let a GPU's memory segments grow if the vendor's torch builds allow it, so that tensors of varying sizes do not
-    fragment memory; the user's own setting takes precedence."""
+    """Let a GPU's memory segments grow if the vendor's torch builds support it, so that tensors of varying sizes do not
+    fragment memory. The user's own setting takes precedence."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     is_amd = any(word in name.lower() for name in machine.gpu_names for word in ("amd", "instinct", "radeon"))
     if any(name in os.environ for name in names) or ("amd" if is_amd else "nvidia") not in GROWS_SEGMENTS:
@@ -277,13 +280,13 @@ def growing_segments(machine: Machine) -> dict[str, str]:
 
 
 def own_modules() -> dict[str, str]:
-    """Return the environment of every Python that trainspec starts: it finds trainspec's modules, and none in the
-    current folder, where a file such as random.py would shadow the standard library's."""
+    """Return the environment of every Python that trainspec starts. It finds trainspec's modules, but none in the
+    current folder, where a file such as random.py would shadow the standard library's module."""
     return {"PYTHONSAFEPATH": "1", **python_path()}
 
 
 def python_path() -> dict[str, str]:
-    """Return a path with which workers run the same copy of trainspec as this process, even from a checkout."""
+    """Return a path that makes workers run the same copy of trainspec as this process, even from a checkout."""
     home = str(Path(trainspec_cli.__file__).resolve().parent.parent)
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
     if home in installed:
@@ -292,18 +295,18 @@ def python_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (home, inherited)))}
 
 
-# Record the software of a run: versions of the interpreter and of every installed dependency, and the state of git.
+# Record the software of a run: the versions of the interpreter and of every installed dependency, and the state of git.
 
 
 GIT_TIMEOUT_S = 10.0
-# Git runs no commands to answer these questions; these settings are for versions that would.
+# Git runs no commands to answer these questions; these settings are for versions that would run some.
 _NO_COMMANDS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)([^;]*)(?:;(.*))?")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the system, trainspec, and all installed dependencies, without importing them."""
+    """Return the versions of Python, the system, trainspec and all installed dependencies, without importing them."""
     found: dict[str, str] = {}
     wanted = ["trainspec"]
     while wanted:
@@ -314,7 +317,7 @@ def versions() -> dict[str, str]:
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # it is for another system, or trainspec runs from a checkout
+            continue  # the dependency is for another system, or trainspec runs from a checkout
         found[name] = distribution.version
         needed = (_REQUIREMENT.match(line) for line in distribution.requires or ())
         wanted += [match.group(1) for match in needed if match and "extra" not in (match.group(3) or "")]
@@ -329,7 +332,7 @@ class GitState:
     branch: str | None
     """None for a detached head."""
     dirty: bool | None
-    """True if tracked files differ from the commit; None if unknown."""
+    """Whether tracked files differ from the commit; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -343,9 +346,8 @@ class GitRefusal:
 def git_state(folder: Path) -> GitState | GitRefusal | None:
     """Return the state of the repository that contains `folder`; None outside a repository or without git.
 
-    No command in the repository's configuration is run, since the repository may be untrusted. Git refuses to read
-    another user's repository, unless `safe.directory` allows it.
-    """
+    No command from the repository's configuration is run, because the repository may be untrusted. Git refuses to read
+    another user's repository, unless `safe.directory` allows it."""
     found = _git(folder, "rev-parse", *_FACTS)
     if found is None or found.returncode:
         return GitRefusal(found.stderr.strip().partition("\n")[0]) if found and _DUBIOUS in found.stderr else None
@@ -358,16 +360,15 @@ def git_state(folder: Path) -> GitState | GitRefusal | None:
 _FACTS = ("HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects", "--show-object-format")
 _DUBIOUS = "dubious ownership"
 _COMPARISON = "filemode|symlinks|ignorecase|precomposeunicode|trustctime|checkstat|autocrlf|eol"
-"""Keys of `core` that control how files are compared with the commit; none of them names a command."""
+"""Keys of `core` that control how files are compared with the commit. None of them names a command."""
 
 
 def _is_dirty(commit: str, top: Path, index: Path, objects: Path, *, is_sha256: bool) -> bool | None:
     """Return True if tracked files were changed; None if unknown, for example when a changed file has a filter
     (git-lfs).
 
-    The repository's index, objects and files are compared through a temporary git folder, because its own configuration
-    may name commands (filters, hooks, monitors, fetch helpers).
-    """
+    The repository's index, objects and files are compared through a temporary git folder, because the repository's
+    configuration may name commands (filters, hooks, monitors, fetch helpers)."""
     comparison = _git(top, "config", "--null", "--get-regexp", rf"^core\.({_COMPARISON})$")
     pairs = (entry.partition("\n") for entry in comparison.stdout.split("\0") if entry) if comparison else ()
     settings = [part for key, _, value in pairs for part in ("-c", f"{key}={value or 'true'}")]
@@ -418,19 +419,19 @@ def _git(
         return None
 
 
-# Identify this machine by a digest of the system's id, because the id itself must stay private.
+# Identify this machine by a digest of the system's id. The id itself must stay private.
 
 
 SYSTEM_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _RANDOM = 1 << 40
-"""The bit that uuid sets in the random address that it generates when the machine shows none."""
+"""The bit that uuid sets in the random address that it generates when the machine does not have one."""
 _PURPOSE = "trainspec machine 1"
 
 
 def machine_identity(files: tuple[Path, ...] = SYSTEM_IDS) -> str:
     """Return 32 hexadecimal digits that stay the same until the system is reinstalled or the processor model changes;
-    empty if the system has neither an id nor a network address. The digest serves only this purpose: the system's id
-    itself must stay private."""
+    empty if the system has neither an id nor a network address. The digest serves only this purpose, because the
+    system's id itself must stay private."""
     identity = next(filter(None, map(_read, files)), "")
     if not identity and not (address := uuid.getnode()) & _RANDOM:
         identity = f"{address:012x}"

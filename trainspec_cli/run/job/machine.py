@@ -1,4 +1,4 @@
-"""Describe this node without torch: the cores and memory that this process may use, GPUs, native bf16."""
+"""Describe this node without torch: the cores and memory available to this process, GPUs, native bf16."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
 # avx512_bf16 alone does not make bf16 faster: conversions cost more than its products gain. The quickstart takes 1.5
-# times the processor time of fp32 (a processor with AMX, with oneDNN limited to AVX512_CORE_BF16).
+# times the processor time of fp32 (on a processor with AMX, with oneDNN limited to AVX512_CORE_BF16).
 BF16_CPU_FLAG = "amx_bf16"
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
-    """Describe this node. `bf16` refers to the GPUs if the node has any, otherwise to the CPU; for a run that stays on
+    """Describe this node. `bf16` refers to the GPUs if the node has any, otherwise to the CPU. For a run that stays on
     the CPU, pass `look_for_gpus=False`."""
     found = find_gpus() if look_for_gpus else FoundGpus()
     gpus = found.gpus
@@ -51,8 +51,8 @@ def detect(*, look_for_gpus: bool = True) -> Machine:
 
 
 def usable_cores() -> int:
-    """Return the number of cores in the CPU affinity (if the system has one), limited to the container's quota or
-    Slurm's share: some Slurm installations do not bind a task to its cores."""
+    """Return the number of cores in the CPU affinity (if the system has one), limited by the container's quota or
+    Slurm's allocation, because some Slurm installations do not bind a task to its cores."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -67,7 +67,7 @@ def usable_cores() -> int:
 
 
 def usable_memory_bytes() -> int:
-    """Return the node's memory, or the container's limit if that is less."""
+    """Return the node's memory, or the container's limit if that is lower."""
     total = int(psutil.virtual_memory().total)
     limit = _cgroup_setting("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
@@ -80,10 +80,9 @@ def count_oom_kills(
 ) -> int:
     """Return the number of processes that the kernel has killed so far because memory ran out; 0 if that is unknown.
 
-    The count is that of this process's control group or of its nearest ancestor that has one (`memory.events` in
+    The count belongs to this process's control group, or to its nearest ancestor that has one (`memory.events` in
     version 2, `memory.oom_control` in version 1, where a container may see its own group as the root). The node's
-    count, which includes other programs, is used only if no group has one.
-    """
+    count, which includes other programs, is used only if no group has one."""
     groups = [line.split(":", 2) for line in _text(membership).splitlines() if line.count(":") >= 2]
     version_1 = next((group for _, controllers, group in groups if "memory" in controllers.split(",")), "")
     version_2 = next((group for number, controllers, group in groups if (number, controllers) == ("0", "")), "")
@@ -108,7 +107,7 @@ def _text(path: Path) -> str:
 def _cgroup_setting(
     name: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> str:
-    """Return one setting of this process's own control group (version 2); "" without one."""
+    """Return one setting of this process's own control group (version 2); "" if there is none."""
     try:
         lines = membership.read_text().splitlines()
         group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
@@ -118,7 +117,7 @@ def _cgroup_setting(
 
 
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the CPU multiplies bf16 natively; False if the system does not say (macOS)."""
+    """Return whether the CPU multiplies bf16 natively; False if the system does not report it (macOS)."""
     return BF16_CPU_FLAG in cpu_flags(cpuinfo)
 
 
@@ -150,7 +149,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def allow_connections(connections: int) -> None:
-    """Raise the limit on open files by this number above the usual need, as far as the system allows."""
+    """Raise the limit on open files by this many connections above the usual need, as far as the system allows."""
     wanted = connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -164,8 +163,8 @@ def allow_connections(connections: int) -> None:
 
 def listening_address(head: str) -> str:
     """Return the address at which this node, the first, listens for the others: that of the job's interface. If its
-    name resolves to a loopback address here (as in many /etc/hosts) and to another address elsewhere, it has to listen
-    on every interface: ""."""
+    name resolves to a loopback address here (as in many /etc/hosts) but to another address elsewhere, it has to listen
+    on every interface, which is ""."""
     address = own_address(head)
     named = head != "localhost" and not _is_address(head)
     return "" if named and ipaddress.ip_address(address).is_loopback else address
@@ -180,7 +179,7 @@ def _is_address(text: str) -> bool:
 
 
 def own_address(head: str) -> str:
-    """Return this node's address on the route to `head`; nothing is sent. Raises MachineError without a route."""
+    """Return this node's address on the route to `head`; nothing is sent. Raises MachineError if there is no route."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as way:
@@ -198,15 +197,14 @@ def interface_of(address: str) -> str | None:
     return next((name for name, held in interfaces if any(entry.address == address for entry in held)), None)
 
 
-# Write a communication blueprint into the run folder and the workers' environment, each line with its reason and
-# source.
+# Write a communication blueprint to the run folder and the workers' environment, each line with its reason and source.
 
 
 TUNER_FILE = "NCCL_TUNER_CONFIG_FILE"
 EXAMPLE_TUNER = "NVIDIA/nccl, ext-tuner/example/README.md"
 TUNER_COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 PROTOCOL = "simple"
-"""The example tuner's default protocol: a row changes only the algorithm."""
+"""The example tuner's default protocol, because a row changes only the algorithm."""
 
 
 def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
@@ -245,7 +243,7 @@ def write_communication(plan: Plan, run: RunDir) -> None:
 
 
 def describe_communication(plan: Plan, run: RunDir) -> list[str]:
-    """Return each setting below its reason and source, as comments and assignments, or the reason why nothing is set;
+    """Return each setting as an assignment, below its reason and source as comments, or the reason why nothing is set;
     empty for a run without NCCL between nodes."""
     settings = communication_settings(plan, run)
     if settings:

@@ -1,7 +1,7 @@
 """Recovery from failures: a pure state machine over a run's replica groups; an ordinary run has one group.
 
-The supervisor calls `next_action(state, event)` with its backend's observations, the goodput simulation with random
-events. A replica group passes through these phases:
+The supervisor calls `next_action(state, event)` with its backend's observations, and the goodput simulation calls it
+with random events. A replica group passes through these phases:
 
     waiting -> running -> done                 it ended successfully
                   |
@@ -11,18 +11,18 @@ events. A replica group passes through these phases:
 
 A single-group run keeps its state only in checkpoints. After a failure its workers have a grace period to report, and
 it restarts as a new generation from its newest checkpoint, if that promises progress. With several groups, a failed one
-is killed at once: the others hold the state, continue, and heal it when it returns. After a memory shortage the next
-start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
+is killed immediately: the others hold the state, continue, and heal it when it returns. After a memory shortage the
+next start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
 
-A single-group run leaves out a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, ends and
-restarts without the node. A run of several groups keeps its slow nodes and gives them fewer samples.
+A single-group run drops a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, exits and
+restarts without the node. A run with several groups keeps its slow nodes and assigns them fewer samples.
 
-When a node dies, its agent's connection closes, or stays silent for `run.node_timeout_s` (`backend/hub.py`). The
-backend (`backend/nodes/backend.py`) tells the groups that ran there why they will fail (`GroupStart` in
-`backend/observe.py`), and reports NodeLost. Here `_node_lost` has those groups killed, and for a single-group run the
-loss is recorded (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A
-single-group run ends with exit code 5, and its Slurm job is requeued without the node. With several groups, the others
-continue, and the group waits for its node until that has been away for too long.
+When a node dies, its agent's connection closes or stays silent for `run.node_timeout_s` (`backend/hub.py`). The backend
+(`backend/nodes/backend.py`) records why the groups that ran there will fail (`GroupStart` in `backend/observe.py`), and
+reports NodeLost. Here, `_node_lost` orders those groups to be killed. For a single-group run, the loss is recorded
+(errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A single-group run
+ends with exit code 5, and its Slurm job is requeued without the node. With several groups, the others continue, and the
+group waits for its node until that has been away for too long.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ from trainspec_cli.run.recovery.run_state import (
 )
 
 FAILURE_GRACE_S = 10
-"""Seconds that workers may take to end once one of them, or their torchrun, has failed."""
+"""Time in seconds that workers may take to exit once one of them, or their torchrun, has failed."""
 LISTING_S = 2.0
-"""torchrun itself ends its workers within `FAILURE_GRACE_S`, and then lists how each of them ended."""
+"""torchrun itself ends its workers within `FAILURE_GRACE_S`, and then lists how each of them exited."""
 RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""Fraction of `resilience.exchange_timeout_s` that the others must have waited: clocks are read 10 times per second."""
+"""Fraction of `resilience.exchange_timeout_s` that the others must have waited, because clocks are read 10 times per
+second."""
 ANSWER_S = 2.0
 """A group whose exchange failed retries within this time."""
 
@@ -132,8 +133,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             return state, ()
         case StopRequested(times):
             state = state._replace(stop_requested=True)
-            # Workers that have written nothing yet have nothing to save, and a second request means that the user does
-            # not want to wait.
+            # Workers that have not written anything yet have nothing to save, and a second request means that the user
+            # does not want to wait.
             if times > 1 or not state.has_begun:
                 return _drop_waiting(state)._replace(killed=True), ()
             return _stop(state)
@@ -141,19 +142,20 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        # the supervisor only records these events; a change in the group's presence decides what follows
+        # The supervisor only records these events; a change in the group's presence determines what follows
         case NodeBack() | NodesSeen():
             return state, ()
 
 
 def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s: float) -> bool:
-    """Return whether a failed start may be followed by another, given earlier restarts at `restarts_s`."""
+    """Return whether a failed start may be followed by another one, given earlier restarts at `restarts_s`."""
     recent = [at for at in restarts_s if now_s - at < RESTART_WINDOW_S]
     return resilience.mode != "none" and len(recent) < resilience.max_restarts_per_hour
 
 
 def pause_s(failures_in_a_row: int) -> float:
-    """Return the pause before the next start: none after the first failure since the last step, then doubling."""
+    """Return the pause before the next start: no pause after the first failure since the last step, then it doubles
+    each time."""
     if failures_in_a_row <= 1:
         return 0.0
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures_in_a_row - 2, 30)))
@@ -177,8 +179,8 @@ def _tick(state: RunState, event: Tick) -> Decision:
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
         # The others have waited for this group as long as allowed, while it neither took a step nor retried. They may
-        # be unable to continue without it: a quorum is more than half of the living groups. A group does not wait for
-        # itself, so another one must have taken a step since, or retried without an answer.
+        # be unable to continue without it, because a quorum is more than half of the living groups. A group does not
+        # wait for itself, so another one must have taken a step since then, or retried without an answer.
         allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
         asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
         stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)
@@ -203,7 +205,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         return state, ()
     starts = group.starts + 1
     restarts_s = group.restarts_s
-    # The first start, and a planned one (less memory, a node left out), do not count as failures.
+    # The first start, and a planned one (to use less memory or drop a node), do not count as failures.
     if group.starts and not group.is_planned:
         restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
     state = _change(
@@ -224,7 +226,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
 
 
 def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
-    """Kill the group, because the others hold its state; workers of a single-group run may report and end by
+    """Kill the group, because the others hold its state. In a single-group run, workers may report and exit by
     themselves."""
     if state.groups[event.group].phase != "running":
         return state, ()
@@ -234,7 +236,7 @@ def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
 
 
 def _orphaned(state: RunState, event: Orphaned) -> Decision:
-    """Let workers without a torchrun save their state."""
+    """Let workers that have lost their torchrun save their state."""
     if state.groups[event.group].phase != "running":
         return state, ()
     state, actions = _kill_within(state, event.group, FAILURE_GRACE_S)
@@ -257,7 +259,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
-    # It was asked to end, so this is not a failure, unless it ended in another way.
+    # It was asked to exit, so this is not a failure, unless it exited in another way.
     if state.leaving is not None:
         return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
@@ -265,7 +267,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
-    """Restart from the newest checkpoint, or end the run; other code reports how it ended."""
+    """Restart from the newest checkpoint, or end the run; other code reports how the run ended."""
     group = state.groups[0]
     over = state.stop_requested or state.stopping or bool(event.left_behind)
     if not over and (taken := _less_memory(state, event)):
@@ -275,7 +277,7 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
             *actions,
             Inform(f"{event.headline}; the run continues from step {event.checkpoint_step} {words}"),
         )
-    # Another start that would most likely end the same way would only repeat the error.
+    # Another start that would most likely end in the same way would only repeat the error.
     over = over or _comes_again(group, event, has_budget=state.restarts_left is not None)
     if state.restarts_left is not None:
         return (state, ()) if over else _restart_of_budget(state, event)
@@ -290,9 +292,8 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
     """Restart a job with a fixed number of restarts, as long as one is left.
 
-    The same exception at the same place, twice without a further step in between, is a bug in the program and would
-    recur.
-    """
+    If the same exception occurs at the same place twice, without a further step in between, it is a bug in the program
+    and would recur."""
     left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
@@ -308,12 +309,12 @@ def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
-    """Return whether another start would most likely end the same way.
+    """Return whether another start would most likely end in the same way.
 
     That is the case for an anticipated error, and for an error of the run itself before a new checkpoint was written. A
-    failure from outside need not recur: the run restarts if there is a checkpoint. After SIGKILL it restarts even
-    without one, unless the kernel sent it because memory ran out, or the previous start ended without a step too.
-    """
+    failure from outside need not recur, so the run restarts if there is a checkpoint. After SIGKILL it restarts even
+    without one, unless the kernel sent the signal because memory ran out, or the previous start also ended without a
+    step."""
     if event.has_worked or event.foreseen:
         return event.foreseen
     if not event.from_outside:
@@ -374,10 +375,11 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 
 
 def _node_lost(state: RunState, event: NodeLost) -> Decision:
-    """A single-group run cannot continue if it loses a node; with several groups, the groups that ran there are
-    away."""
+    """A single-group run cannot continue after losing a node. With several groups, the groups that ran on it become
+    absent."""
     losses = (RecordLosses(),) if state.is_alone else ()
-    # A group that is already waiting or ending stays as it is: it has no processes there, or they are being killed.
+    # A group that is already waiting or ending stays as it is, because it has no processes there or they are being
+    # killed.
     hit = [number for number in event.groups if state.groups[number].phase == "running"]
     groups = list(state.groups)
     for number in hit:
@@ -396,7 +398,7 @@ def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
 
 
 def _node_slow(state: RunState, event: NodeSlow) -> Decision:
-    """Leave a node out of a healthy single-group run: ask its workers to write a checkpoint and end, within the time
+    """Drop a node from a healthy single-group run: ask its workers to write a checkpoint and exit, within the time
     allowed for a stop. Failures take precedence, and a run that is ending is not changed."""
     group = state.groups[0]
     over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
@@ -408,7 +410,7 @@ def _node_slow(state: RunState, event: NodeSlow) -> Decision:
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
-    """Restart without the slow node. If the workers did not end as requested, it counts as a failure."""
+    """Restart without the slow node. If the workers did not exit as requested, that counts as a failure."""
     leaving = state.leaving
     group = state.groups[0]
     assert leaving is not None, "a node is being left out"
@@ -437,7 +439,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
 
 
 def _stop(state: RunState) -> Decision:
-    """Ask the workers to write a checkpoint and end; waiting groups are not restarted."""
+    """Ask the workers to write a checkpoint and exit; waiting groups are not restarted."""
     if state.stopping:
         return state, ()
     deadline_s = min(state.deadline_s, state.now_s + state.stop_grace_s)
@@ -450,12 +452,12 @@ def _drop_waiting(state: RunState) -> RunState:
 
 
 def _count_groups(before: RunState, number: int, decision: Decision) -> Decision:
-    """Extend a decision on group `number` if it changes how many groups are running or may come: the workers are told
-    the number, and a run of several groups ends if too few are left."""
+    """Extend a decision on group `number` if it changes how many groups are running or may come. The workers are
+    informed of that number, and a run with several groups ends if too few are left."""
     state, actions = decision
     if before.expected_groups and _may_come(before.groups[number]) == _may_come(state.groups[number]):
         return decision
-    # A single-group run ends with its group, and a run that is ending anyway needs no other reason.
+    # A single-group run ends with its group, and a run that is already ending needs no other reason.
     if state.is_alone or state.is_ending or state.killed:
         return decision
     left = sum(map(_may_come, state.groups))

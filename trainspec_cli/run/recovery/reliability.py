@@ -11,21 +11,21 @@ from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 
 PRIOR_WEIGHT = 1 / math.log(10) ** 2
-"""Weight of the cluster's own figure, expressed as a number of observed failures: one standard deviation of its
-logarithm is assumed to be a factor of 10. From N observed failures, the logarithm of the rate has a variance of about
+"""Weight of the cluster's own value, expressed as a number of observed failures. One standard deviation of its
+logarithm is assumed to be a factor of 10. With N observed failures, the logarithm of the rate has a variance of about
 1/N."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds that each kind of recovery takes for a job on a cluster with a spare node."""
+    """Time in seconds that each kind of recovery takes, for a job on a cluster with a spare node."""
 
     restart_s: float
     """Time from a failure to the first new work, for a job that restarts and reads its checkpoint."""
     group_return_s: float
     """Time from a failure until the failed group can rejoin with a healthy group's state."""
     heal_s: float
-    """The part of `group_return_s` spent on copying the state."""
+    """The part of `group_return_s` spent copying the state."""
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:
@@ -42,7 +42,7 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
     """Return an updated mean time between failures if `mtbf_s` was expected and `failures` occurred in `observed_s` of
-    running: a weighted mean of both logarithms. Without a failure it is unchanged."""
+    running: a weighted mean of the two logarithms. Without a failure, it stays the same."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures
@@ -52,11 +52,11 @@ def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
 
 
 def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:
-    """Return the mean time between failures that send the run back to a checkpoint; only these call for checkpoints.
+    """Return the mean time between failures that send the run back to a checkpoint. Only these make checkpoints
+    necessary.
 
     An elastic run with two or more groups goes back only after a job-wide failure (simultaneous independent failures of
-    all groups are neglected: their rate is of second order).
-    """
+    all groups are neglected: their rate is of second order)."""
     if resilience.mode != "elastic" or replica_groups == 1:
         return mtbf_s
     return mtbf_s / cluster.job_wide_fraction if cluster.job_wide_fraction else float("inf")
@@ -66,19 +66,20 @@ def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s
 
 
 AUTO_SHORTEST_S = 60.0
-"""The minimum work before the first checkpoint of `auto`, and between two: shorter runs write only the last one, and a
-restart takes longer anyway."""
+"""The minimum amount of work before the first checkpoint of `auto`, and between two checkpoints. Shorter runs write
+only the last one, and a restart takes longer anyway."""
 MOST_LOST_S = 600.0
-"""The maximum work between cheap checkpoints of `auto`."""
+"""The maximum amount of work between cheap checkpoints of `auto`."""
 MOST_WAITED = 0.05
-"""The largest fraction of the time that checkpoints of `auto` may block training."""
+"""The largest fraction of the time for which checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
-    `checkpoint_s` (C) is the time that a checkpoint blocks training, `mtbf_s` (M) the mean time between failures of the
-    entire job. Accurate while C is small compared with M; at C = M/10 the loss is about 1% above the minimum.
+    `checkpoint_s` (C) is the time for which a checkpoint blocks training, and `mtbf_s` (M) is the mean time between
+    failures of the entire job. The result is accurate while C is small compared with M; at C = M/10 the loss is about
+    1% above the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
@@ -97,30 +98,28 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval for the time that training waits (`blocked_s`), but at least the time to write a
+    """Return Daly's interval for the time that training waits (`blocked_s`), but at least the time needed to write a
     checkpoint."""
     return max(daly_interval_s(blocked_s, mtbf_s), written_s)
 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return the interval for `checkpoint.interval_steps: auto`: that of `checkpoint_interval_s`, clamped to one to ten
-    minutes because runs also end for reasons other than failures; or twenty times `blocked_s` if that is longer, so
-    that training waits for at most a twentieth of the time."""
+    """Return the interval for `checkpoint.interval_steps: auto`. It is that of `checkpoint_interval_s`, clamped to one
+    to ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s` is longer, it is
+    that, so that training waits for at most a twentieth of the time."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """Return the nearest whole number of steps, at least one; for an infinite interval, more steps than any run has,
-    but a number that fits into a record."""
+    """Return the nearest integer number of steps, at least one. For an infinite interval, return more steps than any
+    run has, but a number that fits into a record."""
     if math.isinf(interval_s):
         return LARGEST_WHOLE
     return max(1, round(interval_s / step_time_s))
 
 
 # Decide which replica groups take the next step together, and which group heals from which, using plain numbers.
-#
-# The rules are those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,9 @@ class ConnectedGroup:
 @dataclass(frozen=True)
 class QuorumRules:
     silence_s: float
-    """A replica group that has been silent for this long counts as dead."""
+    """A replica group that has been silent for this many seconds counts as dead."""
     patience_s: float
-    """Seconds that replica groups wait for one that is alive but does not ask."""
+    """Time in seconds that replica groups wait for a group that is alive but has not asked to take part."""
 
 
 def choose_members(
@@ -147,9 +146,8 @@ def choose_members(
 ) -> list[str]:
     """Return the names of the replica groups that take the next step, in order; empty while they have to wait.
 
-    They start at once if all members of the previous quorum ask. Otherwise more than half of the living groups must
-    ask; they start when all living groups ask, or when the first of them has waited long enough.
-    """
+    They start immediately if all members of the previous quorum ask. Otherwise, more than half of the living groups
+    must ask; they start when all living groups ask, or when the first of them has waited long enough."""
     living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
     asking = {name: each for name, each in living.items() if each.asks}
     if previous and all(name in asking for name in previous):
@@ -171,8 +169,8 @@ class Healing:
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
-    """Plan the copies of rank `rank` in the group at index `place`; `steps` are the updates that each group has made.
-    Groups that are behind copy from those that are ahead, in rotation; each rank starts at a different one, which
+    """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the updates that each group has made.
+    Groups that are behind copy from those that are ahead, in rotation. Each rank starts at a different one, which
     spreads the load."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]

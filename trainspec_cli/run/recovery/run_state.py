@@ -11,11 +11,12 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]
-"""The nodes of a group: all are connected; some may still come; or one is no longer awaited (but may still come)."""
+"""The presence of a group's nodes: all are connected; some may still come; or one is no longer awaited (but may still
+come)."""
 
 
 class GroupState(NamedTuple):
-    """A replica group; times are in seconds on the clock of `Tick`."""
+    """A replica group. Times are in seconds on the clock of `Tick`."""
 
     phase: Phase = "waiting"
     presence: Presence = "awaited"
@@ -23,51 +24,51 @@ class GroupState(NamedTuple):
     restarts_s: tuple[float, ...] = ()
     """Times of its restarts within the last hour."""
     start_at_s: float = -math.inf
-    """waiting: the earliest time of its next start."""
+    """While waiting: the earliest time of its next start."""
     kill_at_s: float = math.inf
-    """running: it has failed, and its workers must end by then."""
+    """While running: it has failed, and its workers must exit by then."""
     failures_in_a_row: int = 0
-    """Failures since it last took a step."""
+    """Number of failures since it last took a step."""
     needs_generation: bool = False
-    """waiting: its next start opens a new generation of the run."""
+    """While waiting: whether its next start opens a new generation of the run."""
     checkpoint_step: int = 0
-    """The newest checkpoint when it was last started."""
+    """Step of the newest checkpoint when it was last started."""
     stepped_s: float = 0.0
     """Time of its last step; 0 before the first step of this start."""
     retried_s: float = 0.0
     """Time when it last retried a step because an exchange had failed."""
     taken: MemorySetting | None = None
-    """The setting of its last start that followed a memory shortage."""
+    """The setting used by its last start that followed a memory shortage."""
     cause: str = ""
     reached_step: int = 0
     """Its step at the last failure, and the cause (`GroupEnded.cause`)."""
     is_planned: bool = False
-    """waiting: it ended because memory ran out, or to leave a node out, so its next start does not count as a restart
-    after a failure."""
+    """While waiting: whether it ended because memory ran out or to drop a node, so that its next start does not count
+    as a restart after a failure."""
 
 
 class RunState(NamedTuple):
-    """The state of a run. A named tuple, because a forecast makes hundreds of thousands of them (`_replace`)."""
+    """The state of a run. It is a named tuple because a forecast makes hundreds of thousands of them (`_replace`)."""
 
     resilience: ResilienceSpec
     groups: tuple[GroupState, ...]
     stop_grace_s: float = 0.0
     checkpoint_step: int = 0
-    """The newest checkpoint's step; 0 without one."""
+    """Step of the newest checkpoint; 0 if there is none."""
     now_s: float = 0.0
     deadline_s: float = math.inf
-    """The workers were asked to stop, and must end by then."""
+    """If the workers were asked to stop, they must exit by then."""
     stop_requested: bool = False
-    """A user or a scheduler has asked the run to end."""
+    """Whether a user or a scheduler has asked the run to end."""
     stopping: bool = False
     killed: bool = False
-    """True if the remaining processes are to be killed: at the deadline, after a second request, or before they have
-    anything to save."""
+    """Whether to kill the remaining processes: at the deadline, after a second request, or before they have anything to
+    save."""
     has_begun: bool = False
-    """True once the workers of this generation have written an event; before that they have nothing to save."""
+    """Whether the workers of this generation have written an event; before that, they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
-    """The number of groups that are running or may still come, if the run has several."""
+    """Number of groups that are running or may still come, if the run has several."""
     given_up: str = ""
     """Why the run ends without a request: for example, too few groups are left."""
     last_failure: str = "their nodes did not come"
@@ -76,12 +77,12 @@ class RunState(NamedTuple):
     memory_ladder: tuple[MemorySetting, ...] = ()
     """The settings to use one after another when memory runs out."""
     leaving: NodeSlow | None = None
-    """Set if the workers were asked to write a checkpoint and end, so that the next start leaves out this node."""
+    """Set if the workers were asked to write a checkpoint and exit, so that the next start drops this node."""
     left_out: tuple[int, ...] = ()
-    """Nodes that were left out."""
+    """Nodes that were dropped."""
     restarts_left: int | None = None
-    """Remaining restarts after failures, for a job that has a fixed number of them and manages its own checkpoints:
-    here its steps stand in for checkpoints. None: the plan's resilience decides."""
+    """Remaining restarts after failures, for a job that has a fixed number of them and manages its own checkpoints.
+    Here, the job's steps stand in for checkpoints. None if the plan's resilience decides."""
 
     @property
     def is_alone(self) -> bool:
@@ -137,21 +138,21 @@ class Retried:
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """A worker or a torchrun of the group has failed; others in the group may still be alive."""
+    """A worker or a torchrun of the group has failed; other workers in the group may still be alive."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class Orphaned:
-    """A torchrun of the group has ended and left workers behind."""
+    """A torchrun of the group has exited and left workers behind."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """No process of the group's start is left, except those stuck in the kernel."""
+    """No process of the group's start is left, except for those stuck in the kernel."""
 
     group: int
     done: bool
@@ -160,26 +161,27 @@ class GroupEnded:
     exit_code: int | None = None
     """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     own_error: bool = False
-    """A worker has reported an error of its own code."""
+    """Whether a worker has reported an error in its own code."""
     foreseen: bool = False
-    """The error would recur if the run were restarted unchanged."""
+    """Whether the error would recur if the run were restarted unchanged."""
     from_outside: bool = False
-    """Workers or torchrun ended by a signal or without a report, and none has reported an error."""
+    """Whether workers or torchrun were ended by a signal or exited without a report, and none has reported an error."""
     checkpoint_step: int = 0
-    """The newest checkpoint's step; for a user-defined command, the steps completed by all its starts."""
+    """Step of the newest checkpoint; for a user-defined command, the number of steps completed by all of its starts."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None
-    """It failed because its memory ran out."""
+    """Set if it failed because it ran out of memory."""
     has_worked: bool = False
-    """A user-defined command without counted steps has run for a long time, so its state has most likely advanced."""
+    """Whether a user-defined command whose steps are not counted has run for a long time, so that its state has most
+    likely advanced."""
     cause: str = ""
     """For a user-defined command: the exception that ended it, and where it was raised; empty if unknown, or if the
     failure came from outside."""
     reached_step: int = 0
     """For a user-defined command: the furthest step reached by any of its starts."""
     was_killed: bool = False
-    """Workers or torchrun were killed by SIGKILL."""
+    """Whether workers or torchrun were killed by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class NodeBack:
 
 @dataclass(frozen=True)
 class NodeUnfit:
-    """A node cannot take part: it is unfit, or too slow."""
+    """A node cannot take part because it is unfit or too slow."""
 
     node: int
     hostname: str
@@ -208,8 +210,7 @@ class NodeUnfit:
 
 @dataclass(frozen=True)
 class NodeSlow:
-    """The run is expected to gain more time without a node than leaving it out costs
-    (`balance/decisions/shares.py`)."""
+    """The run is expected to gain more time by dropping a node than the drop costs (`balance/decisions/shares.py`)."""
 
     node: int
     hostname: str
@@ -218,24 +219,24 @@ class NodeSlow:
 
 @dataclass(frozen=True)
 class NodesSeen:
-    """The set of connected nodes, the run's own and the spares, has changed."""
+    """The set of connected nodes, both the run's own and the spares, has changed."""
 
     hostnames: tuple[str, ...]
-    """The nodes' hostnames by place, the run's own first; empty for a node that is not connected."""
+    """The nodes' hostnames by place, the run's own nodes first; empty for a node that is not connected."""
     waiting: str = ""
-    """For messages: the run's own nodes that are missing, if only some of them are."""
+    """For messages: which of the run's own nodes are missing, if only some of them are."""
 
 
 @dataclass(frozen=True)
 class AgentsFailed:
-    """The command that starts the nodes' agents has ended before any of them connected."""
+    """The command that starts the nodes' agents has exited before any of them connected."""
 
     exit_code: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The supervisor was asked to stop for the `times`-th time."""
+    """The supervisor has been asked to stop for the `times`-th time."""
 
     times: int
 
@@ -249,7 +250,7 @@ class NodeStopRequested:
 
 @dataclass(frozen=True)
 class RendezvousRestarted:
-    """The rendezvous server had ended, and was restarted."""
+    """The rendezvous server had exited and was restarted."""
 
 
 Event = (
@@ -271,7 +272,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Stop:
-    """Ask workers to write a checkpoint and end: all workers, because the run is to end, or those of one group."""
+    """Ask workers to write a checkpoint and exit: all workers, because the run should end, or those of one group."""
 
     group: int | None = None
 
@@ -283,7 +284,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class BeginGeneration:
-    """Close the run's current generation and open the next, which continues from the newest checkpoint."""
+    """Close the run's current generation and open the next one, which continues from the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ class TakeSetting:
 
 @dataclass(frozen=True)
 class LeaveOut:
-    """Leave the node out of the next start, which uses a spare if there is one, and fewer nodes otherwise."""
+    """Drop the node from the next start, which uses a spare if there is one, and otherwise fewer nodes."""
 
     node: int
 
@@ -317,7 +318,7 @@ class MarkFailure:
 
 @dataclass(frozen=True)
 class ArchiveErrors:
-    """Move a start's error reports into its logs, because another start follows."""
+    """Move the error reports of a start to its logs, because another start follows."""
 
     group: int
 

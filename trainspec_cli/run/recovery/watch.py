@@ -1,4 +1,4 @@
-"""Decide when a step hangs, and which rank the others wait for, using plain numbers."""
+"""Decide when a step hangs, and which rank the others are waiting for, using plain numbers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ FIRST_S = 1800.0
 READING_THREAD = "loader"
 """Name prefix of the threads that read batches, used to attribute a hang to them."""
 NOTE_S = 120.0
-"""A first step that takes this long is reported, with what it is waiting for, long before its limit."""
+"""A first step that takes this many seconds is reported, together with what it is waiting for, long before its
+limit."""
 
 
 def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = FIRST_S) -> float:
-    """Return the time limit of a step, learned from the previous steps; at least `floor_s`. Before any step it is
+    """Return the time limit for a step, learned from the previous steps; at least `floor_s`. Before any step it is
     `first_s`, because the first steps compile."""
     if len(recent_s) < LEARNING_STEPS:
         return max(first_s, floor_s)
@@ -30,7 +31,7 @@ def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = 
 
 
 def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
-    """Return the time after which a possibly hanging step is reported, long before `deadline_s` ends the run."""
+    """Return the time after which a step that may be hanging is reported, long before `deadline_s` ends the run."""
     if len(recent_s) < LEARNING_STEPS:
         return math.inf
     return min(deadline_s / 2, max(STALL_FLOOR_S, STALL_SLOWER * max(recent_s)))
@@ -41,13 +42,13 @@ class Whereabouts:
     """The position of a rank in a hanging step."""
 
     waiting: bool
-    """True in a collective, or while waiting for the device to finish one."""
+    """Whether it is in a collective, or waiting for the device to finish one."""
     collectives: Mapping[str, int] = field(default_factory=dict)
-    """Number of the last collective that the rank entered, by process group."""
+    """Number of the last collective that the rank entered, for each process group."""
 
 
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and why; none if all wait in the same collectives."""
+    """Return the ranks that the others are waiting for, and why; no ranks if all wait in the same collectives."""
     if silent := [rank for rank in range(world_size) if rank not in found]:
         return silent, "it gives no sign of life"
     if elsewhere := [rank for rank, place in found.items() if not place.waiting]:
@@ -68,22 +69,23 @@ def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[i
 
 
 WINDOW = 48
-"""The number of readings that a verdict is based on."""
+"""Number of readings on which a verdict is based."""
 STEADY = 0.8
-"""Fraction of adjacent eighths of the window that must grow: caches fill and then stay constant, leaks continue."""
+"""Fraction of adjacent eighths of the window that must grow. Caches fill up and then stay constant, whereas leaks
+continue."""
 EIGHTHS = 8
 
 
 def slope_per_step(steps: Sequence[int], readings_bytes: Sequence[float]) -> float:
-    """Return bytes per step: the median over pairs half a window apart (Theil-Sen), which is robust to isolated
-    jumps."""
+    """Return the growth in bytes per step: the median over pairs half a window apart (Theil-Sen), which is robust to
+    isolated jumps."""
     half = len(steps) // 2
     pairs = zip(range(half), range(half, 2 * half), strict=True)
     return median((readings_bytes[b] - readings_bytes[a]) / (steps[b] - steps[a]) for a, b in pairs)
 
 
 def grows_steadily(readings_bytes: Sequence[float]) -> bool:
-    """Return True if nearly every eighth of the window lies above the one before."""
+    """Return True if nearly every eighth of the window is higher than the one before."""
     size = len(readings_bytes) // EIGHTHS
     levels = [median(readings_bytes[i * size : (i + 1) * size]) for i in range(EIGHTHS)]
     rises = sum(after > before for before, after in pairwise(levels))
@@ -91,7 +93,7 @@ def grows_steadily(readings_bytes: Sequence[float]) -> bool:
 
 
 def steps_until_full(steps: Sequence[int], readings_bytes: Sequence[float], free_bytes: float) -> float | None:
-    """Return the number of steps until a leak has used up `free_bytes`; None if a full window shows no leak."""
+    """Return the number of steps until a leak has used up `free_bytes`; None if a full window does not show a leak."""
     if len(readings_bytes) < WINDOW or not grows_steadily(readings_bytes):
         return None
     slope = slope_per_step(steps, readings_bytes)

@@ -1,1 +1,1 @@
-"""The rendezvous server, through which the processes of a job find one another."""
+"""The rendezvous server, through which a job's processes find one another."""

@@ -1,5 +1,5 @@
-"""The supervisor's handle on a job's rendezvous server: it restarts the server on the same port when the server
-ends."""
+"""The supervisor's handle on a job's rendezvous server. It restarts the server on the same port when the server
+exits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from trainspec_cli.run.rendezvous import server as rendezvous_server
 
 RESTART_INTERVAL_S = 1.0
 START_S = 10.0
-"""A server that lives for less than this counts as failed at its start; on a busy machine, starting one takes
-seconds."""
+"""A server that lives for less than this many seconds counts as failed at its start; on a busy machine, starting one
+takes seconds."""
 MAX_FAILURES = 5
 
 
 class Rendezvous:
-    """The server's process and its listening socket, which the supervisor keeps so that no other process gets the
+    """The server's process and its listening socket. The supervisor keeps the socket, so that no other process gets the
     port."""
 
     def __init__(
         self, job: Job, resilience: ResilienceSpec, secret_file: Path, host: str, port: int = 0, *, name: str = ""
     ):
         """Start a server on `host`, this node's address on the job's interface. Raises MachineError. Other nodes reach
-        it by `name`, or by the address itself if `name` is empty. `port` 0 chooses any free port."""
+        it by `name`, or by the address itself if `name` is empty. `port` 0 means any free port."""
         self._job = job
         self._secret_file = secret_file
         self._silence_s = resilience.heartbeat_timeout_s
@@ -50,10 +50,9 @@ class Rendezvous:
         return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
 
     def keep_alive(self) -> bool:
-        """Restart the server if it has ended; return True if it was restarted.
+        """Restart the server if it has exited; return True if it was restarted.
 
-        Raises MachineError if it keeps ending as soon as it is started.
-        """
+        Raises MachineError if it keeps exiting as soon as it is started."""
         lived_s = time.monotonic() - self._started_s
         if self._process.poll() is None or lived_s < RESTART_INTERVAL_S:
             return False

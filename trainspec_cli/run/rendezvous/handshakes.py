@@ -1,4 +1,4 @@
-"""Limit and log a server's connections: those in their handshake are limited in number and time, and refusals are
+"""Limit and log a server's connections: the number and duration of handshakes are limited, and rejections are
 logged."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TextIO
 from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 
 MAX_UNPROVEN = 1024
-"""The maximum number of simultaneous connections in their handshake; one more closes the oldest."""
+"""Maximum number of simultaneous connections in their handshake; a further one closes the oldest."""
 LOGGED_REFUSALS = 20
-"""The maximum number of refused connections that are logged."""
+"""Maximum number of rejected connections to log."""
 
 BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 
@@ -29,7 +29,7 @@ class Handshakes:
 
     @asynccontextmanager
     async def limited(self) -> AsyncIterator[None]:
-        """Limit the handshake time of this task's connection."""
+        """Limit the duration of the handshake on this task's connection."""
         task = asyncio.current_task()
         assert task is not None, "a connection is served by a task"
         if len(self._unproven) >= self._max_unproven:

@@ -8,7 +8,7 @@ import time
 from trainspec_cli.core.wire import rendezvous as messages
 
 STORE_BYTES = 2**30
-"""The largest size of the store; requests that would exceed it are refused."""
+"""Maximum size of the store; requests that would exceed it are rejected."""
 
 
 class KeyValueStore:
@@ -20,7 +20,7 @@ class KeyValueStore:
         self._changed: dict[str, asyncio.Event] = {}
 
     async def wait(self, request: messages.WaitRequest) -> messages.KeyValues | messages.MissingKey:
-        """Wait until all keys of the request exist, and return their values if it asks for them."""
+        """Wait until all keys in the request exist, and return their values if the request asks for them."""
         deadline = time.monotonic() + request.timeout_s
         for key in request.keys:
             while key not in self._values:
@@ -34,7 +34,7 @@ class KeyValueStore:
         return messages.KeyValues(tuple(self._values.get(key, "") for key in wanted))
 
     def answer(self, request: messages.KeyRequest) -> messages.StoreAnswer:
-        """Answer a request. Raises ValueError if the store would grow too large, or a value to be added to is not a
+        """Answer a request. Raises ValueError if the store would grow too large, or if the value to add to is not a
         number."""
         value: str | int | bool | None = None
         match request:

@@ -1,8 +1,8 @@
 """`python -m trainspec_cli.run.rendezvous.server DESCRIPTOR SUPERVISOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S
 GRACE_S`: the rendezvous server of a job.
 
-On an inherited listening socket it serves a key-value store (torch.distributed's) and the replica groups' quorum. No
-byte of a connection is used before its handshake. Connections in their handshake are limited in number and time, and an
+On an inherited listening socket, it serves a key-value store (torch.distributed's) and the replica groups' quorum. No
+byte of a connection is used before its handshake is complete. The number and duration of handshakes are limited, and an
 error on a connection closes only that connection.
 """
 
@@ -32,9 +32,9 @@ from trainspec_cli.run.rendezvous.handshakes import BAD_REQUEST, Handshakes, pro
 from trainspec_cli.run.rendezvous.key_value import KeyValueStore
 
 TICK_S = 0.05
-"""The interval at which the server checks for silent replica groups."""
+"""Interval at which the server checks for silent replica groups."""
 MAX_CONNECTIONS = 100_000
-"""The maximum number of connections of a job; the system's limit may be lower."""
+"""Maximum number of connections of a job; the system's limit may be lower."""
 Write = Callable[[messages.Answer], None]
 
 
@@ -48,7 +48,7 @@ class Quorums:
         self._requests: dict[str, messages.JoinQuorum] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
-        # A restarted server counts from 0 again; the time distinguishes its quorums from the earlier ones.
+        # A restarted server counts from 0 again; the time distinguishes its quorums from earlier ones.
         self._epoch = time.time_ns()
         self._number = 0
 
@@ -57,7 +57,7 @@ class Quorums:
         name = request.name
         now_s = time.monotonic()
         if self._writers.get(name) is not write:
-            self._groups.pop(name, None)  # a group repeats a request whose connection was lost
+            self._groups.pop(name, None)  # a group repeats a request if its connection was lost
         self._writers[name] = write
         self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
         if isinstance(request, messages.JoinQuorum):
@@ -79,7 +79,7 @@ class Quorums:
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
-        # A different number makes the groups reconnect to one another; they keep their connections as long as all of
+        # A different number makes the groups reconnect to one another. They keep their connections as long as all of
         # them are healthy.
         if members != self._previous or any(request.failures for request in requests):
             self._number += 1
@@ -102,9 +102,8 @@ class RendezvousServer:
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
         """Serve until the supervisor kills this process.
 
-        If the supervisor itself is killed, the workers save their state and end within `grace_s`, and need the server
-        until then.
-        """
+        If the supervisor itself is killed, the workers save their state and exit within `grace_s`. They need the server
+        until then."""
         server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
         orphaned_s = 0.0
         while not orphaned_s or (self._proven and time.monotonic() < orphaned_s + grace_s):
@@ -149,7 +148,7 @@ class RendezvousServer:
 def main() -> None:
     descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
     silence_s, patience_s, pause_s, grace_s = map(float, times_s)
-    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the entire job, whose workers still need this process
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the entire job, but its workers still need this process
         signal.signal(number, signal.SIG_IGN)
     allow_connections(MAX_CONNECTIONS)
     quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)

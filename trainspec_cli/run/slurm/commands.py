@@ -1,4 +1,4 @@
-"""Run sbatch, squeue and scontrol, each with a timeout: a controller that is down must not block a command."""
+"""Run sbatch, squeue and scontrol, each with a timeout, because a controller that is down must not block a command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainspec_cli.core.errors import MachineError, Problem
 TIMEOUT_S = 30.0
 NONE = "(null)"
 SILENT = "slurm_silent"
-"""The error code used when a Slurm command did not answer: it may have taken effect nevertheless."""
+"""The error code used when a Slurm command did not answer; it may have taken effect nevertheless."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -24,7 +24,7 @@ def submit(script: Path) -> str:
 
 
 def is_alive(job_id: str) -> bool:
-    """Return True if the job is pending or running; also False if Slurm cannot be reached."""
+    """Return True if the job is pending or running. Return False if Slurm cannot be reached."""
     try:
         answer = _run(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"], hint="")
     except MachineError:
@@ -33,7 +33,7 @@ def is_alive(job_id: str) -> bool:
 
 
 def pending() -> frozenset[str]:
-    """Return the user's pending jobs, with an array's tasks listed individually (`12_3`); empty if Slurm cannot be
+    """Return the user's pending jobs, with the tasks of an array listed individually (`12_3`); empty if Slurm cannot be
     reached."""
     try:
         answer = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
@@ -43,7 +43,7 @@ def pending() -> frozenset[str]:
 
 
 def show(name: str, kind: str = "job") -> dict[str, str]:
-    """Return Slurm's fields of a job (`Restarts`, `PreemptTime`, `ExcNodeList`, ...) or a partition. Raises
+    """Return Slurm's fields for a job (`Restarts`, `PreemptTime`, `ExcNodeList`, ...) or a partition. Raises
     MachineError."""
     answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
     # a name may contain blanks, and words like these;
@@ -52,16 +52,15 @@ def show(name: str, kind: str = "job") -> dict[str, str]:
 
 
 def requeue(job_id: str) -> None:
-    """Requeue this job: Slurm ends it, script included, and queues it again. Raises MachineError."""
+    """Requeue this job: Slurm ends it, including the script, and queues it again. Raises MachineError."""
     _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
 
 
 def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
-    """Exclude `hostnames`, and those of the node list `always`, from a pending job.
+    """Exclude `hostnames`, and those in the node list `always`, from a pending job.
 
-    Earlier exclusions are kept, newest first, as long as the partition has enough nodes: a node lost long ago may work
-    again, and a job that can never start would wait forever. Raises MachineError.
-    """
+    Earlier exclusions are kept, newest first, as long as the partition has enough nodes. A node lost long ago may work
+    again, and a job that can never start would wait forever. Raises MachineError."""
     job = show(job_id)
     nodes_wanted = int(job["NumNodes"].partition("-")[0])  # the lower end of a range
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
@@ -91,7 +90,7 @@ def own_name() -> str:
 
 
 def topology_addresses(num_nodes: int) -> dict[str, str]:
-    """Return the switches above each node of this job, as SLURM_TOPOLOGY_ADDR names them. Raises MachineError."""
+    """Return the switches above each node of this job, in the format of SLURM_TOPOLOGY_ADDR. Raises MachineError."""
     srun = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--mpi=none"]
     answer = _run([*srun, "sh", "-c", 'echo "$SLURMD_NODENAME" "$SLURM_TOPOLOGY_ADDR"'], hint="")
     lines = (line.split() for line in answer.splitlines())
@@ -126,8 +125,9 @@ def _failed(code: str, message: str, hint: str) -> MachineError:
 
 # Place a job's nodes next to their neighbours on the same switch, as the plan requires.
 #
-# On request, Slurm numbers tasks by a hostfile (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and tells each
-# task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
+# On request, Slurm numbers tasks according to a hostfile (`srun --distribution=arbitrary` with SLURM_HOSTFILE). It also
+# tells each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree). Both are documented in
+# srun(1).
 
 
 HOSTFILE = "SLURM_HOSTFILE"
@@ -137,15 +137,14 @@ SEPARATOR = "."
 def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> list[str]:
     """Return the job's nodes, ordered by number.
 
-    `addresses`: for each node, the switches above it, from the top, and its name. Nodes are sorted so that each
-    switch's nodes are contiguous, starting with `first`, where the supervisor runs, and its neighbours; nodes of one
-    switch stay in the order of `addresses`. `places`: the place of each number among the sorted nodes; if empty, they
-    are numbered in sorted order.
-    """
+    `addresses`: for each node, the switches above it, from the top, and its name. Nodes are sorted so that the nodes of
+    each switch are contiguous, starting with `first`, on which the supervisor runs, and its neighbours. Nodes on the
+    same switch stay in the order of `addresses`. `places`: the place of each number among the sorted nodes; if empty,
+    they are numbered in sorted order."""
     own = _switches(addresses[first], first)
 
     def place(node: str) -> tuple[list[tuple[bool, str]], bool]:
-        """Sort key: the first node's own switches come first at every tier, then the others by name."""
+        """Sort key: at every tier, the first node's own switches come first, then the others by name."""
         above = _switches(addresses[node], node)
         far = [above[: depth + 1] != own[: depth + 1] for depth in range(len(above))]
         return list(zip(far, above, strict=True)), node != first
@@ -160,6 +159,6 @@ def has_switches(addresses: Mapping[str, str]) -> bool:
 
 
 def _switches(address: str, node: str) -> list[str]:
-    """`top.leaf1.node7` -> top, leaf1. Without the plugin the address is empty, or only the node's name."""
+    """`top.leaf1.node7` -> top, leaf1. Without the plug-in, the address is empty or only the node's name."""
     above = address.removesuffix(node).rstrip(SEPARATOR)
     return above.split(SEPARATOR) if above else []

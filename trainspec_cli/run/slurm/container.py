@@ -1,9 +1,8 @@
-"""The container in which a job's agents and their processes run: by Slurm's pyxis plugin, or by Apptainer.
+"""The container in which a job's agents and their processes run, started by Slurm's pyxis plugin or by Apptainer.
 
 The supervisor stays outside, because it calls scontrol and srun. Inside, the image's own Python runs this copy of
 trainspec, which is mounted. Options: github.com/NVIDIA/pyxis (`srun --help` shows them), and
-apptainer.org/docs/user/latest/cli/apptainer_exec.html.
-"""
+apptainer.org/docs/user/latest/cli/apptainer_exec.html."""
 
 from __future__ import annotations
 
@@ -17,26 +16,26 @@ from trainspec_cli.core.printable import on_one_line
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
 
 HOME = "/opt/trainspec"
-"""The folder inside the container that holds trainspec, and nothing else that Python could import."""
+"""The folder inside the container that contains trainspec, and nothing else that Python could import."""
 INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
-"""The image's Python must see neither the outer Python's modules nor those below a mounted home."""
+"""The image's Python must see neither the outer Python's modules nor those below a mounted home folder."""
 OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """The files that mark the root of a virtual or conda environment."""
 OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
 """Folders that contain an image's own programs."""
 PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
-"""Variables with this prefix are set inside the container without it, and override the image's."""
+"""Variables with this prefix are set without it inside the container, and override the image's."""
 
 
 def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
-    """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs, each at its own path, the
-    environment of the container's Python, and the recipe's mounts. Raises RecipeError if a folder's name cannot be
-    mounted."""
+    """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs, each at the same path, the
+    environment of the container's Python, and the recipe's mounts. Raises RecipeError if a folder cannot be mounted
+    because of its name."""
     package = Path(trainspec_cli.__file__).resolve().parent
     own = [_mount(package, f"{HOME}/{package.name}:ro")]
     folders = [*needed]
-    # The environment of the container's Python, if it is on this machine, and the installation that a virtual
-    # environment is based on, if that is outside the system's folders.
+    # The environment of the container's Python, if it is on this machine, and the installation on which a virtual
+    # environment is based, if that is outside the system's folders.
     root = Path(slurm.container_python).parent.parent
     if Path(slurm.container_python).is_absolute() and any((root / name).exists() for name in OF_ENVIRONMENT):
         base = (root / "bin" / "python").resolve().parent.parent
@@ -46,7 +45,7 @@ def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
 
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
     """Yield each folder at its real path, and also under its own name if a link outside all mounts leads there. A
-    folder below another is mounted with it."""
+    folder below another one is mounted with it."""
     by_name = {Path(os.path.normpath(folder)): folder.resolve() for folder in folders}
     real = _outermost(by_name.values())
     names = _outermost([*real, *(name for name in by_name if name not in real)])
@@ -69,7 +68,7 @@ def _mount(source: Path, target: str) -> str:
 
 
 def _outermost(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders that are not below another of them: mounting these mounts them all."""
+    """Return the folders that are not below another one of them. Mounting these mounts all of them."""
     distinct = list(dict.fromkeys(folders))
     return [folder for folder in distinct if not any(other in folder.parents for other in distinct)]
 
@@ -90,7 +89,7 @@ def program(
     slurm: SlurmSpec, folder: Path, mounted: Sequence[str], *, uses_gpus: bool, vendor: str | None
 ) -> list[str]:
     """Return the program that runs the rest of the command in the container; empty if srun itself does that. `vendor`:
-    of the GPUs; None if unknown."""
+    vendor of the GPUs; None if unknown."""
     if slurm.container_image is None or slurm.container_runtime == "pyxis":
         return []
     wanted = slurm.container_gpus
@@ -110,14 +109,14 @@ def program(
 
 
 def python(slurm: SlurmSpec, variables: dict[str, str]) -> list[str]:
-    """Return the Python inside the container, with the outer values of `variables` and the inner values of trainspec's
-    own: env overrides the image's values."""
+    """Return the Python inside the container, with the outer values of `variables` and trainspec's own inner values,
+    because env overrides the image's values."""
     given = {**variables, **INSIDE}
     return ["env", *(f"{name}={value}" for name, value in sorted(given.items())), slurm.container_python]
 
 
 def exports(slurm: SlurmSpec) -> Iterator[str]:
-    """Yield shell lines that let the variables of `container_env` override the image's under Apptainer."""
+    """Yield shell lines that make the variables in `container_env` override the image's under Apptainer."""
     prefix = PREFIXES.get(slurm.container_runtime)
     for name in slurm.container_env if prefix and slurm.container_image is not None else ():
         yield f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"'

@@ -1,4 +1,4 @@
-"""A run's job in Slurm's queue: its id, whether it is still pending, whether and why it is requeued."""
+"""A run's job in Slurm's queue: its id, whether it is still pending, and whether and why it is requeued."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUNG = "hang"
 
 
 def note_job(run: RunDir, job_id: str) -> None:
-    """Record the job of a run; `job_id` is given as squeue shows it: `12`, or `12_3` for a task of an array."""
+    """Record the job of a run. `job_id` has the format of squeue: `12`, or `12_3` for a task of an array."""
     write_versioned(run.slurm_json, {"job_id": job_id})
 
 
@@ -30,8 +30,8 @@ def job_of(run: RunDir) -> str | None:
 
 
 def own_job() -> str:
-    """Return the id of this process's job, as `note_job` expects it. To some commands, a task's plain number would mean
-    the entire array."""
+    """Return the id of this process's job, in the format of `note_job`. For some commands, the plain number of a task
+    would mean the entire array."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
 
@@ -54,35 +54,36 @@ class Queue:
 @dataclass(frozen=True)
 class Requeue:
     reason: str
-    """`the time limit is near`"""
+    """For example `the time limit is near`."""
     avoid: Sequence[str] = ()
     """Lost nodes, which the requeued job should avoid."""
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
-    """Return True if Slurm has restarted the job meanwhile (its node was disconnected, and came back). The start that
-    followed `restarts` restarts must then do nothing. `job` holds Slurm's fields of the job."""
+    """Return True if Slurm has restarted the job in the meantime (its node was disconnected and has come back). The
+    start that followed `restarts` restarts must then do nothing. `job` contains Slurm's fields for the job."""
     return int(job.get("Restarts", restarts)) > restarts
 
 
 def is_preempted(job: Mapping[str, str]) -> bool:
-    """Return True if the job was preempted, as indicated by the warning signal or SIGTERM (which scancel sends too)."""
+    """Return True if the job was preempted, as indicated by the warning signal or by SIGTERM (which scancel also
+    sends)."""
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
 def decide(
     run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_nodes: int, after_hang: bool = True
 ) -> Requeue | None:
-    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang (if `after_hang`); but
-    not for an error."""
-    if preempted and exit_code != EXIT_DONE:  # workers not yet started die of the signal: not a failure
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, or a hang (if `after_hang`),
+    but not for an error."""
+    if preempted and exit_code != EXIT_DONE:  # workers that have not started die of the signal: not a failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
         return Requeue("it was warned of its time limit")
     if exit_code not in (WorkerError.exit_code, MachineError.exit_code):
         return None
     nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
-    # If a node never joins, the run ends with MachineError's code, like many failures that a restart does not fix.
+    # If a node never joins, the run ends with MachineError's exit code, like many failures that a restart does not fix.
     lost = [node for node in nodes if node.lost and (exit_code == WorkerError.exit_code or not node.host)]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)

@@ -1,4 +1,4 @@
-"""The batch script of one run or of a sweep's array: Slurm options, environment, and one srun."""
+"""The batch script of a single run or of a sweep's array: Slurm options, environment, and one srun."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from trainspec_cli.run.job.machine import describe_communication
 from trainspec_cli.run.slurm import container
 
 DRIVER = "trainspec_cli.session.slurm_job"
-"""The module that the script finally executes."""
+"""The module that the script runs at the end."""
 
 ASKED = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint", "exclude", "dependency")
-"""Fields of `cluster.slurm` that are sbatch options with the same names."""
+"""Fields of `cluster.slurm` that correspond to sbatch options of the same name."""
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
 TRAP = (
     """trap 'code=$?; if [ "${BASH_SOURCE[0]-}" = "$script" ]; then """
     """echo "cluster.slurm.setup failed with exit code $code: $BASH_COMMAND" >&2; exit $code; fi' ERR"""
 )
-"""Like `set -e`, but not in functions and sourced files: those of modules and conda contain commands that may fail."""
+"""Like `set -e`, but not in functions and sourced files, because those of modules and conda contain commands that may
+fail."""
 KEPT = (CACHE, HUB_MIRROR)
-"""Variables that the script copies from the submitting shell; the site sets the others."""
+"""Variables that the script copies from the submitting shell; the site sets all others."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Asked:
     gpu_vendor: str | None = None
     """None if the accelerator is unknown."""
     outlives_nodes: bool = False
-    """True if the run continues when a node fails, so that Slurm must not kill the job."""
+    """Whether the run continues when a node fails, in which case Slurm must not kill the job."""
     by_hostfile: bool = False
-    """True if the hostfile that the job writes (`commands.py`) numbers the nodes."""
+    """Whether the nodes are numbered by the hostfile that the job writes (`commands.py`)."""
 
 
 def asked_by_plan(plan: Plan) -> Asked:
@@ -80,14 +81,13 @@ def render_script(
     *,
     force: bool = False,
 ) -> str:
-    """Return the script. Several `roots` make an array with one task for each; the job starts in `folder`.
+    """Return the script. Several `roots` result in an array with one task for each. The job starts in `folder`.
 
     `needed`: what the runs read, and a container must therefore see, in addition to `folder` and the run folders.
-    `force`: train even if the plan is predicted not to fit. Raises RecipeError if a container cannot see a folder.
-    """
+    `force`: train even if the plan is predicted not to fit. Raises RecipeError if a container cannot see a folder."""
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
-    # The agent on each node sets these for its workers: the job does not need them, and keeps its own variables.
+    # The agent on each node sets these for its workers. The job itself does not need them, and keeps its own variables.
     communication = [
         line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
         for line in describe_communication(plan, RunDir(roots[0]))
@@ -107,9 +107,8 @@ def render_script(
 def render_own_script(cluster: ClusterSpec, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
     """Return the script of a user-defined command whose run is recorded in `root`.
 
-    It has no plan: its cluster determines what the job requests. `name`: its program, for messages. The command gets
-    the PYTHONPATH of the job's shell, not the one that trainspec needs.
-    """
+    It has no plan, so its cluster determines what the job requests. `name`: its program, for messages. The command gets
+    the PYTHONPATH of the job's shell, not the one that trainspec needs."""
     devices = cluster.devices_per_node
     asked = Asked(
         slurm=cluster.slurm,
@@ -164,8 +163,8 @@ def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str
 
 
 def check_folder(root: Path, named_by: str = "run.dir") -> None:
-    """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails next to a backslash), or the script
-    could not contain its name. `named_by`: the key or option that names the folder."""
+    """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails next to a backslash), or if the
+    script could not contain its name. `named_by`: the key or option that specifies the folder."""
     path = str(root)
     if "\\" in path or path != on_one_line(path):
         message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
@@ -175,19 +174,20 @@ def check_folder(root: Path, named_by: str = "run.dir") -> None:
 
 
 def log_of(root: Path) -> Path:
-    """Return the log's file name pattern; %j is the job's number, and a requeued job appends to the log."""
+    """Return the pattern for the log's file name. %j is the job's number, and a requeued job appends to the log."""
     return root / "logs" / "slurm-%j.log"
 
 
 def array_log(roots: Sequence[Path]) -> Path:
-    """Return the pattern of an array's logs, which lie next to the runs: a script has one pattern for all tasks."""
+    """Return the pattern for an array's logs, which are next to the runs, because a script has one pattern for all
+    tasks."""
     return roots[0].parent / "slurm" / "%A_%a.log"
 
 
 def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     slurm = asked.slurm
     is_array = len(roots) > 1
-    # squeue shows eight characters: those of the run folder if the user named it, otherwise of the recipe or the
+    # squeue shows eight characters: those of the run folder if the user named it, otherwise those of the recipe or the
     # script.
     if not is_array and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name):
         name = roots[0].name
@@ -195,7 +195,7 @@ def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
     log = array_log(roots) if is_array else log_of(roots[0])
-    # A percent sign in the folder is not a pattern; only the file name has patterns such as %j.
+    # A percent sign in the folder is not a pattern; only the file name contains patterns such as %j.
     yield _option("output", f"{str(log.parent).replace('%', '%%')}/{log.name}")
     yield "--open-mode=append"
     if is_array:
@@ -217,7 +217,7 @@ def _asked(asked: Asked) -> Iterator[str]:
 
 
 def _gpus(asked: Asked) -> Iterator[str]:
-    """Yield the option that requests a node's GPUs, in the site's own form; srun inherits them from the job."""
+    """Yield the option that requests a node's GPUs, in the form that the site uses; srun inherits them from the job."""
     slurm = asked.slurm
     devices = asked.devices_per_node
     wanted = slurm.gpus_per_node or (str(devices) if asked.uses_gpus and devices else None)
@@ -229,11 +229,10 @@ def _gpus(asked: Asked) -> Iterator[str]:
 
 
 def _option(name: str, value: str) -> str:
-    """Quote an option by sbatch's rules for `#SBATCH` lines.
+    """Quote an option according to sbatch's rules for `#SBATCH` lines.
 
-    Blanks end a word and `#` begins a comment, except between double quotes; a backslash escapes the next character,
-    between quotes too.
-    """
+    Blanks end a word and `#` starts a comment, except between double quotes. A backslash escapes the next character,
+    also between quotes."""
     if not _PLAIN_WORD.fullmatch(value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     return f"--{name}={value}"
@@ -245,7 +244,8 @@ def _variables() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    """Return the cache folders by variable name: the home inside a container may differ from the one outside."""
+    """Return the cache folders by variable name, because the home folder inside a container may differ from the one
+    outside."""
     return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
 
 
@@ -260,8 +260,8 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
 
 
 def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]:
-    """Return the command that starts an agent on each node, in the container, if any, which sees `needed`. No hostfile
-    numbers the nodes."""
+    """Return the command that starts an agent on each node, in the container if there is one, which sees `needed`. The
+    nodes are not numbered by a hostfile."""
     srun, agent = _start(replace(asked_by_plan(plan), by_hostfile=False), folder, needed, _caches())
     return [*srun, *agent]
 
@@ -269,7 +269,7 @@ def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]
 def _start(
     asked: Asked, folder: Path, needed: Sequence[Path], inside: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return srun with its options, and what it starts on each node. `inside`: a container's variables in addition to
+    """Return srun with its options, and what it starts on each node. `inside`: variables of a container in addition to
     the script's."""
     slurm = asked.slurm
     nodes = asked.num_nodes
@@ -278,7 +278,7 @@ def _start(
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         *_outliving(asked),
         *(["--distribution=arbitrary"] if asked.by_hostfile else []),
-        # A failed task must not end the others; the agents report it.
+        # A failed task must not end the others, because the agents report it.
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
     ]
     if slurm.container_image is None:
@@ -290,7 +290,8 @@ def _start(
 
 
 def places_nodes(plan: Plan) -> bool:
-    """Return whether the plan's cost depends on which nodes are neighbours: the job then numbers them by a hostfile."""
+    """Return whether the plan's cost depends on which nodes are neighbours; if so, the job numbers the nodes with a
+    hostfile."""
     return plan.blueprint is not None and plan.blueprint.sorts_nodes
 
 
@@ -300,18 +301,17 @@ def _outliving(asked: Asked) -> Iterator[str]:
 
 
 # The Python environment that was active at submission, which the job's script activates again. The job's Python is
-# named by its full path and needs no activation, but what it starts may need the environment's programs and variables
-# (a compiler, library folders).
+# specified by its full path and needs no activation. However, the programs that it starts may need the environment's
+# programs and variables (a compiler, library folders).
 
 
 def activation_lines(
     environ: Mapping[str, str], prefix: str, python: str, *, of_command: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of the script, and comments that state which environment and why.
+    """Yield the lines of the script, and comments that state which environment is activated and why.
 
-    `prefix` and `python` are those of the Python that runs trainspec. `of_command`: the environment is that of a
-    user-defined command, and trainspec need not be installed there.
-    """
+    `prefix` and `python` belong to the Python that runs trainspec. `of_command`: the environment belongs to a
+    user-defined command, and trainspec need not be installed in it."""
     if modules := environ.get("LOADEDMODULES"):
         names = on_one_line(", ".join(modules.split(":")))
         yield f"# Modules loaded at submission: {names}. sbatch passes their variables on; a site that does not"

@@ -1,1 +1,1 @@
-"""Calibrate the planner for a cluster from measurements there."""
+"""Calibrate the planner for a cluster, using measurements from that cluster."""

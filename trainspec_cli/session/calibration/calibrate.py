@@ -49,14 +49,14 @@ from trainspec_cli.session.launching.session import launch_apart
 from trainspec_cli.session.recipe.load import UNNAMED, load, plan_on, this_machine
 
 LEAST_STEPS = 5
-"""Minimum number of steps of a run after the first ones, which compile and allocate."""
+"""Minimum number of steps that a run must take after the first ones, which compile and allocate."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_TRIALS = 64
 
 
 @dataclass(frozen=True)
 class ClusterSteps:
-    """The observations of one cluster."""
+    """The observations from one cluster."""
 
     cluster: str
     device: str
@@ -66,7 +66,7 @@ class ClusterSteps:
 
 
 def calibrate(measured: ClusterSteps) -> ClusterProfile:
-    """Fit the identifiable parameters; the others keep their shipped values and are marked."""
+    """Fit the parameters that the data determines; the others keep their shipped values and are marked."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
     return ClusterProfile(
@@ -91,7 +91,7 @@ def _described(found: Posterior) -> Iterator[tuple[str, Calibrated]]:
 
 
 def _error(observations: Sequence[Observation], factors: dict[str, float]) -> float:
-    """Return the mean relative error of the groups' total times."""
+    """Return the mean relative error over the total times of the groups."""
     sums: dict[str, list[float]] = {}
     for number, one in enumerate(observations):
         pair = sums.setdefault(one.group if one.group.startswith("run ") else str(number), [0.0, 0.0])
@@ -104,7 +104,7 @@ def _error(observations: Sequence[Observation], factors: dict[str, float]) -> fl
 
 
 def measure_table(file: Path, cluster: str) -> ClusterSteps:
-    """Return the observations in a table. Raises RecipeError for several accelerators, and if no row is usable."""
+    """Return the observations in a table. Raises RecipeError if it has several accelerators or no usable row."""
     result = backtest(read_rows(file), Efficiency())
     problems: list[Problem] = []
     devices: dict[str, int] = {}
@@ -132,11 +132,12 @@ def measure_table(file: Path, cluster: str) -> ClusterSteps:
     return ClusterSteps(cluster, next(iter(devices)), "gpu", tuple(observations), len(observations))
 
 
-# Runs that have ended
+# Finished runs
 
 
 def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
-    """Return the observations of finished runs. Raises RecipeError for several clusters, or for too few steps."""
+    """Return the observations from finished runs. Raises RecipeError if they come from several clusters or have too few
+    steps."""
     taken = [_measure_run(folder) for folder in folders]
     first = taken[0]
     for folder, other in zip(folders, taken, strict=True):
@@ -186,7 +187,8 @@ def _machine_of(planned: Plan, report: Report) -> Machine:
 def _observe(
     planned: Plan, machine: Machine, probe: MachineProbe | None, parts: dict[str, float] | None, group: str
 ) -> list[Observation]:
-    """Return the observation of a plan's step; without `parts`, the predicted one, to judge how informative it is."""
+    """Return the observation of a plan's step. Without `parts`, it is the predicted one, used to judge how informative
+    the step would be."""
     if is_known(planned, machine):
         seconds = sum(parts.values()) if parts else 1.0
         return [of_setup(setup_of(planned, machine), seconds, group, Efficiency())]
@@ -206,13 +208,14 @@ def _unpredicted(what: str) -> Problem:
 class TriedLayout:
     plan: Plan
     changes: tuple[str, ...]
-    """Arguments that select this layout."""
+    """Command-line arguments that select this layout."""
 
 
 def measure_recipe(
     arguments: Sequence[str], number: int, steps: int, folder: Path, report: Callable[[str], None]
 ) -> ClusterSteps:
-    """Run the most informative layouts of a recipe for a few steps each. Raises TrainspecError if none can run."""
+    """Run the most informative layouts of a recipe for a few steps each. Raises TrainspecError if none of them can
+    run."""
     loaded = load(arguments)
     machine = this_machine(loaded.spec)
     usual = plan_on(loaded, machine)

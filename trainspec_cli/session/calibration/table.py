@@ -12,7 +12,7 @@ from trainspec_cli.core.reading.files import exists, read_text
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the rows by column name. Raises RecipeError for a file that is not a table of runs."""
+    """Return the rows as dictionaries by column name. Raises RecipeError for a file that is not a table of runs."""
     if not exists(file):
         raise RecipeError(Problem(code="missing_file", message=f"no such file: {file}", file=str(file)))
     try:
@@ -28,5 +28,5 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def _row(row: Mapping[str | None, str | None]) -> dict[str, str]:
-    """Return a row by column name; a short line lacks its last columns, and a long one is truncated."""
+    """Return a row as a dictionary by column name. A short line lacks its last columns, and a long one is truncated."""
     return {name: value or "" for name, value in row.items() if name is not None}

@@ -46,12 +46,12 @@ FIXED = {
     "train.seed": ("it decides the order of the samples, and some are already trained", SAME_WEIGHTS),
     "run.dir": ("the run continues in its own folder", "move the folder and resume it there"),
 }
-"""Keys that a resume cannot change, the reason, and what to do instead."""
+"""Keys that a resume cannot change, each with the reason and what to do instead."""
 MORE_STEPS = re.compile(r"train\.max_steps=\+(\d[\d_]*)")
 
 
 def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
-    """Replace `train.max_steps=+1000` with the run's own steps plus 1000."""
+    """Replace `train.max_steps=+1000` with the run's own number of steps plus 1000."""
     return [
         f"train.max_steps={old.train.max_steps + int(more[1])}" if (more := MORE_STEPS.fullmatch(change)) else change
         for change in changes
@@ -59,9 +59,9 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 
 
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
-    """Yield a problem for every changed value of `FIXED`."""
+    """Yield a problem for every value listed in `FIXED` that was changed."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # loads hydra, which a command's help does not need
+        render_value,  # it loads hydra, which a command's help does not need
     )
 
     for path, (before, after) in differences(old, new).items():
@@ -75,7 +75,7 @@ def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> It
 
 
 def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:
-    """Return path -> (value before, value now) for each value that differs; None for an absent value."""
+    """Return path -> (value before, value now) for each value that differs. An absent value is None."""
     before = flatten(old)
     after = flatten(new)
     paths = dict.fromkeys([*after, *before])
@@ -87,8 +87,8 @@ def differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, 
 
 
 def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole) -> tuple[Loaded, Path | None]:
-    """Prepare the data for a changed run with the tokenizer of its model; return the spec that reads it, and the
-    folder. Raises RecipeError if the data was made with another tokenizer, and the errors of `prepare_data`."""
+    """Prepare the data of a changed run with its model's tokenizer. Return the spec that reads the data, and the data
+    folder. Raises RecipeError if the data was prepared with another tokenizer, and the errors of `prepare_data`."""
     data = loaded.spec.data
     old_folder = read_data_dir(run)
     if data.unit == "samples" or old_folder is None:
@@ -105,9 +105,9 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
     """Yield a line for each value that differs from the last start, and the effect on the learning rate and the data at
-    `step`, after `samples`."""
+    `step`, after `samples` samples."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # loads hydra, which a command's help does not need
+        render_value,  # it loads hydra, which a command's help does not need
     )
 
     for path, (old, new) in differences(to_plain(before), to_plain(now)).items():
@@ -123,7 +123,7 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
 
 
 def _learning_rate(spec: RunSpec, samples: int) -> float:
-    """Return the learning rate of the step after `samples`, or of the last step if the run is done."""
+    """Return the learning rate of the step after `samples`, or of the last step if the run has finished."""
     schedule = schedule_batches(spec)
     last = schedule.run_samples - spec.batching.global_batch_size
     return step_batch(schedule, min(samples, last)).lr
@@ -142,15 +142,14 @@ def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
 
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
-    """Return the plan of the same run on `nodes` nodes; None if its recipe allows none, or none fits.
+    """Return the plan of the same run on `nodes` nodes; None if its recipe does not allow that, or if nothing fits.
 
-    The recipe's layout is kept if it divides the nodes. Otherwise data parallelism changes first, then the number of
-    pipeline stages, and then the search chooses freely, provided that the layout is predicted to fit in memory. Kernels
-    stay as chosen. Layout changes planned by the recipe need all nodes, and are dropped.
-    """
+    The recipe's layout is kept if it divides the nodes evenly. Otherwise data parallelism changes first, then the
+    number of pipeline stages, and then the search chooses freely, provided that the layout is predicted to fit in
+    memory. Kernels stay as chosen. Layout changes scheduled by the recipe need all nodes, and are dropped."""
     quiet = RunConsole(quiet=True)  # the prediction is hypothetical, so it is not shown
     for spec, must_be_predicted in _on_fewer(before, nodes):
-        # The data was read when the run began, so its source may be gone.
+        # The data was read when the run first started, so its source may no longer exist.
         if any(not problem.path.startswith("data.") for problem in [*check(spec), *check_engine(spec)]):
             continue
         try:
@@ -165,7 +164,7 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
 
 
 def _on_fewer(before: Plan, nodes: int) -> Iterator[tuple[RunSpec, bool]]:
-    """Yield the recipe with each layout to try, and whether a prediction of its memory is required."""
+    """Yield the recipe with each layout to try, and whether the layout must be predicted to fit in memory."""
     spec = before.spec
     wanted = before.spec.layout
     fewer = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes), scheduler=replace(spec.scheduler, changes=()))

@@ -1,4 +1,4 @@
-"""Requeue a Slurm job when its run has ended; the rules are the same for all kinds of runs."""
+"""Requeue a Slurm job when its run has ended. The rules are the same for all kinds of runs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 
 AVOID_S = 5.0
-"""Seconds that to try; Slurm gives a requeued job some time to end (KillWait, 30 s by default)."""
+"""Maximum time in seconds for the attempt, because Slurm gives a requeued job only limited time to end (KillWait, 30 s
+by default)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the requeues of a job."""
+    """Limits on requeuing a job."""
 
     num_nodes: int
     max_requeues: int = SlurmSpec.max_requeues
     exclude: str | None = None
-    """Nodes that the user excludes."""
+    """Nodes excluded by the user."""
     after_hang: bool = True
-    """Requeue after a hang; False if the run was already restarted within the job as often as allowed."""
+    """Whether to requeue after a hang. False if the run has already been restarted within the job as often as
+    allowed."""
 
 
 class TimeWarning:
-    """Handler of SIGUSR2, which Slurm sends before the time limit. It asks the supervisor to stop."""
+    """Handles SIGUSR2, which Slurm sends before the time limit, by asking the supervisor to stop."""
 
     def __init__(self) -> None:
         self.came = False
@@ -48,7 +50,7 @@ class TimeWarning:
 def requeue_if_of_use(
     run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole
 ) -> None:
-    """Requeue the job if that helps and the limit allows it; print the reason if Slurm refuses."""
+    """Requeue the job if that helps and the limit allows it. If Slurm rejects the requeue, print the reason."""
     done = restarts()
     try:
         job = slurm.show(job_id)
@@ -74,12 +76,12 @@ def requeue_if_of_use(
 
 
 def restarts() -> int:
-    """Return the number of times that Slurm has restarted this job."""
+    """Return how many times Slurm has restarted this job."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
-    """Exclude `hostnames` from the job. Only a pending job accepts that, so it is done during the grace period before
+    """Exclude `hostnames` from the job. Only a pending job accepts that, so this happens during the grace period before
     the job ends."""
     deadline = time.monotonic() + AVOID_S
     while True:

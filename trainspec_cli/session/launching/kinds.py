@@ -1,5 +1,5 @@
-"""Kinds of runs, which differ in how a run is resumed (including in a Slurm job) and in how its end is judged and
-shown. Recipe runs are defined here; wings add other kinds at `RUN_KINDS`."""
+"""Kinds of runs, which differ in how a run is resumed (including in a Slurm job), and in how its outcome is determined
+and shown. Recipe runs are defined here; plug-ins add other kinds at `RUN_KINDS`."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ class RunKind(Protocol):
         as_json: bool,
         detach: bool,
     ) -> int:
-        """Continue a run; return the exit code of this command. Raises TrainspecError if the run is refused or
+        """Continue a run; return the exit code of this command. Raises TrainspecError if the run is rejected or
         fails."""
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
         """Start or continue a submitted run on the nodes of its Slurm job; return its exit code. Raises TrainspecError
-        if the run is refused or fails."""
+        if the run is rejected or fails."""
 
     def limits(self, run: RunDir) -> Limits:
-        """Return the limits on requeues of its Slurm job."""
+        """Return the limits on requeuing its Slurm job."""
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
         """Return the outcome of a run whose processes have ended."""
 
     def hint(self, job: Job, outcome: RunOutcome) -> str:
-        """Return what to do after a failure; empty if a restart would not continue the run."""
+        """Return what to do after a failure; empty if restarting would not continue the run."""
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
-        """Return the last lines shown for a run that has not failed."""
+        """Return the last lines to show for a run that has not failed."""
 
     def start_again(self, run: RunDir) -> str:
-        """Return the command that continues a run that has ended."""
+        """Return the command that continues a run after it has ended."""
 
 
 class RecipeRuns:
@@ -81,12 +81,12 @@ class RecipeRuns:
         as_json: bool,
         detach: bool,
     ) -> int:
-        from trainspec_cli.session.launching.resume import resume_recipe  # imports this module
+        from trainspec_cli.session.launching.resume import resume_recipe  # it imports this module
 
         return resume_recipe(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        from trainspec_cli.session.launching.resume import run_recipe_in_job  # imports this module
+        from trainspec_cli.session.launching.resume import run_recipe_in_job  # it imports this module
 
         return run_recipe_in_job(run, reach, console, requests, force=force)
 
@@ -124,9 +124,9 @@ class RecipeRuns:
 
 
 def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
-    """Return what to do about a node that was lost or did not join. `by_hand`: a user typed the command on each node,
-    rather than Slurm."""
-    if node.rank == 0 or job.run.job_sbatch.is_file():  # started by this process, whose log has their output
+    """Return what to do about a node that was lost or did not join. `by_hand`: whether a user typed the command on each
+    node, instead of Slurm running it."""
+    if node.rank == 0 or job.run.job_sbatch.is_file():  # they were started by this process, whose log has their output
         return f"see {shown(job.torchrun_log)}"
     if by_hand and node.never_came:
         return f"start node {node.rank} too: the same command there, with --node-rank {node.rank}"
@@ -134,7 +134,7 @@ def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
 
 
 def command_to_resume(run: RunDir) -> str:
-    """Return the command that continues the run; the command is the same on all nodes, except for --node-rank."""
+    """Return the command that continues the run. It is the same on all nodes, except for --node-rank."""
     if run.job_sbatch.is_file():
         return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
     command = f"trainspec resume {quoted(run)}"
@@ -151,7 +151,7 @@ def quoted(run: RunDir) -> str:
 
 
 def shown(path: Path) -> str:
-    """Return the path as a user would type it in the current folder."""
+    """Return the path as a user would type it from the current folder."""
     return show_path(path, Path.cwd())
 
 
@@ -160,5 +160,5 @@ RUN_KINDS: Point[RunKind] = Point("run_kinds")
 
 
 def kind_of(run: RunDir) -> RunKind:
-    """Return the kind of a run. Raises MachineError if its wing is missing, and UnreadableFileError."""
+    """Return the kind of a run. Raises MachineError if its plug-in is missing, and UnreadableFileError."""
     return part_named(RUN_KINDS, kind_of_run(run), RECIPE_RUNS)

@@ -1,5 +1,5 @@
-"""Several nodes without Slurm: the user types the same command on each; the first node starts the run and the others
-join it."""
+"""Runs on several nodes without Slurm: the user types the same command on each node. The first node starts the run, and
+the others join it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from trainspec_cli.session.launching.kinds import kind_of
 
 RETRY_S = 0.5
 WATCH_S = 1.0
-"""Interval at which a joined node reads the run's progress from the shared folder."""
+"""Interval at which a node that has joined reads the run's progress from the shared folder."""
 RESULT_TIMEOUT_S = 30.0
-"""Maximum time that another node waits for the first one to write the result or restart the run."""
+"""Maximum time that another node waits for the first node to write the result or restart the run."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class NodeOptions:
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """True if srun started this command on each node, so that hints must not ask the user to type it there."""
+    """Whether srun started this command on each node, so that hints must not ask the user to type it there."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -54,7 +54,7 @@ class NodeOptions:
 
     def reach(self, spec: RunSpec, run_dir: str) -> Reach | None:
         """Return how the nodes of a run in `run_dir` reach one another; None for a single node. Raises RecipeError if
-        the command line does not state it."""
+        the command line does not specify it."""
         nodes = spec.cluster.num_nodes
         if nodes == 1:
             return None
@@ -79,7 +79,7 @@ class NodeOptions:
             beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
             message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
             raise RecipeError(Problem("usage", message, hint=hint))
-        # The command starts the agent of this node, the first one; every other node starts its own.
+        # The command starts the agent on this node, the first one; every other node starts an agent itself.
         return Reach(host, agent_command(node=0), int(port), return_timeout_s=join_timeout_s)
 
 
@@ -96,18 +96,18 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a node expects of the run that it joins; by default, that it is the run of a recipe."""
+    """What a node expects of the run that it joins; by default, that it is a recipe run."""
 
     check: Callable[[RunDir, GenerationRecord], None] = check_recipe
-    """Raises RecipeError for a run that this node was not meant to join."""
+    """Raises RecipeError for a run that this node is not supposed to join."""
     exit_code: Callable[[RunDir, RunResult | None], int] = exit_code_of
     """Maps the run, and its result if the first node has written one, to an exit code."""
     folder: str = "run.dir"
-    """Key or option that names the run folder."""
+    """Key or option that specifies the run folder."""
     join_key: str = JOIN_KEY
-    """Key or option for how long nodes wait for one another."""
+    """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
-    """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
+    """Whether srun merges the output of all nodes, so that the first node's progress is already visible."""
 
 
 def join(
@@ -118,11 +118,10 @@ def join(
     wait_s: float = RunSection.join_timeout_s,
     joined: Joined = Joined(),
 ) -> int:
-    """Join a run that the first node starts, as node `node`; return the run's exit code.
+    """Join a run started by the first node, as node `node`; return the run's exit code.
 
-    Joins every start by the first node, until the run has a result. Raises MachineError if the first node does not
-    start within `wait_s`, or if other users can write to the run folder.
-    """
+    Joins every start by the first node until the run has a result. Raises MachineError if the first node does not start
+    within `wait_s`, or if other users can write to the run folder."""
     run = RunDir(Path(run_dir).absolute())
     served = 0
     deadline = time.monotonic() + wait_s
@@ -149,7 +148,7 @@ def join(
                     run_agent(run, generation, node, begin)
                 served = generation
                 deadline = time.monotonic() + RESULT_TIMEOUT_S
-            except MachineError as error:  # it may belong to an earlier start, whose first node no longer responds
+            except MachineError as error:  # perhaps from an earlier start, whose first node no longer responds
                 refusal = error
         time.sleep(RETRY_S)
     if not served:
@@ -166,8 +165,8 @@ def join(
 
 @contextmanager
 def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
-    """Show the run's progress during the block, as the first node does, using rank 0's events in the shared folder. A
-    thread reads them, so that a stalled file system does not block the agent."""
+    """Show the run's progress during the block, as the first node does, from rank 0's events in the shared folder. A
+    separate thread reads them, so that a stalled file system does not block the agent."""
     view = LiveView(run, None if record.own else read_plan(run), console)
     ended = threading.Event()
 
@@ -190,7 +189,8 @@ def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole
 
 
 def _no_first_node(run: RunDir, wait_s: float, joined: Joined) -> MachineError:
-    """Return the error for a missing first node; its hint uses the terms of `trainspec launch`, `run`, or srun."""
+    """Return the error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or
+    srun."""
     message = f"no first node was found in {run.root} within {wait_s:g} s"
     first = "see what task 0 of srun printed" if joined.of_slurm else "start the first node too: --node-rank 0"
     same = f"{joined.folder} must be the same folder, on a file system that all nodes share"

@@ -58,7 +58,7 @@ from trainspec_cli.session.recipe.load import (
 from trainspec_cli.session.runs.find import find_own_run, status_of_run
 
 OF_MEMORY = ("batching", "recompute", "offload")
-"""Sections of a recipe that determine the memory of a step."""
+"""Sections of a recipe that determine a step's memory."""
 
 
 def resume(
@@ -71,8 +71,8 @@ def resume(
     as_json: bool,
     detach: bool = False,
 ) -> int:
-    """Continue a run, as its first node or as a node that joins; return the run's exit code. With `detach`, return 0
-    once a separate process has continued it."""
+    """Continue a run, as its first node or as a node that joins; return the run's exit code. With `detach`, return 0 as
+    soon as a separate process has continued it."""
     run = find_own_run(name)
     return kind_of(run).resume(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
@@ -112,8 +112,8 @@ def prepare_resume(
     force: bool = False,
     as_json: bool = False,
 ) -> Session:
-    """Return the session of the run's next start. Raises RecipeError for fixed values and for a finished run,
-    MachineError if this node lacks something."""
+    """Return the session for the run's next start. Raises RecipeError for changed fixed values and for a finished run,
+    and MachineError if this node lacks something."""
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     reach = _reach(run, loaded.spec, changes, nodes)
@@ -125,8 +125,8 @@ def prepare_resume(
 
 
 def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -> None:
-    """Record changes in a multi-node run of Slurm, for the next job that the user submits. Raises RecipeError for fixed
-    values, and for a run that is running or queued."""
+    """Record changes to a multi-node Slurm run, for the next job that the user submits. Raises RecipeError for changed
+    fixed values, and for a run that is running or queued."""
     if (status := status_of_run(run)) in ALIVE:
         message = f"the run in {run.root} is {status}, and keeps its current values"
         raise RecipeError(Problem("still_running", message, hint=f"end its job first: scancel {job_of(run) or 'JOB'}"))
@@ -157,7 +157,7 @@ def _is_of_slurm_alone(run: RunDir, nodes: NodeOptions) -> bool:
 def prepare_unchanged(
     run: RunDir, reach: Reach, console: RunConsole, *, force: bool = False, as_json: bool = False
 ) -> Session:
-    """Return the session of a run whose nodes are started by agents; the run starts or continues exactly as planned.
+    """Return the session of a run whose nodes are started by agents. The run starts or continues exactly as planned.
     Raises RecipeError for a finished run."""
     plan = read_plan_of_all_nodes(run)
     check_unfinished(run, plan.spec)
@@ -167,13 +167,13 @@ def prepare_unchanged(
 
 def run_recipe_in_job(run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
     """Start or continue the run on the nodes of its Slurm job; return its exit code. Raises TrainspecError if the run
-    is refused or fails."""
+    is rejected or fails."""
     place_nodes(run, read_plan(run), console)
     return start(prepare_unchanged(run, reach, console, force=force), requests)
 
 
 def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
-    """Number the job's nodes by their switches, if the plan depends on that. Raises MachineError."""
+    """Number the job's nodes by their switches, if the plan depends on the numbering. Raises MachineError."""
     if plan.blueprint is None or not places_nodes(plan):
         return
     addresses = slurm.topology_addresses(plan.num_nodes)
@@ -186,11 +186,11 @@ def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
 
 
 def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:
-    """Return how the nodes of the run are reached; None for a single node. Raises RecipeError."""
+    """Return how the run's nodes are reached; None for a single node. Raises RecipeError."""
     if _is_of_slurm_alone(run, nodes):
         message = f"the run in {run.root} was made for Slurm, on {spec.cluster.num_nodes} nodes"
         again = command_to_resume(run)
-        if changes:  # these need options that a job does not have
+        if changes:  # changes need options that a job does not have
             again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
         raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
     reach = nodes.reach(spec, str(run.root))
@@ -201,10 +201,10 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
-    """Return the run's own spec with `changes`. Raises RecipeError with every problem."""
-    from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which a command's help does not need
-    from trainspec_cli.session.recipe.complete import (  # as above
-        absolute_code,  # as above
+    """Return the run's own spec with `changes` applied. Raises RecipeError with all problems."""
+    from trainspec_cli.recipe.compose.compose import amend  # it loads hydra, which a command's help does not need
+    from trainspec_cli.session.recipe.complete import (  # the same
+        absolute_code,  # the same
         complete_changed_steps,
         complete_warmup,
     )
@@ -217,7 +217,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(close_axes(draft)), *check_engine(draft)]
     if values["data"] == composed.data.get("data"):
-        # The data was read when the run first started, so its source may be gone.
+        # The data was read when the run first started, so its source may no longer exist.
         broken = [problem for problem in broken if not problem.path.startswith("data.")]
     problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
@@ -227,7 +227,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
 def _change_values_and_data(
     run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
 ) -> tuple[Loaded, Path | None]:
-    """Return the changed recipe, and the folder of its data if that changes. Raises RecipeError."""
+    """Return the changed recipe, and the folder of its data if the data changes. Raises RecipeError."""
     loaded = _change(run, old, count_more_steps(old.spec, changes))
     check_unfinished(run, loaded.spec)
     if loaded.spec.data != old.spec.data:
@@ -238,7 +238,7 @@ def _change_values_and_data(
 
 def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: Machine) -> Plan:
     """Return the plan with the choices made when the run first started. Raises RecipeError if the state cannot be
-    loaded in the plan's layout, MachineError if this machine cannot run the kernels."""
+    loaded in the plan's layout, and MachineError if this machine cannot run the kernels."""
     if plan.spec.kernels == old.spec.kernels:
         require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
         plan = replace(plan, kernels=old.kernels)
@@ -251,8 +251,8 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
 
 
 def _keep_memory(plan: Plan, old: Plan) -> Plan:
-    """Keep the run's initial memory setting if that takes less memory than the recipe asks for, because earlier runs
-    had run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
+    """Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
+    run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
     asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
     is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
     if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
@@ -275,7 +275,7 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
         trained = step
         run_samples = wanted
         what = f"`{path}` is {wanted}"
-    else:  # the step depends on the samples trained so far, and these on the schedule at the time
+    else:  # the step depends on the samples trained so far, which depend on the schedule at the time
         trained = trained_samples(run, spec, step)
         run_samples = wanted * start
         what = (
@@ -283,7 +283,7 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
             f"{start:,} are {run_samples:,}"
         )
     if trained >= run_samples:
-        factor = 2 * -(-trained // run_samples)  # a resume may ask for fewer samples than are trained
+        factor = 2 * -(-trained // run_samples)  # a resume may request fewer samples than have been trained
         more = f"{path}={factor * wanted}"
         if train.tokens is not None:
             path = "train.tokens"

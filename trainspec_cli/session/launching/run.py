@@ -41,7 +41,7 @@ from trainspec_cli.session.runs.diagnose import VerdictLines
 
 
 class Watch(Protocol):
-    """Observer of a run in progress."""
+    """Observes a run in progress."""
 
     def look(self, report: Callable[[str], None]) -> None: ...
 
@@ -50,7 +50,7 @@ class ShownOutput(Watch, Protocol):
     """Shows the output of a run's processes."""
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines, so that they are on the screen."""
+        """Return whether the newest start has printed these lines, in which case they are on the screen."""
 
 
 def run(
@@ -74,12 +74,11 @@ def run(
 
     `limits` records what is learned about the machine's memory. `advisor` proposes other layouts through `mail`.
     `replan`: see `supervise`. `notifies`: who else is notified when the run ends. `output` shows the output of a user's
-    own command; if that is `passed` through to a terminal, the summary's lines go only to the run's log. `run_kind`
-    determines the outcome.
+    own command. If that output is `passed` through to a terminal, the summary lines go only to the run's log.
+    `run_kind` determines the outcome.
 
     Raises the error for the outcome's exit code if the run failed, WorkerError if another start took over the run, and
-    BrokenPipeError if the run ended well but the reader of the output is gone.
-    """
+    BrokenPipeError if the run succeeded but the reader of the output is gone."""
     mail = mail or WorkerMail()
     looks_deeper = plan is not None and plan.spec.observe.deeper_look
     verdicts = VerdictLines(job.run, (lambda order: mail.send(order, order.looker)) if looks_deeper else None)
@@ -148,8 +147,8 @@ def run(
 def _failure(
     job: Job, explanation: Explanation, console: RunConsole, output: ShownOutput | None, hint: str, *, as_json: bool
 ) -> Problem:
-    """Print the traceback before the error if it is short enough for the screen and the user's script has not printed
-    it; in JSON it is part of the error."""
+    """Print the traceback before the error if it is short enough for the screen and has not been printed by the user's
+    script. In JSON output, it is part of the error."""
     message = explanation.headline
     logs = f"logs: {shown(job.logs)}"
     if as_json:
@@ -172,7 +171,7 @@ def _first_text(run: RunDir) -> JsonObject:
 
 
 def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
-    """Yield a line for each active tracker: where it records, and how to view or upload the records."""
+    """Yield a line for each active tracker: where it records, and how to view or upload its records."""
     folder = shlex.quote(shown(root))
     tracking = spec.tracking
     if tracking.tensorboard:

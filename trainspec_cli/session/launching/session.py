@@ -1,9 +1,8 @@
 """`launch`, and a single start of a run, from plan to exit code: predict, check the nodes, select kernels, run.
 
-`launch`, `resume` and a Slurm job each make a `Session` on the first or only node of a run, and `start` it in the same
-order: `start` -> `run` (run.py, shared with users' own commands) -> `supervise` (run/supervise.py). The other nodes of
-a run join what the first node has started (`nodes.join`).
-"""
+`launch`, `resume` and a Slurm job each create a `Session` on the first or only node of a run, and `start` it in the
+same order: `start` -> `run` (run.py, also used for users' own commands) -> `supervise` (run/supervise.py). The other
+nodes of a run join what the first node has started (`nodes.join`)."""
 
 from __future__ import annotations
 
@@ -78,13 +77,13 @@ from trainspec_cli.session.recipe.load import Loaded, check_start, load, plan_on
 from trainspec_cli.session.runs.find import check_name_free
 
 CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
-"""Receives the plan, the run folder, the console, and whether --force is given. Checks this node, or returns the
+"""Receives the plan, the run folder, the console, and whether --force is set. Checks this node, or returns the
 examination to run on each of several nodes. Raises MachineError for an unfit node."""
 CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
-"""A wing's services that run alongside the supervisor, across all starts of the workers."""
+"""A plug-in's services that run alongside the supervisor, across all starts of the workers."""
 MOST_KNOWN = 50
-"""Number of newest runs to check for others that are running."""
+"""Number of newest runs to check when looking for others that are still running."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Plan fields that depend on the machine, which may differ when a run is resumed."""
 
@@ -95,23 +94,23 @@ class Session:
 
     plan: Plan
     machine: Machine
-    """This node, the first or only one."""
+    """This node, which is the first or only one."""
     begins: Loaded | RunDir
-    """The recipe of a new run, or an existing run."""
+    """The recipe of a new run, or the folder of an existing run."""
     console: RunConsole
     reach: Reach | None = None
     """How to reach the nodes; None for a single-node run."""
     data_folder: Path | None = None
-    """Folder of an existing run's changed data; None: its own data."""
+    """Folder of an existing run's changed data; None for the data that it already has."""
     force: bool = False
-    """Train even if the plan is predicted not to fit."""
+    """Whether to train even if the plan is predicted not to fit."""
     as_json: bool = False
     notify: Notify = NOBODY
-    """The command and the URL that are notified of the run's end."""
+    """The command and the URL that are notified when the run ends."""
 
     @property
     def folder(self) -> Path:
-        """Return the run folder, or the parent of one that is yet to be created."""
+        """Return the run folder; for a folder that does not exist yet, its parent."""
         if isinstance(self.begins, RunDir):
             return self.begins.root.absolute()
         return RUNS if self.plan.spec.run.dir == AUTO else Path(self.plan.spec.run.dir).absolute()
@@ -127,14 +126,14 @@ def launch(
     detach: bool = False,
 ) -> int:
     """Train a recipe, as the first node of the run or as a node that joins; return the run's exit code. With `detach`,
-    return 0 once a separate process has started the run."""
+    return 0 as soon as a separate process has started the run."""
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         wait_s = loaded.spec.run.join_timeout_s
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
-    # This is checked again when the run is recorded; here it is checked before anything is measured or prepared.
+    # This is checked again when the run is recorded. It is checked here first, before anything is measured or prepared.
     check_free(wanted)
     check_name_free(loaded.spec.run.name)
     if not detach:
@@ -147,9 +146,9 @@ def launch(
 
 
 def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:
-    """Train a recipe on this node in a separate process, and wait for its end; return the run, with its result.
-    Progress is shown on the `console`, if given. An interrupt is forwarded to the run, whose checkpoint is awaited.
-    Raises TrainspecError if the run is refused."""
+    """Train a recipe on this node in a separate process, and wait for it to end. Return the run, with its result.
+    Progress is shown on the `console`, if there is one. An interrupt is forwarded to the run, and this function then
+    waits for the run's checkpoint. Raises TrainspecError if the run is rejected."""
     loaded = load(arguments)
     session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
     if console:
@@ -176,7 +175,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
                 process.terminate()
         if view:
             view.watch(stop_requested)
-    # Without a generation the run has not started, and no result states the reason.
+    # Without a generation the run has not started, and there is no result that states the reason.
     if process.returncode and not generations.newest(run):
         raise refusal(process.returncode, run.run_log, log_bytes)
     if process.returncode == EXIT_DONE and not stop_requested:
@@ -213,7 +212,7 @@ def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) 
 
 def start(session: Session, requests: StopRequests | None = None) -> int:
     """Prepare and record the run (`_written_down`), then supervise it; return the run's exit code. Raises
-    TrainspecError if the run is refused or fails."""
+    TrainspecError if the run is rejected or fails."""
     machine = session.machine
 
     def layouts(home: Plan) -> Layouts:
@@ -240,7 +239,7 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
                 replan=partial(plan_on_fewer, machine=machine),
                 notifies=session.notify,
             )
-    # The machine is measured for later launches after the run, when no user is waiting. The probe and another run on
+    # The machine is measured after the run, for later launches, when no user is waiting. The probe and another run on
     # this machine would slow each other down.
     if code == EXIT_DONE and not any(_describe_other_runs(job.run)):
         probe_after_run(plan, machine, session.console)
@@ -248,23 +247,24 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
 
 
 def write_down(session: Session) -> RunDir:
-    """Record the run in its folder, to be started by a resume. Raises TrainspecError if the run is refused."""
+    """Record the run in its folder, so that a resume can start it. Raises TrainspecError if the run is rejected."""
     with _written_down(session) as (job, _, _):
         return job.run
 
 
 @contextmanager
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
-    """Check, predict, examine the nodes, select kernels, prepare data and record the run; hold its claim during the
-    block."""
+    """Check, predict, examine the nodes, select kernels, prepare data and record the run. The run stays claimed during
+    the block."""
     console = session.console
     machine = session.machine
     begins = session.begins
 
-    # All checks that can refuse the run come before its folder is made, so that a refused run leaves nothing behind.
+    # All checks that can reject the run come before its folder is created, so that a rejected run leaves nothing
+    # behind.
     check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
-    # After the prediction, because the nodes must have the predicted memory free.
+    # This follows the prediction, because the nodes must have the predicted memory free.
     examinations = [check(plan, session.folder, console, session.force) for check in parts_of(CHECK_NODES)]
     examination = next(filter(None, examinations), None)
     plan, kernels = select_kernels(plan, machine, console)
@@ -276,7 +276,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
         if isinstance(begins, Loaded):
             root = make_folder(session.plan.spec.run.dir, begins.composed.recipe)
         job = _build(session, plan, root)
-        # Two resumes may run concurrently, so the run is read only after it is claimed.
+        # Two resumes may run concurrently, so the run is read only once it is claimed.
         with claim(job.run, job.launch_id), nullcontext() if is_new else _restoring(job.run):
             console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
             if isinstance(begins, Loaded):
@@ -285,7 +285,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
             else:
                 changed_code = list(describe_changed_code(job.run))
                 before = read_plan_of_all_nodes(job.run)
-                # A run that Slurm or --detach starts has only been recorded so far, and has no earlier start.
+                # A run that Slurm or --detach starts has only been recorded so far, so it has no earlier start.
                 goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
                 from_step = job.run.newest_step if goes_on else None
                 write_resume(job, plan, sys.argv[1:], from_step, kernels, data_folder)
@@ -298,7 +298,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
 @contextmanager
 def _restoring(run: RunDir) -> Iterator[None]:
     """Restore the files that a resume replaces, unless its workers have loaded the checkpoint and started. Otherwise a
-    value that the workers refuse would remain, and the next resume would fail too."""
+    value that the workers reject would persist, and the next resume would fail too."""
     files = (run.plan_json, run.plan_of_all_nodes, run.run_json, run.kernels_json, run.code_json, run.command_txt)
     before = {path: read_text(path) if path.is_file() else None for path in (*files, run.nccl_env, run.nccl_tuner_csv)}
     new_events = EventTail(run.events(0))
@@ -333,8 +333,8 @@ def rehearse(session: Session) -> tuple[Job, Plan]:
 
 
 def _within_limits(session: Session) -> Plan:
-    """Return the plan; for a new run, adapted to the memory limits that earlier runs found on this machine. A resumed
-    run keeps its own plan and limits, so that its results are bit-identical."""
+    """Return the plan. For a new run, adapt it to the memory limits that earlier runs found on this machine. A resumed
+    run keeps its own plan and limits, so that its results are bitwise identical."""
     begins = session.begins
     goes_on = isinstance(begins, RunDir) and generations.newest(begins) > 0
     return session.plan if goes_on else with_known_limits(session.plan, session.machine, session.console)
@@ -351,7 +351,7 @@ def _describe_adapters(plan: Plan) -> Iterator[str]:
 
 
 def _describe_other_runs(run: RunDir) -> Iterator[str]:
-    """Yield a line for each other known run of this user that trains on this machine."""
+    """Yield a line for each other known run of this user that is training on this machine."""
     for known in known_runs()[:MOST_KNOWN]:
         other = RunDir(known.path)
         owner = None if other.root == run.root.resolve() else find_owner(other)
@@ -402,7 +402,7 @@ def resume_detached(run: RunDir, arguments: Sequence[str], *, force: bool) -> in
 def spawn_resume(
     run: RunDir, arguments: Sequence[str], *, force: bool, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process, in its own session, that resumes the run and writes to the run's log. `environment`: additional
+    """Start a process in a new session that resumes the run and writes to the run's log. `environment`: additional
     variables."""
     command = [sys.executable, "-m", "trainspec_cli", "resume", str(run.root.absolute()), *arguments]
     with private_files():
@@ -433,7 +433,7 @@ def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
 
 
 def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
-    """Return the error for a start that ended before the run began, including its output."""
+    """Return the error for a start that ended before the run started, including its output."""
     said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not start:\n{said}"))
 
@@ -444,11 +444,10 @@ def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
 def select_kernels(
     plan: Plan, machine: Machine, console: PrintableConsole, *, may_measure: bool = True
 ) -> tuple[Plan, KernelTable | None]:
-    """Return the plan with every `auto` kernel selected, and the table used (None if no kernel was `auto`).
+    """Return the plan with every `auto` kernel selected, and the table used for that (None if no kernel was `auto`).
 
-    On several nodes the first one measures for all. Without `may_measure`, kernels that were never measured stay
-    `auto`, and the console reports this.
-    """
+    On several nodes, the first one measures for all. Without `may_measure`, kernels that have never been measured stay
+    `auto`, and the console reports this."""
     if not plan.kernels.open_ops:
         return plan, None
     table: KernelTable | None

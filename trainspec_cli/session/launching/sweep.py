@@ -1,4 +1,4 @@
-"""Sweeps: the same command line with each combination of values of some keys."""
+"""Sweeps: the same command line with every combination of values for some keys."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ RANGE = re.compile(r"(.+?)\.\.(.+?)(?::(x?)(\d+))?")
 """`LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
 NAME = "run.name"
 MOST_VALUES = 1_000
-"""Maximum number of values of a key."""
+"""Maximum number of values per key."""
 
 
 def read_sweep(sweep: str) -> tuple[str, list[str]]:
-    """Parse a sweep of values or ranges, such as `optim.lr=1e-3,3e-4`; return the key and its values. `0..4` is every
-    whole number, `0..1:5` five numbers in equal steps, `1e-4..1e-2:x5` five in equal ratios. Raises RecipeError."""
+    """Parse a sweep over values or ranges, such as `optim.lr=1e-3,3e-4`; return the key and its values. `0..4` means
+    every integer, `0..1:5` five numbers in equal steps, and `1e-4..1e-2:x5` five in equal ratios. Raises
+    RecipeError."""
     key, _, text = sweep.partition("=")
     values = [value for part in text.split(",") if part for value in _expand(part, sweep)]
     if not key or not values:
@@ -33,7 +34,7 @@ def read_sweep(sweep: str) -> tuple[str, list[str]]:
 
 
 def _expand(part: str, sweep: str) -> list[str]:
-    """Return the values of a range, including both ends; other text is one value."""
+    """Return the values of a range, including both ends; any other text is a single value."""
     found = RANGE.fullmatch(part)
     if found is None:
         return [part]
@@ -56,7 +57,7 @@ def _expand(part: str, sweep: str) -> list[str]:
 
 
 def sweep_arguments(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Yield (values, the arguments with them) for each combination; the last key changes fastest."""
+    """Yield (values, the arguments with these values) for each combination; the last key changes fastest."""
     keys = [key for key, _ in sweeps]
     others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
     for values in product(*(values for _, values in sweeps)):
@@ -66,12 +67,12 @@ def sweep_arguments(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> Iterat
 def load_points(
     arguments: Sequence[str], sweeps: Sequence[Sweep], load: Callable[[tuple[str, ...], list[str]], Loaded]
 ) -> Iterator[tuple[tuple[str, ...], Loaded]]:
-    """Yield (values, recipe as `load` returns it) for each combination. A `run.name` that the runs would share gets a
-    number: NAME-1, NAME-2, ..., skipping names in use. Raises RecipeError."""
+    """Yield (values, recipe as returned by `load`) for each combination. If the runs would share a `run.name`, it gets
+    a number: NAME-1, NAME-2, ..., skipping names in use. Raises RecipeError."""
     from trainspec_cli.session.runs.find import (
         check_name_free,
         free_names,
-    )  # not needed by sweeps of plans, which have no names
+    )  # sweeps of plans do not need it, because plans have no names
 
     names: dict[str, Iterator[str]] = {}
     is_shared = bool(sweeps) and all(key != NAME for key, _ in sweeps)

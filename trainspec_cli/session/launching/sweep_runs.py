@@ -1,4 +1,5 @@
-"""`launch --sweep`: one run per combination of the swept values, one after another or side by side on this node."""
+"""`launch --sweep`: one run per combination of the swept values, either one after another or side by side on this
+node."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NOT_STARTED = "not started"
 REDRAWN_S = 0.5
-"""Seconds between redraws of the table, because drawing slows the workers on a small machine."""
+"""Interval in seconds between redraws of the table. It is long because drawing slows the workers on a small machine."""
 
 
 @dataclass(eq=False)
@@ -47,17 +48,17 @@ class SweptRun:
     """One run of a sweep."""
 
     values: Mapping[str, str]
-    """The swept values, by key."""
+    """The swept values by key."""
     run: RunDir
     process: subprocess.Popen[bytes] | None = None
     slot: int = 0
-    """Index of its share of this node's devices."""
+    """Index of the part of this node's devices that the run uses."""
     progress: Progress = field(default_factory=lambda: Progress(None))
     heldout_loss: float | None = None
     begun_s: float = 0.0
     """Start time (`time.monotonic`)."""
     took_s: float | None = None
-    """Duration; None until the run is done."""
+    """Duration in seconds; None until the run has finished."""
     result: SweptResult | None = None
     """None until the run has ended."""
 
@@ -65,7 +66,7 @@ class SweptRun:
         self._tail = EventTail(self.run.events(0))
 
     def look(self) -> None:
-        """Read its new events."""
+        """Read the run's new events."""
         for event in self._tail.read():
             self.progress.add(event)
             if isinstance(event, EvalEvent):
@@ -77,7 +78,7 @@ class SweptRun:
 
 @dataclass(frozen=True)
 class SweptResult:
-    """The outcome of a run of the sweep; missing figures are None."""
+    """The outcome of one run in the sweep; missing metrics are None."""
 
     values: Mapping[str, str]
     run: RunDir
@@ -88,7 +89,7 @@ class SweptResult:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sort key: finished runs first, by held-out loss, or by training loss without one."""
+        """Sort key: finished runs first, by held-out loss or, if there is none, by training loss."""
         loss = self.loss if self.heldout_loss is None else self.heldout_loss
         return self.status != "done", math.inf if loss is None or math.isnan(loss) else loss
 
@@ -102,8 +103,8 @@ def launch_sweep(
     force: bool,
     as_json: bool,
 ) -> int:
-    """Record all runs, train them, and print a table, best run first. Return the exit code: that of a failure if a run
-    failed, otherwise that of a stop if one was requested. Raises TrainspecError if a run is refused."""
+    """Record all runs, train them, and print a table with the best run first. Return the exit code: that of a failure
+    if a run failed, otherwise that of a stop if one was requested. Raises TrainspecError if a run is rejected."""
     console = make_console(as_json=as_json)
     sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
     for _, session in sessions:
@@ -120,7 +121,7 @@ def launch_sweep(
         for values, session in sessions
     ]
     console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
-    # Every share of the devices has the size of the largest run, so that shares never move.
+    # Every run gets as many devices as the largest run needs, so that the parts never move.
     largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
     train = _Training(runs, console, largest, side_by_side, notify, force=force)
     stopped = train.run()
@@ -144,7 +145,7 @@ def launch_sweep(
 def _sessions(
     arguments: Sequence[str], sweeps: Sequence[Sweep], console: RunConsole, *, force: bool, as_json: bool
 ) -> Iterator[tuple[Mapping[str, str], Session]]:
-    """Yield (swept values, session of their run). Raises RecipeError if runs would share a folder, or need several
+    """Yield (swept values, session of the run). Raises RecipeError if runs would share a folder, or need several
     nodes."""
     keys = [key for key, _ in sweeps]
     for values, loaded in load_points(arguments, sweeps, lambda _, point: load(point)):
@@ -174,7 +175,7 @@ class _Training:
         *,
         force: bool = False,
     ):
-        """`plan`: the plan of the run with the most devices on this node; each run gets that number of devices."""
+        """`plan`: plan of the run with the most devices on this node; each run gets that number of devices."""
         self._runs = list(runs)
         self._waiting = list(runs)
         self._console = console
@@ -186,8 +187,8 @@ class _Training:
         self._free = list(range(side_by_side))
 
     def run(self) -> bool:
-        """Train; return True if a stop was requested. Active runs are then stopped in an orderly way, and no other run
-        starts."""
+        """Train; return True if a stop was requested. If so, active runs are stopped in an orderly way, and no other
+        run starts."""
         requests = StopRequests()
         passed_on = 0
         try:
@@ -210,8 +211,8 @@ class _Training:
 
     @contextmanager
     def _table(self) -> Iterator[Callable[[], None]]:
-        """Show a table of all runs on a terminal, until the table of results replaces it. Without a terminal, a line is
-        printed when each run starts and when it ends."""
+        """Show a table of all runs on a terminal, until the table of results replaces it. Without a terminal, print a
+        line when each run starts and when it ends."""
         if not self._console.is_terminal:
             yield lambda: None
             return
@@ -231,7 +232,7 @@ class _Training:
             yield show
 
     def _rows(self) -> list[SweptResult]:
-        """Return the current state of the runs, in training order."""
+        """Return the current state of the runs, in the order in which they are trained."""
         rows = []
         for one in self._runs:
             left_s = one.progress.time_left_s
@@ -241,8 +242,8 @@ class _Training:
         return rows
 
     def _describe_left(self) -> str:
-        """Return the estimated time left, based on finished runs if any, otherwise on running ones; empty if unknown or
-        all have ended."""
+        """Return the estimated time left, based on finished runs if there are any, otherwise on active ones; empty if
+        unknown or if all runs have ended."""
         now_s = time.monotonic()
         going = [(now_s - one.begun_s, one.progress.time_left_s) for one in self._running]
         whole_s = [one.took_s for one in self._runs if one.took_s is not None]
@@ -262,7 +263,7 @@ class _Training:
         one.process = spawn_resume(one.run, self._options, force=self._force, environment=environment)
         # macOS has no CPU affinity, so its scheduler distributes the runs over the cores.
         if self._plan.device == "cpu" and self._side_by_side > 1 and hasattr(os, "sched_setaffinity"):
-            # Without affinity all runs would share all cores, and each would start as many threads as there are cores.
+            # Without affinity, all runs would share all cores, and each would start as many threads as there are cores.
             cores = sorted(os.sched_getaffinity(0))
             size = len(cores) // self._side_by_side
             os.sched_setaffinity(one.process.pid, cores[slot * size : (slot + 1) * size])
@@ -271,7 +272,7 @@ class _Training:
             self._console.report(f"{one.describe()}: begins in {one.run.root}")
 
     def _gpus(self, slot: int) -> dict[str, str]:
-        """Return the environment variable that limits a run to its share of the visible GPUs."""
+        """Return the environment variable that limits a run to its part of the visible GPUs."""
         if self._plan.device != "cuda" or self._side_by_side == 1:
             return {}
         size = self._plan.devices_per_node

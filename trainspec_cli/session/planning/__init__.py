@@ -1,1 +1,1 @@
-"""Plans, predictions and budgets of loaded recipes."""
+"""Plans, predictions and budgets for loaded recipes."""

@@ -1,4 +1,4 @@
-"""The budget of a portfolio: plan its runs on hourly and spot nodes, and sum their costs over the years."""
+"""The budget of a portfolio: plan its runs on hourly and spot nodes, and sum the costs over the years."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 
 SUFFIXES = (".yaml", ".yml")
 SAME = ("accelerator", "cost", "site", "power")
-"""Parts of the cluster that must be equal for all runs of a portfolio, because they share its machines."""
+"""Sections of the cluster that must be the same for all runs of a portfolio, because the runs share machines."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,27 @@ class PortfolioEntry:
     """One kind of run."""
 
     plan: str
-    """The arguments of `trainspec plan`: `recipe=llama3_8b cluster=h100 cluster.num_nodes=16`."""
+    """The arguments for `trainspec plan`: `recipe=llama3_8b cluster=h100 cluster.num_nodes=16`."""
     per_year: tuple[NonNegativeFloat, ...] = (1.0,)
-    """Number of runs in the first year, the second, ...; the last number applies to all later years."""
+    """Number of runs in the first year, the second year, and so on. The last number applies to all later years."""
     name: str = ""
-    """Name in the budget; empty: the name of the recipe."""
+    """Name in the budget; if empty, the name of the recipe is used."""
 
 
 @dataclass(frozen=True)
 class Portfolio:
-    """Runs that share machines, and the period of the budget."""
+    """Runs that share machines, and the period that the budget covers."""
 
     runs: tuple[PortfolioEntry, ...]
     years: Annotated[int, Range(1, 30)] = 4
-    """Years that the budget covers."""
+    """Number of years that the budget covers."""
 
 
 def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int = 4) -> Budget:
-    """Budget a file of runs (`portfolio.yaml key=value ...`), or one recipe that is run `per_year` times for `years`.
+    """Budget a file of runs (`portfolio.yaml key=value ...`), or one recipe that runs `per_year` times per year for
+    `years` years.
 
-    Raises RecipeError for mistakes and missing prices, and PlanError if a run does not fit.
-    """
+    Raises RecipeError for mistakes and missing prices, and PlanError if a run does not fit."""
     first, *others = arguments or ("",)
     if first.endswith(SUFFIXES) and "=" not in first:
         portfolio = read_portfolio(Path(first))
@@ -73,7 +73,7 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
 
 
 def read_portfolio(file: Path) -> Portfolio:
-    """Read a file of runs. Raises RecipeError with every mistake and its line."""
+    """Read a file of runs. Raises RecipeError with every mistake and its line number."""
     if not exists(file):
         raise RecipeError(Problem("missing_file", f"no such file: {file}", file=str(file)))
     read = read_yaml(file, Path.cwd())
@@ -98,13 +98,13 @@ def _out_of_range(portfolio: Portfolio) -> list[Problem]:
 
 
 def _as_option(problem: Problem) -> Problem:
-    """Replace the keys of a file by the options of the command line that set them."""
+    """Replace the keys of a file with the command-line options that set them."""
     name = "--years" if problem.path == "years" else "--per-year"
     return replace(problem, path="", message=problem.message.replace(f"`{problem.path}`", name))
 
 
 def _prices(cluster: ClusterSpec) -> Iterator[Problem]:
-    """Yield a problem for each missing price, and for clusters of several pools."""
+    """Yield a problem for each missing price, and for clusters with several pools."""
     if cluster.pools:
         message = "a budget is for one kind of device, and `cluster.pools` has several"
         yield Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100")

@@ -1,4 +1,4 @@
-"""Find and read the disturbance that `disturb=NAME|FILE` names, and simulate a plan's steps under it."""
+"""Find and read the disturbance named by `disturb=NAME|FILE`, and simulate a plan's steps under it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class NamedDisturbance:
     cwd: Path
 
     def require(self, problems: Sequence[Problem]) -> None:
-        """Raise RecipeError with the line of each problem, if there are problems."""
+        """Raise RecipeError with the line number of each problem, if there are any."""
         if problems:
             raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
     def simulate(self, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
-        """Simulate a planned candidate under the disturbance. Raises RecipeError, with lines, if they do not match."""
-        from trainspec_cli.balance.job import describe_job  # loads numpy, which other plans do without
+        """Simulate a planned candidate under the disturbance. Raises RecipeError, with line numbers, if the two do not
+        match."""
+        from trainspec_cli.balance.job import describe_job  # it loads numpy, which other plans do not need
         from trainspec_cli.balance.simulate import simulate
 
         per_node = describe_fabric(spec.cluster, machine).devices_per_node
@@ -56,12 +57,11 @@ class NamedDisturbance:
 
 
 def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> NamedDisturbance | None:
-    """Return the disturbance that the command line names; None without `disturb=`.
+    """Return the disturbance named on the command line; None without `disturb=`.
 
-    Raises RecipeError with every mistake in its file and its line.
-    """
+    Raises RecipeError with every mistake in its file and the line number."""
     from trainspec_cli.recipe.compose.values import (
-        find_argument,  # loads hydra, which a command's help does not need
+        find_argument,  # it loads hydra, which a command's help does not need
     )
 
     given = find_argument(arguments, DISTURB)
@@ -82,7 +82,7 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 
 
 def disturbance_schema() -> JsonObject:
-    """Return the JSON Schema of a file of conf/disturb."""
+    """Return the JSON Schema of a file in conf/disturb."""
     return plain_schema(DISTURB, Disturbance)
 
 
@@ -104,7 +104,7 @@ def _unknown(name: str, folders: Folders, number: int) -> Problem:
 
 
 def _for_a_file(problem: Problem) -> Problem:
-    """Reword a problem of a recipe for the separate file, where `disturb.a.0.b=1` is written as `b: 1`."""
+    """Reword a problem with a recipe for a separate file, in which `disturb.a.0.b=1` is written as `b: 1`."""
     hint = re.sub(rf"set {DISTURB}\.[\w.]*?(\w+)=", r"write \1: ", problem.hint)
     return replace(
         problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=problem.message.replace(f"`{DISTURB}.", "`")

@@ -1,4 +1,4 @@
-"""The planner's advice for a run that nothing slows down, based on the run folder and its machine."""
+"""The planner's advice for an undisturbed run, based on the run folder and its machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainspec_cli.run.tools import known_probe
 
 
 def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
-    """Return the planner's advice on the run's current layout; none for a plan of another version."""
+    """Return the planner's advice for the run's current layout; no advice for a plan of another version."""
     try:
         plan = _in_force(read_plan(run), reader.changed)
     except TrainspecError as error:
@@ -35,7 +35,7 @@ def _machine_of(plan: Plan, device_name: str) -> Machine:
 
 
 def _in_force(plan: Plan, change: DirectiveEvent | None) -> Plan:
-    """Return the plan with the layout of its latest change."""
+    """Return the plan with the layout of its most recent change."""
     if change is None or isinstance(change.layout, Absent):
         return plan
     size = change.micro_batch_size

@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | None]] = Point("plan_sections")
-"""Returns a wing's section of the plan, for the best layout of a recipe that uses the wing; None if it is empty."""
+"""Returns a plug-in's section of the plan for the best layout of a recipe that uses the plug-in; None if the section is
+empty."""
 
 
 def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
-    """Plan a recipe on its cluster; `best` is None if nothing fits. Raises RecipeError for a wrong recipe."""
+    """Plan a recipe on its cluster; `best` is None if nothing fits. Raises RecipeError for an invalid recipe."""
     arguments, defaults = with_defaults(arguments)
     loaded = load_for_planning(arguments)
     disturbed = None
     if names_disturbance(arguments):
-        from trainspec_cli.session.planning.disturbance import load_disturbance  # only needed with `disturb=`
+        from trainspec_cli.session.planning.disturbance import load_disturbance  # it is only needed with `disturb=`
 
         disturbed = load_disturbance(arguments)
     return plan_loaded(loaded, defaults, disturbed, trace=trace)
@@ -66,7 +67,7 @@ def plan_loaded(
         return _plan_on_pools(loaded, defaults)
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     machine = None
-    if spec.cluster.accelerator is None:  # a cluster without an accelerator stands for this machine
+    if spec.cluster.accelerator is None:  # a cluster without an accelerator means this machine
         machine = this_machine(spec)
         spec = replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine)))
         spec = in_engine_format(spec, machine) if machine.gpu_names else spec
@@ -102,8 +103,8 @@ def plan_loaded(
 
 
 def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
-    """Plan a cluster of several pools, and each pool alone for comparison."""
-    # loads a separate search, which other plans do not need
+    """Plan a cluster with several pools, and each pool alone for comparison."""
+    # this loads a separate search, which other plans do not need
     from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
@@ -120,7 +121,7 @@ def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
 
 
 def require_fit(planned: PlanReport) -> Candidate:
-    """Return the best layout. Raises PlanError if nothing fits, with a change that would fit."""
+    """Return the best layout. If nothing fits, raises PlanError with a change that would help."""
     if planned.best:
         return planned.best
     devices = f"{planned.capacity.world_size:,} {planned.device}"
@@ -128,11 +129,11 @@ def require_fit(planned: PlanReport) -> Candidate:
     raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
 
 
-# Optional sections of a plan, which load additional modules
+# Optional sections of a plan, which require additional modules
 
 
 def names_disturbance(arguments: Sequence[str]) -> bool:
-    """Return whether the command line has `disturb=`."""
+    """Return whether the command line contains `disturb=`."""
     from trainspec_cli.recipe.compose.values import find_argument
 
     return find_argument(arguments, DISTURB) is not None
@@ -144,7 +145,7 @@ def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[P
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
-    """Trace the first candidate. Raises RecipeError if the engine does not build the model."""
+    """Trace the first candidate. Raises RecipeError if the engine does not support the model."""
     from trainspec_cli.reporter.plan.trace import compare_trace
     from trainspec_cli.run.tools import trace_plan
 

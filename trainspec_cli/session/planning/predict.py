@@ -1,4 +1,4 @@
-"""Predict a run's time and memory on this machine before the workers start, and whether the run fits."""
+"""Predict a run's time and memory on this machine before the workers start, and decide whether the run fits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UNMEASURED = "this machine is not measured yet"
 
 @dataclass(frozen=True)
 class Predictor:
-    """The prediction of a plan on this machine, and its memory limit."""
+    """The prediction for a plan on this machine, and its memory limit."""
 
     predict: Predict
     limit_bytes: float
@@ -60,15 +60,15 @@ class Predictor:
     knows: Callable[[Plan], bool] = lambda _: True
     """Returns whether the plan with another memory setting can be predicted."""
     is_measured: bool = True
-    """False without a probe of the machine: the time is not predicted, and memory only as the size of tensors."""
+    """False without a probe of the machine; the time is then not predicted, and memory only as the size of the
+    tensors."""
 
 
 def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool) -> Plan:
     """Return the plan with its prediction, if one is possible. Raises PlanError if the plan does not fit, unless
     forced.
 
-    This starts no processes: a machine without a probe is measured after a run (`probe_after_run`).
-    """
+    This starts no processes, because a machine without a probe is measured after a run (`probe_after_run`)."""
     for note in chip_of(machine)[1] if plan.spec.cluster.device != "cpu" else ():
         console.report(note)
     if plan.comm.reason:
@@ -107,7 +107,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
 def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
     """Return the plan with the peak from this machine's probe, so that workers need not measure it at every start. The
-    plan is unchanged without a probe, and on several nodes, which may differ."""
+    plan stays unchanged without a probe, and on several nodes, which may differ."""
     if plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1:
         return plan
     probe = known_probe(plan.as_one_group, machine)
@@ -119,8 +119,8 @@ def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
 def _check_changes(
     plan: Plan, predictor: Predictor, before: LocalPrediction, console: PrintableConsole, *, force: bool
 ) -> Iterator[PlannedLayout]:
-    """Return the planned layout changes, each with its memory limits. Raises PlanError if a layout or the change to it
-    does not fit, unless forced."""
+    """Return the scheduled layout changes, each with its memory limits. Raises PlanError if a layout, or the change to
+    it, does not fit, unless forced."""
     for place, change in enumerate(plan.changes):
         other = plan.with_layout(change)
         if plan.device == "cpu" and not is_predictable(other):
@@ -145,8 +145,8 @@ def _check_changes(
 
 
 def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
-    """Return the plan with the settings that its earlier runs needed after running out of memory, and report these.
-    Under `scheduler=off` the plan is unchanged."""
+    """Return the plan with the settings that its earlier runs needed after running out of memory, and report these
+    settings. With `scheduler=off`, the plan stays unchanged."""
     if plan.spec.scheduler.mode == "off":
         return plan
     changed = with_reliefs(plan, read_limits(plan, machine).reliefs)
@@ -159,7 +159,7 @@ def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -
 
 
 def _known_change(plan: Plan, change: PlannedLayout, machine: Machine) -> PlannedLayout:
-    """Return a planned change with the micro-batches that fitted in earlier runs of its layout."""
+    """Return a scheduled layout change with the micro-batch size that fitted in earlier runs with its layout."""
     other = plan.with_layout(change)
     known = with_reliefs(other, read_limits(other, machine).reliefs)
     return replace(
@@ -176,7 +176,7 @@ def _smaller(known: int | None, predicted: int | None) -> int | None:
 
 
 def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetting, ...]:
-    """Return the settings that the run tries in turn if memory runs out; none under `scheduler=off`."""
+    """Return the settings that the run tries in turn if it runs out of memory; none with `scheduler=off`."""
     if plan.spec.scheduler.mode == "off":
         return ()
 
@@ -204,8 +204,8 @@ def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
 
 
 def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
-    """Return the largest micro-batch that fits, in samples, which the scheduler may give a fast rank; None if it does
-    not change shares. `scheduler.max_micro_batch_size: auto` allows up to twice the plan's size."""
+    """Return the largest micro-batch that fits, in samples, which the scheduler may assign to a fast rank; None if it
+    does not change sample shares. `scheduler.max_micro_batch_size: auto` allows up to twice the plan's size."""
     scheduler = plan.spec.scheduler
     usual = plan.micro_batch_size
     if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
@@ -220,7 +220,7 @@ def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
 
 
 def _largest_stage(plan: Plan, predictor: Predictor) -> int | None:
-    """Return the most layers that fit on any pipeline rank; None if the scheduler moves no layers."""
+    """Return the maximum number of layers that fit on any pipeline rank; None if the scheduler does not move layers."""
     if plan.spec.scheduler.mode == "off":
         return None
 
@@ -261,11 +261,11 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
 
 def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> None:
     """Probe the machine after a run, for later launches, if the plan's prediction needs a probe and no valid one
-    exists. Without a probe a run only lacks its prediction, so a failure here is reported and has no other effect.
-    Meanwhile a terminal shows the elapsed time."""
+    exists. A run without a probe only lacks its prediction, so a failure here is reported and has no other effect. A
+    terminal shows the elapsed time meanwhile."""
     if not is_predictable(plan.as_one_group) or _may_not_probe():
         return
-    sys.stdout.flush()  # a program that reads the result from a pipe need not wait for the probe
+    sys.stdout.flush()  # so that a program that reads the result from a pipe need not wait for the probe
     try:
         with ExitStack() as shown:
 
@@ -291,8 +291,8 @@ def _may_not_probe() -> bool:
 
 
 def describe_load(probe: MachineProbe | None) -> Iterator[str]:
-    """Yield a note about a probe that other programs disturbed. It is shown after the measurement and in a dry run; at
-    every launch it would be noise."""
+    """Yield a note about a probe that was disturbed by other programs. It is shown after the measurement and in a dry
+    run; at every launch it would be noise."""
     if probe is not None and probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
         later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours after it measures again"

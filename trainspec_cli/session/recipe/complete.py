@@ -1,7 +1,6 @@
-"""Complete a composed recipe: the model of its initial checkpoint, steps counted from its data, absolute paths.
+"""Complete a composed recipe: the model of its initial checkpoint, the number of steps from its data, absolute paths.
 
-Each `complete_*` function is a step of `compose_arguments`, which calls it with the composed values.
-"""
+Each `complete_*` function is a step of `compose_arguments`, which calls it with the composed values."""
 
 from __future__ import annotations
 
@@ -28,11 +27,10 @@ INIT_FROM = "init.from"
 
 
 def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool = True) -> Completion:
-    """Return the model and tokenizer of the checkpoint in `init.from`, as far as the recipe leaves them open.
+    """Return the model and tokenizer of the checkpoint in `init.from`, to the extent that the recipe leaves them open.
 
     `model=auto`, to which keys may be added, leaves the model open, and so does a recipe without a model. A plan (not
-    `to_run`) of a named model needs no checkpoint.
-    """
+    `to_run`) for a named model needs no checkpoint."""
     asked = {} if "model" in unchosen else section_of(data, "model")
     begins_with = section_of(data, "init").get("from")
     if begins_with == MISSING:
@@ -45,7 +43,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
         problem = Problem("missing_value", message, INIT_FROM, hint)
         return Completion({}, "", problems=(problem,)) if is_named else failed([problem])
     if isinstance(begins_with, str):
-        from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # loads the formats of weights
+        from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # it loads the weight formats
 
         return complete_from(begins_with, data, asked, unchosen="model" in unchosen)
     if asked.get("family") != AUTO_FAMILY:
@@ -59,10 +57,10 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
 
 
 def check_weights(spec: RunSpec) -> Iterable[Problem]:
-    """Return problems if the checkpoint in `init.from` does not hold the model's weights."""
+    """Return problems if the checkpoint in `init.from` does not contain the model's weights."""
     if spec.init.from_ is None:
         return []
-    from trainspec_cli.session.recipe.initial_checkpoint import check_initial  # as above
+    from trainspec_cli.session.recipe.initial_checkpoint import check_initial  # the same
 
     return check_initial(spec)
 
@@ -74,11 +72,13 @@ def section_of(data: JsonObject, name: str) -> JsonObject:
 
 
 def failed(problems: Iterable[Problem]) -> Completion:
-    """Return a completion with `problems`. The model's missing values follow from these, and are not reported."""
+    """Return a completion with `problems`. The model's missing values are consequences of these problems, and are not
+    reported."""
     return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
 
 
-# The number of steps of a run whose length is given in tokens or epochs, and of a warm-up given as a share of the run.
+# The number of steps of a run whose length is specified in tokens or epochs, and of a warm-up specified as a fraction
+# of the run.
 
 
 WARMUP = "optim.schedule.warmup_steps"
@@ -88,9 +88,8 @@ _PERCENT = re.compile(r"(\d+(?:\.\d*)?)\s*%")
 def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | None = None) -> Completion:
     """Return `train.max_steps` for a recipe with `train.tokens` or `train.epochs`; epochs require counting the data.
 
-    If the steps are given too, as in the record of a run, they must agree. `folder`: the folder of data that is already
-    prepared.
-    """
+    If the number of steps is also specified, as in the record of a run, the two must agree. `folder`: folder of data
+    that has already been prepared."""
     names = given(data)
     key = next((f"{SECTION}.{name}" for name in names if name != "max_steps"), "")
     if not key:
@@ -112,7 +111,8 @@ def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | No
 def complete_changed_steps(
     data: JsonObject, unchosen: frozenset[str], own: JsonObject, folder: str | None
 ) -> Completion:
-    """Complete the steps of a resumed run as `complete_steps` does; the steps stay if its length is unchanged."""
+    """Complete the steps of a resumed run as `complete_steps` does. If the run's length is unchanged, its number of
+    steps stays the same."""
     changed = section_of(data, SECTION)
     before = section_of(own, SECTION)
     if all(changed.get(name) == before.get(name) for name in NAMES):
@@ -121,8 +121,8 @@ def complete_changed_steps(
 
 
 def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
-    """Return `optim.schedule.warmup_steps` for a share of the run, such as `3%` or `0.03`, rounded up to whole
-    steps."""
+    """Return `optim.schedule.warmup_steps` for a fraction of the run, such as `3%` or `0.03`, rounded up to an
+    integer."""
     asked = section_of(section_of(data, "optim"), "schedule").get("warmup_steps")
     percent = _PERCENT.fullmatch(asked.strip()) if isinstance(asked, str) else None
     if percent is not None:
@@ -133,26 +133,26 @@ def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         return Completion({}, "")
     total = section_of(data, SECTION).get("max_steps")
     is_known = isinstance(total, (int, float)) and not isinstance(total, bool) and math.isfinite(total)
-    # A wrong length is reported elsewhere, so the warm-up is not reported as well.
+    # An invalid length is reported elsewhere, so the warm-up is not reported in addition.
     steps = math.ceil(share * int(total)) if is_known else 0  # type: ignore[arg-type]
     return Completion({"optim": {"schedule": {"warmup_steps": steps}}}, WARMUP)
 
 
 def count_steps(spec: RunSpec, folder: str | None) -> int:
-    """Return the number of steps at the first batch size that train at least the recipe's tokens or epochs. Raises
-    RecipeError if the data cannot be counted."""
+    """Return the number of steps, at the first batch size, needed to train on at least the recipe's tokens or epochs.
+    Raises RecipeError if the data cannot be counted."""
     tokens = spec.train.tokens
     epochs = spec.train.epochs
     if tokens is not None:
         return math.ceil(tokens / (spec.batching.global_batch_size * spec.data.seq_len))
     assert epochs is not None, "the recipe says how much is trained"
     from trainspec_cli.session.recipe.data import (
-        count_samples,  # loads the data readers, which most plans do not need
+        count_samples,  # it loads the data readers, which most plans do not need
     )
 
     samples = Fraction(str(epochs)) * count_samples(
         spec, folder
-    )  # exact: as floats, 1.1 * 50,000 is slightly above 55,000
+    )  # exact, because as floats 1.1 * 50,000 is slightly above 55,000
     return math.ceil(samples / spec.batching.global_batch_size)
 
 
@@ -161,16 +161,16 @@ def _contradiction(one: str, other: str, makes: str = "") -> Problem:
     return Problem("contradiction", message, one, f"leave one of them out: ~{one} or ~{other}")
 
 
-# Absolute paths for the files of users' code and of wings, so that every process finds them.
+# Absolute paths for files of user code and of plug-ins, so that every process finds them.
 
 
 GROUPS = ("mixture", "validation")
-"""Sections of the data with several named sources."""
+"""Sections of the data that have several named sources."""
 
 
 def absolute_code(cwd: Path | None = None) -> list[Complete]:
-    """Return the steps that make paths absolute, for each key that may name a file of user code or of a wing; relative
-    paths are relative to `cwd`, like other paths in a recipe."""
+    """Return the steps that make paths absolute, for each key that may name a file of user code or of a plug-in. Like
+    other paths in a recipe, relative paths are relative to `cwd`."""
     folder = cwd or Path.cwd()
     files = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.files]
     of_keys = [*(_of_key(kind.key, folder) for kind in KINDS), *(_of_key(path, folder, is_file=True) for path in files)]

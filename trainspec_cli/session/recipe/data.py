@@ -1,4 +1,4 @@
-"""Prepare the data of a run on this node before its workers start, find it again for a resumed run, or count it."""
+"""Prepare a run's data on this node before its workers start, find it again for a resumed run, or count it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainspec_cli.run.folder.record import read_data_dir
 from trainspec_cli.session.recipe.load import EPOCHS, TOKENS, Loaded
 
 VALIDATED_BYTES = 16 * 2**20
-"""Bytes of each source that `validate` reads."""
+"""Number of bytes that `validate` reads from each source."""
 
 
 def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
@@ -40,8 +40,8 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 
 def check_data(loaded: Loaded) -> str:
-    """Return a line about the conversation formats at the beginning of the data, without preparing it. Raises the
-    errors of `prepare_data` if the data does not match the recipe."""
+    """Return a line about the conversation formats at the start of the data, without preparing it. Raises the errors of
+    `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:
@@ -52,7 +52,7 @@ def check_data(loaded: Loaded) -> str:
 
 
 def check_data_of(run: RunDir, data: DataSpec) -> None:
-    """Check that the run's data folder exists, or prepare the same data again; phantom data has no folder. Raises
+    """Check that the run's data folder exists; if not, prepare the same data again. Phantom data has no folder. Raises
     MachineError."""
     data_dir = read_data_dir(run)
     if data_dir is None or (folder := Path(data_dir)).is_dir():
@@ -64,7 +64,7 @@ def check_data_of(run: RunDir, data: DataSpec) -> None:
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:
-    """Return the number of training samples per epoch; text has to be tokenised for that. Raises RecipeError if they
+    """Return the number of training samples per epoch, for which text has to be tokenised. Raises RecipeError if they
     cannot be counted."""
     data = spec.data
     model = spec.model

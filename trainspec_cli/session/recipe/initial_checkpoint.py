@@ -24,7 +24,8 @@ from trainspec_cli.session.recipe.complete import failed, section_of
 
 
 def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unchosen: bool) -> Completion:
-    """Return the values that the recipe leaves to its checkpoint. `unchosen`: the recipe chooses no model."""
+    """Return the values that the recipe leaves to its checkpoint. `unchosen`: whether the recipe does not choose a
+    model."""
     asked = dict(model)
     is_auto = model.get("family") == AUTO_FAMILY
     is_open = is_auto or unchosen
@@ -72,14 +73,14 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
 
 def _tokenizer_of(data_dir: str) -> Path | None:
     """Return the path of the tokenizer of prepared data."""
-    from trainspec_cli.data.corpus.sources import Collection  # loads numpy, which plans do not need
+    from trainspec_cli.data.corpus.sources import Collection  # it loads numpy, which plans do not need
 
     made = Collection.open(data_dir).tokenizer_folder
     return _if_there(made / TOKENIZER) if made else None
 
 
 def check_initial(spec: RunSpec) -> Iterable[Problem]:
-    """Return the problems of a checkpoint in `init.from` that does not hold the model's weights."""
+    """Return the problems of a checkpoint in `init.from` that does not contain the model's weights."""
     try:
         if (folder := spec.init.hugging_face) is not None:
             if not isinstance(spec.model, DecoderModel):
@@ -113,7 +114,7 @@ def _if_there(file: Path) -> Path | None:
 
 
 def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
-    """Return a problem for each key where the recipe's model differs from the checkpoint's."""
+    """Return a problem for each key in which the recipe's model differs from the checkpoint's."""
     mine = _build(asked)
     theirs = _build(found)
     if mine is None or theirs is None:
@@ -134,7 +135,7 @@ def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[P
 
 
 def _build(section: JsonObject) -> ModelSpec | None:
-    """Build the model; None if a value has a wrong type, which other checks report."""
+    """Build the model; None if a value has the wrong type, which other checks report."""
     kind = choose_section(ModelSpec, section)
     assert kind is not None
     model: ModelSpec
@@ -144,7 +145,7 @@ def _build(section: JsonObject) -> ModelSpec | None:
 
 def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
     """Return the checkpoint's tokenizer for a recipe without one, because the weights were trained on its ids. Token
-    folders already have a tokenizer, but lack the chat template that validation on conversations needs."""
+    folders already have a tokenizer, but they lack the chat template needed for validation on conversations."""
     reads = section_of(data, "data")
     named = section_of(reads, "tokenizer").get("path")
     validation = section_of(reads, "validation")

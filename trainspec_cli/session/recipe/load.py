@@ -46,10 +46,10 @@ from trainspec_cli.run.folder.files import write_text
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
-"""Raises TrainspecError if a recipe that uses the wing lacks something needed to start."""
+"""Raises TrainspecError if a recipe that uses the plug-in lacks something that it needs to start."""
 ACCELERATOR = "cluster.accelerator"
 OF_PLANNING = (DISTURB,)
-"""Keys of the command line that `trainspec plan` reads itself."""
+"""Command-line keys that `trainspec plan` reads itself."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Loaded:
     def origin(self) -> LaunchOrigin:
         """Return the origin, which a run of this recipe records in its folder."""
         from trainspec_cli.recipe.compose.values import (
-            render_yaml,  # loads hydra, which a command's help does not need
+            render_yaml,  # it loads hydra, which a command's help does not need
         )
-        from trainspec_cli.run.job.folder import LaunchOrigin  # loads process start-up code, which plans do not need
+        from trainspec_cli.run.job.folder import LaunchOrigin  # it loads process start-up code, which plans do not need
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
@@ -71,16 +71,16 @@ class Loaded:
 @dataclass(frozen=True)
 class Examined:
     draft: RunSpec
-    """The recipe, with UNKNOWN for missing and wrong values."""
+    """The recipe, with UNKNOWN in place of missing and invalid values."""
     composed: Composed
     problems: list[Problem]
-    """Problems with their lines, in reading order."""
+    """Problems with their line numbers, in reading order."""
 
 
 def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
-    """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line, and the
-    errors of `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor an
-    engine that can run it."""
+    """Load the recipe of `recipe=NAME key=value ...`. Raises RecipeError with every problem and its line number, and
+    the errors of `with_counted_block`. A run that is only planned (not `to_run`) needs neither data on this machine nor
+    an engine that can run it."""
     examined = examine(arguments, cwd, to_run=to_run)
     problems = examined.problems
     if not to_run:
@@ -99,14 +99,14 @@ def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Load
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
-    """Return the arguments, adding the parameter count of a user-defined block if that is the model's only problem.
-    Another process builds a block and counts its parameters. Raises RecipeError if the block cannot be built, and
-    MachineError if the process fails."""
+    """Return the arguments, adding the parameter count of a user-defined block if that is the only thing the model
+    lacks. A separate process builds a block and counts its parameters. Raises RecipeError if the block cannot be built,
+    and MachineError if the process fails."""
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
         return list(arguments)
-    from trainspec_cli.recipe.results.tools import BlockRequest  # as above
-    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads process start-up code, which plans do not need
+    from trainspec_cli.recipe.results.tools import BlockRequest  # the same
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # it loads process start-up code, which plans do not need
 
     model = examined.draft.model
     assert isinstance(model, OwnModel), "the rule of no other family asks for it"
@@ -117,20 +117,20 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
 
 
 def check_start(spec: RunSpec) -> None:
-    """Raise TrainspecError if a wing that the recipe uses refuses to start the run."""
+    """Raise TrainspecError if a plug-in that the recipe uses refuses to start the run."""
     for check_it in parts_for(CHECK_START, spec):
         check_it(spec)
 
 
 def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems except a block's missing parameter count, which `load` determines."""
+    """Return the problems except for a block's missing parameter count, which `load` determines."""
     return [problem for problem in problems if (problem.code, problem.path) != ("missing_value", BLOCK_PARAMS)]
 
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
-    """Find all problems of a recipe that do not depend on the machine."""
+    """Find all problems in a recipe that do not depend on the machine."""
     from trainspec_cli.recipe.compose.compose import (
-        compose_arguments,  # loads hydra, which a command's help does not need
+        compose_arguments,  # it loads hydra, which a command's help does not need
     )
     from trainspec_cli.session.recipe.complete import (
         absolute_code,
@@ -138,15 +138,15 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
         complete_model,
         complete_steps,
         complete_warmup,
-    )  # as above
+    )  # the same
 
     aside = () if to_run else OF_PLANNING
     completes: list[Complete] = [*absolute_code(cwd), partial(complete_model, to_run=to_run)]
     completes += [complete_steps, complete_warmup]
     composed = compose_arguments(arguments, cwd, completes, aside)
     draft, mistyped = build(RunSpec, composed.data)
-    # Rules skip UNKNOWN values, so a recipe or option that was not found is reported once, rather than for each value
-    # that it would have set.
+    # Rules skip UNKNOWN values. A recipe or option that was not found is therefore reported once, instead of once for
+    # each value that it would have set.
     names = draft.__dataclass_fields__
     unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
     draft = RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
@@ -154,7 +154,8 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     checked += apply([partial(_accelerator_is_used, arguments)], draft) if to_run else []
     problems = composed.locate([*mistyped, *checked])
-    # A broken interpolation is not reported if its target is missing or mistyped, since that is already reported.
+    # A broken interpolation is not reported if its target is missing or has the wrong type, because that is already
+    # reported.
     missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
     missing += [f"${{{problem.path}." for problem in mistyped if problem.code == "wrong_type"]
     known = [
@@ -167,7 +168,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
 
 
 def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Problem]:
-    """Yield a problem if the command line names an accelerator, but the recipe trains on CPUs."""
+    """Yield a problem if the command line names an accelerator but the recipe trains on CPUs."""
     chip = spec.cluster.accelerator
     typed = {key.strip(): value for key, _, value in (argument.partition("=") for argument in arguments)}
     if chip is None or chip.vendor == "cpu" or spec.cluster.device != "cpu":
@@ -179,15 +180,15 @@ def _accelerator_is_used(arguments: Sequence[str], spec: RunSpec) -> Iterator[Pr
 
 
 def plan_on(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto`. Raises MachineError if the node lacks something, RecipeError for sizes that do not match
-    it."""
+    """Resolve every `auto`. Raises MachineError if the node lacks something, and RecipeError for sizes that do not
+    match it."""
     require(loaded.composed.locate(check_machine(loaded.spec, machine)))
     return plan_for(loaded, machine)
 
 
 def machine_of_job(loaded: Loaded) -> Machine:
-    """Return a node of the job, which may differ from this one. Raises RecipeError if the recipe leaves open what only
-    the job's nodes could show."""
+    """Return a node of the job, which may differ from this one. Raises RecipeError if the recipe leaves open anything
+    that can only be determined on the job's nodes."""
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
@@ -203,7 +204,8 @@ def machine_of_job(loaded: Loaded) -> Machine:
 
 
 def plan_for(loaded: Loaded, machine: Machine) -> Plan:
-    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except for what the node lacks."""
+    """Resolve every `auto` for another machine. Raises the errors of `plan_on`, except for anything that the node
+    lacks."""
     try:
         return plan(loaded.spec, machine)
     except TrainspecError as error:
@@ -212,7 +214,7 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 def this_machine(spec: RunSpec) -> Machine:
     """Return this node as a valid spec would use it."""
-    from trainspec_cli.run.job.machine import detect  # loads psutil, which plans for another cluster do not need
+    from trainspec_cli.run.job.machine import detect  # it loads psutil, which plans for another cluster do not need
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
@@ -244,15 +246,16 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise the problems, if any: MachineError (exit 4) if only the machine lacks something, otherwise RecipeError
-    (exit 2)."""
+    """Raise the problems, if there are any: MachineError (exit 4) if only the machine lacks something, otherwise
+    RecipeError (exit 2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)
 
 
 def follows(problem: Problem, composed: Composed) -> bool:
-    """Return whether a missing value results from a recipe or option that was not found, or from a refused value."""
+    """Return whether a missing value is the consequence of a recipe or option that was not found, or of a rejected
+    value."""
     refused = {other.path for other in composed.problems}
     group = problem.path.partition(".")[0]
     missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
@@ -260,7 +263,7 @@ def follows(problem: Problem, composed: Composed) -> bool:
 
 
 def _place(problem: Problem) -> tuple[bool, str, int, int]:
-    """Sort key: the command line first, then file by file."""
+    """Sort key: problems on the command line come first, then file by file."""
     return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0
 
 
@@ -268,23 +271,22 @@ def _place(problem: Problem) -> tuple[bool, str, int, int]:
 
 
 DEFAULTS = "plan_defaults"
-"""The recipe used if none is named (recipes/plan_defaults.yaml)."""
+"""The recipe used if none is specified (recipes/plan_defaults.yaml)."""
 TOKENS_A_PARAMETER = 20
 """Compute-optimal number of tokens per parameter (arXiv:2203.15556, table 3)."""
 SEQ_LEN = 4096
 TOKENS_A_STEP = 2**22
 POOLS = "cluster.pools"
-"""Describes the nodes of a cluster, so that no default cluster is needed."""
+"""Key that describes the nodes of a cluster; if it is set, no default cluster is needed."""
 STEPS = "train.max_steps"
 TOKENS = "train.tokens"
 EPOCHS = "train.epochs"
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the arguments with a recipe added if needed, and those that are defaults.
+    """Return the arguments with a recipe added if needed, and the arguments that are defaults.
 
-    Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named.
-    """
+    Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named."""
     given = {argument.partition("=")[0].lstrip("~+") for argument in arguments}
     if RECIPE in given:
         return list(arguments), ()
@@ -297,11 +299,11 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     try:
         examined = examine(named, to_run=False)
         counted = with_counted_block(named, examined)
-        if len(counted) > len(named):  # the default number of tokens follows from the parameters
+        if len(counted) > len(named):  # the default number of tokens depends on the parameters
             named = counted
             examined = examine(named, to_run=False)
         usual = _usual(examined.draft.model, arguments)
-    except UnknownTouched:  # the model is wrong, which the plan reports
+    except UnknownTouched:  # the model is invalid, which the plan reports
         return named, ()
     if given & {STEPS, TOKENS, EPOCHS}:
         del usual[TOKENS]
@@ -310,7 +312,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
 
 
 def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
-    """Return typical values: samples of 4,096 tokens or the model's maximum, 4 million tokens per step, and 20 tokens
+    """Return typical values: samples of 4,096 tokens (or the model's maximum), 4 million tokens per step, and 20 tokens
     per parameter; for images, 90 epochs of ImageNet's 1.28 million."""
     if model.unit == "samples":
         return {"data.seq_len": "1", "train.tokens": "1.15e8"}
@@ -324,7 +326,7 @@ def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
     }
 
 
-# A cluster's calibrated efficiencies, kept in the cache under its name and applied to each plan and launch.
+# A cluster's calibrated efficiencies, stored in the cache under its name and applied to each plan and launch.
 
 
 UNNAMED = "auto"
@@ -361,13 +363,13 @@ def device_of(spec: RunSpec, machine: Machine | None) -> str:
 
 
 def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile | None, str]:
-    """Return the profile of this cluster and a line about it; if a profile exists but does not apply, None and the
+    """Return this cluster's profile and a line about it. If a profile exists but does not apply, return None and the
     reason. Raises RecipeError if the file is damaged."""
     path = profile_path(spec.cluster.name)
     if spec.cluster.profile == "off" or spec.cluster.pools or not path.is_file():
         return None, ""
     profile = read_profile(path)
-    from importlib import metadata  # takes long to load, and few plans have a profile
+    from importlib import metadata  # it takes long to load, and few plans have a profile
 
     found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
     for what, here in found.items():
@@ -388,8 +390,8 @@ def describe_profile(profile: ClusterProfile) -> str:
 
 
 def with_profile(spec: RunSpec, machine: Machine | None) -> tuple[RunSpec, str]:
-    """Return the recipe with the calibrated efficiencies of its cluster, and a line about them. The recipe's own values
-    take precedence. The profile of a CPU is applied to its probe instead."""
+    """Return the recipe with its cluster's calibrated efficiencies, and a line about them. The recipe's own values take
+    precedence. A profile for a CPU is applied to its probe instead."""
     profile, line = find_profile(spec, machine)
     if profile is None or profile.kind != "gpu":
         return spec, line if profile is None else ""

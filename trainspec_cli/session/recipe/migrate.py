@@ -1,4 +1,4 @@
-"""`migrate`: bring recipes, run folders and their files to the current version of the training spec."""
+"""`migrate`: convert recipes, run folders and their files to the current version of the training spec."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.session.recipe.load import require
 
-# The new beginning of a file in the current version of the training spec; comments and formatting are preserved.
+# The new start of a file in the current version of the training spec; comments and formatting are preserved.
 
 
 RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
@@ -52,16 +52,16 @@ BOM = "\ufeff"
 
 @dataclass(frozen=True)
 class Head:
-    """The beginning of a file, which a migration replaces."""
+    """The start of a file, which a migration replaces."""
 
     version: str
     old: bytes
     new: bytes
-    """Equal to `old` if the file needs no change."""
+    """Equal to `old` if the file does not need to change."""
 
 
 def migrated_head(path: Path, form: Form) -> Head:
-    """Return the old and the new beginning of a file. Raises RecipeError for a version that cannot be migrated,
+    """Return the old and the new start of a file. Raises RecipeError for a version that cannot be migrated, and
     UnreadableFileError for a damaged file."""
     if form.notation == "jsonl":
         return _head_of_events(path, form)
@@ -104,7 +104,7 @@ def _event(line: bytes) -> JsonObject | None:
 
 
 def yaml_form(path: Path) -> Form:
-    """Return the form of a YAML file, recipe or profile, by its keys. Raises RecipeError for other files."""
+    """Return the form of a YAML file, recipe or profile, based on its keys. Raises RecipeError for other files."""
     content = read_yaml(path)
     keys: Collection[str] = content.keys() if isinstance(content, dict) else ()
     if {*keys} >= PROFILE_KEYS:
@@ -118,7 +118,7 @@ def yaml_form(path: Path) -> Form:
 
 
 def _head_of_yaml(path: Path) -> Head:
-    """Return the head with the version's line before the first key, or replacing the old version; no other byte
+    """Return the head with the version's line before the first key, or in place of the old version; no other byte
     changes."""
     yaml_form(path)
     old = read_bytes(path)
@@ -151,7 +151,7 @@ def _values(text: str) -> JsonObject:
 
 
 def _checked(path: Path, stated: JsonValue) -> str:
-    """Return the version that a file states. Raises RecipeError for an unknown version."""
+    """Return the version stated in a file. Raises RecipeError for an unknown version."""
     if fault := find_fault(stated):
         raise RecipeError(Problem(fault.code, f"{path} {fault.why}", VERSION_KEY, fault.hint, file=str(path)))
     return str(stated)
@@ -168,14 +168,14 @@ class Migration:
     form: Form
     head: Head
     run: RunDir | None
-    """The run to which the file belongs; None for a separate file."""
+    """The run to which the file belongs; None for a file outside a run folder."""
 
     @property
     def changes(self) -> bool:
         return self.head.old != self.head.new
 
     def diff(self) -> str:
-        """Return the lines that change, as `diff -u` shows them."""
+        """Return the lines that change, in the format of `diff -u`."""
         old, new = (text.decode(errors="replace").splitlines() for text in (self.head.old, self.head.new))
         lines = difflib.unified_diff(
             old, new, f"{self.path} ({self.head.version})", f"{self.path} ({CURRENT_VERSION})", n=1
@@ -185,7 +185,7 @@ class Migration:
 
 def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> list[Migration]:
     """Return the migrations of the files and run folders at `paths`, including those without changes. Raises
-    RecipeError or MachineError with all problems, before any file is written."""
+    RecipeError or MachineError with all problems before any file is written."""
     _check_target(version)
     found: list[Migration] = []
     problems: list[Problem] = []
@@ -199,8 +199,8 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> lis
 
 
 def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
-    """Replace the files atomically; return the backup of each. Meanwhile runs are claimed, so that nobody can start
-    them. Raises RecipeError for a running run, MachineError if a file cannot be written."""
+    """Replace the files atomically; return the backup of each. Runs are claimed meanwhile, so that they cannot be
+    started. Raises RecipeError for a run that is running, and MachineError if a file cannot be written."""
     changing = [migration for migration in migrations if migration.changes]
     runs = {migration.run.root.resolve(): migration.run for migration in changing if migration.run}
     with ExitStack() as claims, private_files():
@@ -225,7 +225,7 @@ def _check_target(version: str) -> None:
 
 
 def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
-    """Yield the migrations at a path; problems of a run folder's files are added to `problems`."""
+    """Yield the migrations at a path; problems with files of a run folder are added to `problems`."""
     if not path.is_dir():
         _check_own_file(path)
         run = _run_of(path)
@@ -281,7 +281,7 @@ def _check_own_file(path: Path) -> None:
 
 
 def _form_of_file(path: Path) -> Form:
-    """Return the form of a separate file. Raises RecipeError unless trainspec writes such files."""
+    """Return the form of a file outside a run folder. Raises RecipeError unless trainspec writes such files."""
     if path.suffix in YAML_SUFFIXES:
         return yaml_form(path)
     if path.suffix == ".json":  # a file protected by a digest states its schema

@@ -1,4 +1,4 @@
-"""Diagnoses of a run, for `trainspec diagnose`, `report`, and the live view of a run that this process supervises."""
+"""Diagnoses of a run, for `trainspec diagnose`, `report`, and the live view of a run supervised by this process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, .
 
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
-    """Yield the verdicts of a run's supervisor, including those no longer valid, from the first until the run ends.
-    Raises the errors of `find_run`."""
+    """Yield the verdicts of a run's supervisor, including those that no longer hold, from the first one until the run
+    ends. Raises the errors of `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
     goes_on = True
@@ -58,13 +58,13 @@ def composed_of(report: Report) -> str:
 
 
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
-    """Return the verdicts on a run; none if it is not planned yet. If nothing slows the run down, the planner searches
-    for a better layout, which takes some time."""
+    """Return the verdicts on a run; none if it has not been planned yet. If nothing slows the run down, the planner
+    searches for a better layout, which takes some time."""
     planned = has_plan(run)
     if planned and not run.plan_json.is_file():
         return ()
     from trainspec_cli.reporter.diagnosis.conclude import conclude, with_evaluations
-    from trainspec_cli.reporter.diagnosis.gather import read_run  # loads numpy, as the watch does
+    from trainspec_cli.reporter.diagnosis.gather import read_run  # it loads numpy, as the watch does
     from trainspec_cli.session.planning.outlook import outlook_of
 
     reader = read_run(run)
@@ -99,7 +99,7 @@ def trace_to(name: str, file: Path) -> None:
 
 
 class VerdictLines:
-    """Reports verdicts in the live view, one line each."""
+    """Reports verdicts in the live view, each on one line."""
 
     def __init__(self, run: RunDir, ask: Callable[[LookOrder], None] | None):
         """`ask`: see DiagnosisWatch."""
@@ -119,6 +119,6 @@ class VerdictLines:
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
-        """Report a verdict; `noise` is left to `diagnose` and `report`, because it needs no action."""
+        """Report a verdict. Verdicts of `noise` are left to `diagnose` and `report`, because they need no action."""
         if event.verdict.cause != "noise":
             say(f"diagnosis: {describe_event(event)}")

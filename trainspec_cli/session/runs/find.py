@@ -1,4 +1,4 @@
-"""Find the run that a RUN argument names, and the state of runs, for `runs`, `report`, `resume` and `export`."""
+"""Find the run that a RUN argument refers to, and the state of runs, for `runs`, `report`, `resume` and `export`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ LAST = "last"
 
 def find_own_run(name: str) -> RunDir:
     """Find a run whose content will be trusted or changed. Raises the errors of `find_run`, and MachineError if other
-    users can write to its folder, or a link leads out of it."""
+    users can write to its folder, or if a link leads out of it."""
     run = find_run(name)
     check_tree(run.root)
     return run
 
 
 def find_run(name: str) -> RunDir:
-    """Find a run to read. Raises RecipeError if it does not exist, MachineError if this user may not read it."""
+    """Find a run to read. Raises RecipeError if it does not exist, and MachineError if this user has no permission to
+    read it."""
     if name == LAST:
         return RunDir(_newest(runs_here()))
     run = RunDir(name)
@@ -48,7 +49,7 @@ def find_run(name: str) -> RunDir:
 
 
 def check_name_free(name: str) -> None:
-    """Raise RecipeError if a run in this folder has this `run.name`, because commands need unique names."""
+    """Raise RecipeError if a run in this folder already has this `run.name`, because commands need unique names."""
     lines = runs_here() if name else []
     if paths := [line.path for line in lines if line.name == name]:
         free = next(free_names(name, first=2))
@@ -58,14 +59,14 @@ def check_name_free(name: str) -> None:
 
 
 def free_names(name: str, first: int = 1) -> Iterator[str]:
-    """Yield those of NAME-1, NAME-2, ... that no run in this folder uses."""
+    """Yield those names among NAME-1, NAME-2, ... that no run in this folder uses."""
     taken = {line.name for line in runs_here()}
     return (other for number in itertools.count(first) if (other := f"{name}-{number}") not in taken)
 
 
 def _named(name: str) -> RunDir | None:
     """Return the run with this `run.name`, preferably in this folder, otherwise anywhere. Raises RecipeError if several
-    have it."""
+    runs have it."""
     paths = [line.path for line in runs_here() if line.name == name]
     paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
@@ -76,7 +77,7 @@ def _named(name: str) -> RunDir | None:
 
 
 def runs_here() -> list[RunLine]:
-    """Return the runs of the current folder, newest first: those below ./runs, and other known runs below the folder or
+    """Return the current folder's runs, newest first: those below ./runs, and other known runs below the folder or
     launched from it."""
     here = Path.cwd()
     inside = (here / RUNS).resolve()
@@ -103,7 +104,7 @@ def status_of_run(run: RunDir) -> str:
 
 @contextmanager
 def refusing_closed(name: str) -> Iterator[None]:
-    """Convert a permission error on another user's run to a MachineError."""
+    """Convert a permission error for another user's run into a MachineError."""
     try:
         yield
     except PermissionError as error:
@@ -113,7 +114,7 @@ def refusing_closed(name: str) -> Iterator[None]:
 
 
 def _newest(lines: Sequence[RunLine]) -> str:
-    """Return the path of the newest readable run; report newer damaged ones."""
+    """Return the path of the newest readable run, and report newer damaged ones."""
     for line in lines:
         if not line.damage:
             return line.path
@@ -129,7 +130,7 @@ def _newest(lines: Sequence[RunLine]) -> str:
 
 
 def _is_there(run: RunDir) -> bool:
-    """Return whether the path exists; also False for an invalid name."""
+    """Return whether the path exists; False for an invalid name."""
     try:
         return run.run_json.exists()
     except PermissionError:

@@ -26,12 +26,12 @@ from trainspec_cli.run.job.folder import Owner, find_owner, is_running
 from trainspec_cli.session.runs.find import status_of_run
 
 SECOND_REQUEST_S = 0.5
-"""Delay of a second signal after the first, so that both are handled."""
+"""Delay of a second signal after the first one, so that both are handled."""
 
 
 def watch(run: RunDir, console: PrintableConsole) -> str:
-    """Show a run as its own terminal does, from its newest events until it ends; return its status. Raises RecipeError
-    if it is not running."""
+    """Show a run in the same way as its own terminal, from its newest events until it ends; return its status. Raises
+    RecipeError if it is not running."""
     if not is_running(run):
         raise _not_running(run, f"see how it went: trainspec report {_quoted(run)}")
     plan = read_plan(run) if has_plan(run) else None
@@ -47,8 +47,8 @@ def watch(run: RunDir, console: PrintableConsole) -> str:
 
 
 def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
-    """Yield the lines that the run's terminal has shown in all starts; with `follow` also new lines until it ends.
-    Raises RecipeError if there is no log."""
+    """Yield the lines that the run's terminal has shown in all starts; with `follow`, also new lines until the run
+    ends. Raises RecipeError if there is no log."""
     if not run.run_log.is_file():
         message = f"{run.run_log} does not exist: the run has shown nothing yet"
         raise RecipeError(Problem("no_log", message, hint="`trainspec runs` shows whether it has begun"))
@@ -63,10 +63,9 @@ def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
 
 
 def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
-    """Ask a run to stop, wait until it has ended, and return its status. `at_once`: without a checkpoint.
+    """Ask a run to stop, wait until it has ended, and return its status. `at_once`: stop without writing a checkpoint.
 
-    Raises RecipeError if it is not running, MachineError if it runs on another node.
-    """
+    Raises RecipeError if the run is not running, and MachineError if it runs on another node."""
     owner = find_owner(run)
     if owner is None:
         queued = status_of_run(run) == QUEUED
@@ -89,7 +88,7 @@ def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
 
 
 def _ask(owner: Owner) -> None:
-    with suppress(ProcessLookupError):  # the process has ended meanwhile
+    with suppress(ProcessLookupError):  # the process has ended in the meantime
         os.kill(owner.pid, signal.SIGTERM)
 
 

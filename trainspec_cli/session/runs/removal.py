@@ -20,12 +20,12 @@ from trainspec_cli.run.job.folder import claim
 from trainspec_cli.session.runs.find import find_own_run, runs_below, runs_here, status_of_run
 
 BLOCK_BYTES = 512
-"""Unit of `st_blocks`."""
+"""Unit of `st_blocks`, in bytes."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Folders of one run to remove."""
+    """Folders of one run that are to be removed."""
 
     run: RunDir
     status: str
@@ -33,7 +33,8 @@ class Removal:
     """The run's folder, or some of its checkpoints."""
     bytes: int
     generation: int = 0
-    """The run's newest start at the time of the decision; after a later start the run is not removed."""
+    """The run's newest start at the time of the decision. If the run has been started again since then, it is not
+    removed."""
     begun_with_it: tuple[str, ...] = ()
     """Listed runs that were initialised from this run's weights."""
 
@@ -43,7 +44,7 @@ class Removal:
 
 
 def plan_removal(names: Sequence[str]) -> list[Removal]:
-    """Return the removals of these runs. Raises RecipeError for a run that is running or queued, or whose folder
+    """Return the removals for these runs. Raises RecipeError for a run that is running or queued, or whose folder
     contains another run or the current folder, and the errors of `find_own_run`."""
     found = {run.root.resolve(): run for run in map(find_own_run, names)}
     lines = runs_here()
@@ -57,8 +58,8 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
 
 
 def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: bool) -> Iterator[Removal]:
-    """Yield the removals for pruning the runs below ./runs with these statuses and at least this age: the runs, or with
-    `checkpoints` all of their checkpoints except the newest and the best."""
+    """Yield the removals for pruning the runs below ./runs that have one of these statuses and at least this age: the
+    runs themselves or, with `checkpoints`, all of their checkpoints except the newest and the best."""
     lines = runs_below()
     for line in lines:
         if (
@@ -74,10 +75,11 @@ def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: b
 
 
 def remove(removal: Removal) -> None:
-    """Remove the folders under a claim on the run. Raises RecipeError if the run was started meanwhile."""
+    """Remove the folders while holding a claim on the run. Raises RecipeError if the run was started in the
+    meantime."""
     run = removal.run
     with claim(run, "remove"):
-        # The user confirmed the removal of the run as it was then, not of later steps.
+        # The user confirmed removing the run as it was then, without any later steps.
         if generations.newest(run) != removal.generation:
             message = f"the run in {run.root} was started meanwhile"
             hint = "check it again: trainspec runs"

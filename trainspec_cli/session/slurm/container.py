@@ -1,4 +1,4 @@
-"""Requirements of a job's container: the folders of this machine that it mounts, and unsupported options."""
+"""Requirements of a job's container: the folders on this machine that it mounts, and unsupported options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.slurm.container import mounts
 
 SNAPSHOTS = "snapshots"
-"""Folder of the Hub's cache whose files are links to a neighbouring folder."""
+"""Folder of the Hub's cache whose files are links into a neighbouring folder."""
 
 
 def check_container(plan: Plan) -> None:
-    """Raise RecipeError if the run cannot be started in its container; create the cache, which it mounts."""
+    """Raise RecipeError if the run cannot be started in its container. Also create the cache, which the container
+    mounts."""
     slurm = plan.spec.cluster.slurm
     if slurm.container_image is None:
         return
@@ -48,7 +49,7 @@ def _data(plan: Plan, data_folder: Path | None) -> Iterator[Path]:
         collection = Collection.open(data_folder)
         for folder in (*(part.folder for part in collection.parts.values()), *collection.validation.values()):
             yield folder.path.absolute()
-            # Shards from other programs stay in place, and the manifest names them.
+            # Shards written by other programs stay in place, and the manifest refers to them.
             shards = [shard for split in SPLITS for shard in folder.manifest.split(split).shards]
             yield from (Path(shard.file).parent for shard in shards if Path(shard.file).is_absolute())
 
@@ -62,7 +63,8 @@ def _weights(plan: Plan) -> Iterator[Path]:
 
 
 def unseen_image(slurm: SlurmSpec) -> Iterator[str]:
-    """Yield a warning if the image is a path that does not exist here, since a login node need not see it."""
+    """Yield a warning if the image is a path that does not exist here. It is only a warning because a login node need
+    not see the image."""
     image = slurm.container_image
     if image is not None and image.startswith(("/", "./", "../")) and not expand(image).exists():
         yield f"cluster.slurm.container_image is {image}, which does not exist on this node; the job's nodes need it"

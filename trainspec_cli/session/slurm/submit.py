@@ -1,8 +1,7 @@
 """Submit runs as Slurm jobs: record each run as a launch does before its workers start, and write its batch script.
 
-A recipe may contain shell lines and container images. If they come from a file that another user owns or that is
-world-writable, they are submitted only with --allow-setup. Files of root and the command line are trusted.
-"""
+A recipe may contain shell lines and container images. If they come from a file that belongs to another user or is
+world-writable, they are only submitted with --allow-setup. Root's files and the command line are trusted."""
 
 from __future__ import annotations
 
@@ -50,13 +49,13 @@ from trainspec_cli.session.slurm.container import check_container, folders_read,
 
 
 def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield a warning with both figures if the limit is shorter; nothing without a prediction."""
+    """Yield a warning with both times if the limit is shorter than the prediction; nothing without a prediction."""
     slurm = plan.spec.cluster.slurm
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:
         return
     # The prediction covers the steps, but not start-up, checkpoints or evaluations. It exists for GPUs in the
-    # catalogue, and for CPUs like this machine's if that was probed.
+    # catalogue, and for CPUs like this machine's if this machine has been probed.
     group = plan.as_one_group
     if is_known(group, machine):
         step_s = predict_device(group, machine).step_time_s
@@ -71,7 +70,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
         f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
     )
-    # Each start continues from the newest checkpoint, so all starts together train for as long as a single one would.
+    # Each start continues from the newest checkpoint, so all starts together train for as long as a single start would.
     requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
     if slurm.max_requeues == 0:
         follows = "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
@@ -84,7 +83,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
 
 RUN_DIR = "run.dir"
 DEFAULT_PYTHON = SlurmSpec.container_python
-"""The image's Python, which is shown together with the image."""
+"""Python in the image, which is shown together with the image."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
     def load(values: tuple[str, ...], point: list[str]) -> Loaded:
         if (
             sweeps and given and not any(key == RUN_DIR for key, _ in sweeps)
-        ):  # each run gets a subfolder named by its values
+        ):  # each run gets a subfolder named after its values
             label = ",".join(
                 f"{key.rpartition('.')[2]}={value}" for (key, _), value in zip(sweeps, values, strict=True)
             )
@@ -120,7 +119,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
             Problem("usage", message, RUN_DIR, "give run.dir on the command line: each run gets a subfolder of it")
         )
     runs = [PlannedRun(one, plan_for(one, machine_of_job(one))) for one in loaded]
-    # All runs of an array share one script, and therefore one job size.
+    # All runs of an array share one script, and therefore the same job size.
     plans = [run.plan for run in runs]
     if len({(one.num_nodes, one.devices_per_node, one.device, one.spec.cluster.slurm) for one in plans}) > 1:
         message = "the runs of the sweep need different nodes or Slurm options, but a job array has only one set"
@@ -129,7 +128,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
-    """Return deduplicated warnings about the job: a short time limit, a missing image."""
+    """Return warnings about the job without duplicates: a short time limit, a missing image."""
     found = (
         line
         for run in runs
@@ -139,7 +138,7 @@ def warnings(runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
-    """Return the recipe's lines that the batch script contains verbatim, and the image and Python of the container."""
+    """Return the recipe's lines that the batch script contains verbatim, and the container's image and Python."""
     slurm = spec.cluster.slurm
     lines = {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
     if slurm.container_image is not None:
@@ -150,7 +149,7 @@ def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
 
 
 def render_shell_lines(loaded: Loaded) -> str:
-    """Return the lines with their key and file; empty without such lines."""
+    """Return the lines with their key and file; empty if there are none."""
     paragraphs = []
     for name, lines in shell_lines(loaded.spec).items():
         if lines:
@@ -160,8 +159,8 @@ def render_shell_lines(loaded: Loaded) -> str:
 
 
 def check_own_lines(loaded: Iterable[Loaded]) -> None:
-    """Raise RecipeError for lines that another user may have written: lines of a file that neither this user nor root
-    owns, or that others can write."""
+    """Raise RecipeError for lines that another user may have written: lines in a file that belongs to neither this user
+    nor root, or that others can write."""
     problems: list[Problem] = []
     for one in loaded:
         found = []
@@ -187,17 +186,17 @@ def _origin(name: str, loaded: Loaded) -> Origin | None:
 
 @dataclass(frozen=True)
 class Submission:
-    """The recorded runs of one script."""
+    """The recorded runs that share one script."""
 
     roots: Sequence[Path]
     script: Path
     text: str
     is_new: bool = False
-    """True if this command created the runs."""
+    """Whether this command created the runs."""
 
 
 def is_previewed(run: RunDir, text: str) -> bool:
-    """Return whether the run has the same script, except for the comment with the command line, and was neither
+    """Return whether the run has the same script, except for the comment with the command line, and has been neither
     submitted nor started."""
     if not run.job_sbatch.is_file() or job_of(run) is not None or newest_generation(run):
         return False
@@ -208,7 +207,8 @@ def is_previewed(run: RunDir, text: str) -> bool:
 
 
 def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
-    """Return the submission that `write_submission` made earlier from the same recipe, if it was not submitted."""
+    """Return the submission that an earlier `write_submission` created from the same recipe, if it has not been
+    submitted."""
     plan = run.plan
     if plan.spec.run.dir == AUTO or not RunDir(Path(plan.spec.run.dir)).run_json.is_file():
         return None
@@ -222,8 +222,8 @@ def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
 
 def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run: bool = False) -> Submission:
     """Create each run's folder and script; submitting the script again continues the run. An array's script is in the
-    parent folder of its runs. An earlier run that was not submitted is reused. `dry_run`: create nothing, and prepare
-    no data."""
+    parent folder of its runs. An earlier run that has not been submitted is reused. `dry_run`: create nothing, and
+    prepare no data."""
     first = runs[0]
     check_container(first.plan)
     if len(runs) == 1 and (preview := _find_preview(first, force=force)):
@@ -251,8 +251,8 @@ def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run
 
 
 def submit(submission: Submission) -> str:
-    """Submit the script to Slurm, and record the job's number in the runs; return it. Raises MachineError if Slurm
-    refuses the script; then new runs are removed, so that the corrected command can use their folders."""
+    """Submit the script to Slurm, and record the job's number in the runs; return the number. Raises MachineError if
+    Slurm rejects the script. In that case new runs are removed, so that the corrected command can use their folders."""
     roots = submission.roots
     with private_files():  # Slurm applies this process's umask to the job and its log
         try:

@@ -1,5 +1,5 @@
-"""A folder of images: one sub-folder per class, with .npy arrays or, if Pillow is installed, .png, .jpg, .bmp or .tif
-files."""
+"""A folder of images with one sub-folder per class, containing .npy arrays or, if Pillow is installed, .png, .jpg, .bmp
+or .tif files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from trainspec_cli.recipe.keys.run import DataSpec
 MAX_PIXELS = 2**28
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 CROP_AREA = (0.25, 1.0)
-"""The fraction of an image that a training crop covers; its aspect ratio changes by up to 4/3 (arXiv:1409.4842)."""
+"""Range of the fraction of an image that a training crop covers. Its aspect ratio changes by up to 4/3
+(arXiv:1409.4842)."""
 MAX_STRETCH = 4 / 3
 HELDOUT_CROP = 0.875
-"""The fraction of each side that the centre crop of a held-out image keeps."""
+"""Fraction of each side that the centre crop of a held-out image keeps."""
 
 
 class ImageFolder:
-    """Classes are the sub-folders in alphabetical order; a hash of each file's name decides whether it is held out."""
+    """Classes are the sub-folders in alphabetical order. A hash of each file's name decides whether the file is held
+    out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.folder = folder
@@ -48,14 +50,14 @@ class ImageFolder:
             hint = f"set model.num_classes={len(self.classes)}"
             raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
-        # By name, so that adding an image does not move others between the splits.
+        # The decision is based on the name, so that adding an image does not move others between the splits.
         names = [path.relative_to(folder).as_posix() for path, _ in files]
         held = hold_out(names, data.heldout_fraction)
         self._files = {
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        # Done here so that a missing package is reported before the first step, not in the middle of one.
+        # This is done here so that a missing package is reported before the first step, not in the middle of one.
         if any(path.suffix != ".npy" for path, _ in files):
             load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
@@ -64,7 +66,7 @@ class ImageFolder:
         return len(self._files[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return a resized random crop, mirrored half of the time, and its class."""
+        """Return a randomly resized crop, mirrored half of the time, and its class."""
         path, label = self._files["train"][index]
         picture = random_part(self._load(path), generator)
         if generator.random() < 0.5:
@@ -76,7 +78,7 @@ class ImageFolder:
         return self._finish(middle_part(self._load(path))), np.asarray(label, dtype=np.int64)
 
     def _load(self, path: Path) -> np.ndarray:
-        """Return (C, H, W) of fp32. Raises MachineError naming a file that is not such an image."""
+        """Return (C, H, W) in fp32. Raises MachineError, which names the file, if it is not such an image."""
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:
@@ -112,7 +114,7 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def load_reader(module: str, package: str, what: str, extra: str) -> Any:
-    """Import an optional package that reads a format. If it is missing, raises MachineError stating what to type.
+    """Import an optional package that reads a format. If it is missing, raise MachineError, which states what to type.
     `extra`: the trainspec extra that installs it."""
     try:
         return importlib.import_module(module)
@@ -146,14 +148,16 @@ def middle_part(picture: np.ndarray) -> np.ndarray:
 
 
 def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Resize (C, H, W) to (C, *size): linear interpolation between pixels, averaging when shrinking (no aliasing)."""
+    """Resize (C, H, W) to (C, *size), with linear interpolation between pixels, and averaging when shrinking (no
+    aliasing)."""
     rows, columns = (weights(extent, wanted) for extent, wanted in zip(picture.shape[1:], size, strict=True))
     resized: np.ndarray = rows @ picture @ columns.T
     return resized
 
 
 def weights(extent: int, wanted: int) -> np.ndarray:
-    """Return (wanted, extent): the weight of each old pixel in each new one, a triangle as wide as a new pixel."""
+    """Return (wanted, extent): the weight of each old pixel in each new one, which is a triangle as wide as a new
+    pixel."""
     scale = extent / wanted
     centres = (np.arange(wanted) + 0.5) * scale - 0.5
     distance = np.abs(np.arange(extent)[None, :] - centres[:, None]) / max(1.0, scale)

@@ -1,9 +1,8 @@
 """Synthetic MR-like images: ellipsoids of tissue under a bias field, with Rician noise.
 
 Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can generate any sample.
-For a U-Net every voxel is labelled with its tissue; for a classifier the sample is labelled with the kind of its
-lesion.
-"""
+For a U-Net, every voxel is labelled with its tissue; for a classifier, the sample is labelled with the kind of its
+lesion."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from trainspec_cli.recipe.keys.model import ConvModel
 from trainspec_cli.recipe.keys.run import DataSpec
 
 NOISE_STD = 0.05
-"""Noise of each of the receiver's two channels (Gudbjartsson and Patz 1995); tissue intensities are between 0 and 1."""
+"""Noise in each of the receiver's two channels (Gudbjartsson and Patz 1995); tissue intensities are between 0 and 1."""
 BIAS_STRENGTH = 0.3
-"""The largest deviation of the receiver's sensitivity from 1, at the edges."""
+"""The largest deviation of the receiver's sensitivity from 1, which occurs at the edges."""
 SEED = 0
-"""Fixed, so that every run gets the same images: they stand in for a data set, and `train.seed` determines the order in
-which a run uses them. Another seed would give another data set with the same statistics."""
+"""The seed is fixed so that every run gets the same images. They stand in for a data set, and `train.seed` determines
+the order in which a run uses them. Another seed would produce another data set with the same statistics."""
 HELDOUT_STREAM = 1
-"""A seed word that separates held-out samples from training samples, whatever their numbers."""
+"""A seed word that separates held-out samples from training samples, regardless of their indices."""
 
 
 class Phantoms:
@@ -57,7 +56,8 @@ class Phantoms:
 
 
 def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_classes: int) -> np.ndarray:
-    """Return labels of a head (1) with increasingly small organs (2, 3, ...) inside: `size` of int64; 0 is air."""
+    """Return the labels of a head (1) containing increasingly small organs (2, 3, ...), as int64 of shape `size`; 0 is
+    air."""
     tissues = np.zeros(size, dtype=np.int64)
     head = generator.uniform(0.65, 0.9, len(size))
     tissues[ellipsoid(size, np.zeros(len(size)), head, random_rotation(generator, len(size)))] = 1
@@ -70,8 +70,8 @@ def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_clas
 
 
 def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int) -> np.ndarray:
-    """Return labels of a head (1) with one lesion: a shell for odd kinds, solid for even ones; each pair of kinds has
-    its own tissue."""
+    """Return the labels of a head (1) with one lesion, which is a shell for odd kinds and solid for even ones. Each
+    pair of kinds has a different tissue."""
     dims = len(size)
     tissues = np.zeros(size, dtype=np.int64)
     tissues[ellipsoid(size, np.zeros(dims), generator.uniform(0.75, 0.95, dims), np.eye(dims))] = 1
@@ -86,7 +86,7 @@ def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int
 
 
 def ellipsoid(size: tuple[int, ...], centre: np.ndarray, radii: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """Return a mask of the voxels inside, in coordinates from -1 to 1: `size` of bool."""
+    """Return a mask of the voxels inside, in coordinates from -1 to 1, as bool of shape `size`."""
     axes = [np.linspace(-1, 1, extent, dtype=np.float32) - middle for extent, middle in zip(size, centre, strict=True)]
     grid = np.meshgrid(*axes, indexing="ij", sparse=True)
     reach = np.zeros(size, dtype=np.float32)
@@ -101,7 +101,7 @@ def random_rotation(generator: np.random.Generator, dims: int) -> np.ndarray:
 
 
 def acquire(generator: np.random.Generator, tissues: np.ndarray, channels: int) -> np.ndarray:
-    """Simulate a scan of `tissues` in `channels` contrasts: (C, ...) of fp32, mean 0 and variance 1."""
+    """Simulate a scan of `tissues` in `channels` contrasts: (C, ...) in fp32, with mean 0 and variance 1."""
     images = []
     for channel in range(channels):
         signal = contrast(channel)[tissues] * bias_field(generator, tissues.shape)
@@ -112,13 +112,14 @@ def acquire(generator: np.random.Generator, tissues: np.ndarray, channels: int) 
 
 
 def contrast(channel: int) -> np.ndarray:
-    """Return each tissue's brightness in a channel: air is dark, the head medium, the others distinct from it."""
+    """Return each tissue's brightness in a channel: air is dark, the head is medium, and the others differ from the
+    head."""
     steps = np.array([0.0, 0.45, 1.0, 0.2, 0.75, 0.1, 0.88, 0.3], dtype=np.float32)
     return np.concatenate([steps[:2], np.roll(steps[2:], channel)])
 
 
 def bias_field(generator: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
-    """Return a smooth gain that is 1 in the middle, with a slope and a curvature along each axis."""
+    """Return a smooth gain that is 1 in the middle and has a slope and a curvature along each axis."""
     gain = np.ones(size, dtype=np.float32)
     for axis, extent in enumerate(size):
         along = np.linspace(-1, 1, extent, dtype=np.float32)

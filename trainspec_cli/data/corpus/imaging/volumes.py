@@ -1,8 +1,7 @@
 """A folder of volumes with labels: FOLDER/images/NAME and FOLDER/labels/NAME, as .npy, .nii or .nii.gz.
 
-An image is (D, H, W), or (C, D, H, W) with several contrasts (last in NIfTI); its label is (D, H, W) of class numbers.
-Two-dimensional slices are stored in the same way.
-"""
+An image has the shape (D, H, W), or (C, D, H, W) with several contrasts (last dimension in NIfTI). Its label has the
+shape (D, H, W) and contains class numbers. Two-dimensional slices are stored in the same way."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SUFFIXES = (".npy", ".nii", ".nii.gz")
 
 
 class VolumeFolder:
-    """Image and label pairs in alphabetical order; a hash of each name decides whether it is held out."""
+    """Pairs of image and label in alphabetical order. A hash of each name decides whether the pair is held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.model = model
@@ -41,7 +40,7 @@ class VolumeFolder:
         return len(self._pairs[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random crop of the model's input size."""
+        """Return a random crop of the size of the model's input."""
         pair = self._pairs["train"][index]
         free = [
             max(0, extent - wanted) for extent, wanted in zip(shape_of(pair[1]), self.model.input_size, strict=True)
@@ -66,14 +65,14 @@ class VolumeFolder:
             raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
 
     def _full_shape(self, image: Path) -> tuple[int, ...]:
-        """Return the shape as (C, ...), whatever the file's order of dimensions."""
+        """Return the shape as (C, ...), regardless of the order of dimensions in the file."""
         shape = shape_of(image)
         if len(shape) == len(self.model.input_size):
             return (1, *shape)
         return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Read a crop. Raises MachineError naming a pair whose data cannot be read."""
+        """Read a crop. Raises MachineError, which names the pair, if its data cannot be read."""
         try:
             return self._read_part(pair, start)
         except MachineError:
@@ -89,7 +88,7 @@ class VolumeFolder:
         elif pair[0].suffix != ".npy":
             image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
         label = open_array(pair[1])
-        # Air (0) fills most of a scan and would determine the scale, so only tissue counts; for this, each file is read
+        # Air (0) fills most of a scan and would determine the scale, so only tissue counts. For this, each file is read
         # completely once.
         path = pair[0]
         if path not in self._moments:
@@ -113,7 +112,7 @@ class VolumeFolder:
 
 
 def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
-    """Return every image with its label of the same name (the suffixes may differ)."""
+    """Return every image together with the label of the same name (the suffixes may differ)."""
     # An image may be .nii.gz and its label .npy.
     images = _by_stem(folder / "images")
     labels = _by_stem(folder / "labels")
@@ -137,12 +136,12 @@ def _by_stem(folder: Path) -> dict[str, Path]:
 
 
 def shape_of(path: Path) -> tuple[int, ...]:
-    """Return a volume's shape from its header only."""
+    """Return a volume's shape from its header alone."""
     return tuple(int(extent) for extent in open_array(path).shape)
 
 
 def open_array(path: Path) -> Any:
-    """Return an array that reads only the requested slices from disk. Raises MachineError naming the file."""
+    """Return an array that reads only the requested slices from disk. Raises MachineError, which names the file."""
     try:
         check_regular(path)
         if path.suffix == ".npy":
@@ -154,5 +153,5 @@ def open_array(path: Path) -> Any:
         return array
     except MachineError:
         raise
-    except Exception as error:  # nibabel raises different errors for each format
+    except Exception as error:  # nibabel raises a different error for each format
         raise MachineError(f"{path} cannot be read as a volume: {error}", code="unreadable_file") from error

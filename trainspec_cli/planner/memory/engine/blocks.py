@@ -1,4 +1,4 @@
-"""Record a layer's forward and backward on a tape, with the operations and lifetimes of the engine's blocks."""
+"""Record a layer's forward and backward on a tape, with the same operations and lifetimes as in the engine's blocks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainspec_cli.recipe.keys.model import (
 from trainspec_cli.recipe.keys.run import Recompute
 from trainspec_cli.recipe.keys.training import LoraSpec
 
-# The sizes of a layer (`Shape`), and parts of all kinds of layers: norms, regions, feed-forwards.
+# The sizes of a layer (`Shape`), and the parts that all kinds of layers share: norms, regions, feed-forwards.
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes on one rank: the tokens of its part of the sequence (context parallelism), and the heads and widths of its
+    """Sizes on one rank: the tokens in its part of the sequence (context parallelism), and the heads and widths of its
     part of the matrices (tensor parallelism)."""
 
     model: TextModel
@@ -39,12 +39,12 @@ class Shape:
     seq_len: int
     """Length of this rank's part of the sequence."""
     width: float
-    """Bytes of an element in the compute format."""
+    """Bytes per element in the compute format."""
     fp8: bool = False
-    """The format of linear layers."""
+    """Whether linear layers use fp8."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
-    """True if element-wise operations are fused."""
+    """Whether element-wise operations are fused."""
 
     @property
     def tokens(self) -> float:
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def outside_tokens(self) -> float:
-        """Return the tokens between the regions of tensor parallelism."""
+        """Return the number of tokens between the regions of tensor parallelism."""
         return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
@@ -87,7 +87,7 @@ def norm(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
-    """Record a product with a rank's part of a matrix, and its adapter if there is one."""
+    """Record a product with a rank's part of a matrix, including its adapter if there is one."""
     tokens, rank = x.elements / inputs, shape.lora.rank
     if shape.lora.is_quantised:
         y = tape.dequantised_linear(x, outputs * inputs, tokens * outputs)
@@ -100,7 +100,8 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
-    """Record a part between two exchanges over tp. With several samples, exchanging along the sequence needs copies."""
+    """Record a part between two exchanges over tp. With several samples, exchanging along the sequence requires
+    copies."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
     if tp == 1:
         return part(tape, x, shape)
@@ -136,8 +137,9 @@ def activate(tape: Tape, x: Value, shape: Shape) -> Value:
     return tape.apply((relu,), x.elements, saved=(relu,), scratch=(0.0, 2 * x.elements * x.width))
 
 
-# Attention on a tape: grouped heads, windows, sinks, latent attention, and a sequence spread over ranks. If the kernel
-# depends on a mask or the head size, the count assumes one that never stores the scores, like fused GPU kernels.
+# Attention on a tape: grouped heads, windows, sinks, latent attention, and a sequence spread over ranks. If the choice
+# of kernel depends on a mask or the head size, the count assumes a kernel that never stores the scores, like fused GPU
+# kernels.
 
 
 def attention(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -156,13 +158,13 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def rotate(tape: Tape, x: Value) -> Value:
-    """Rotate `x`. Saves only cosines and sines, which all layers share."""
+    """Rotate `x`. This saves only cosines and sines, which all layers share."""
     size = 0.0 if tape.fuses else x.elements * x.width
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
 
 
 def carry_sinks(tape: Tape, q: Value, k: Value, size: int) -> tuple[Value, Value]:
-    """Append a head's sink logit to each of its queries, and zeros to the keys."""
+    """Append each head's sink logit to all of its queries, and zeros to the keys."""
     logit = tape.expand(tape.leaf(1), q.elements / size)
     grown = tape.copy(tape.cat(q, logit), q.elements * (size + SINK_DIMS) / size)
     return grown, tape.copy(k, k.elements * (size + SINK_DIMS) / size)
@@ -191,7 +193,7 @@ def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
-    """Record keys and values of latent attention. All heads share the rotated part of the keys."""
+    """Record the keys and values of latent attention. All heads share the rotated part of the keys."""
     model, mla, tokens, heads = shape.decoder, shape.latent, shape.tokens, shape.decoder.num_heads // shape.layout.tp
     rank, shared, plain_size, value = mla.kv_lora_rank, mla.qk_rope_head_dim, mla.qk_nope_head_dim, mla.v_head_dim
     down = tape.linear(x, tape.leaf(model.hidden_size * (rank + shared)), tokens * (rank + shared))
@@ -208,12 +210,12 @@ def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads that a kernel processes, with `samples` times `length` tokens."""
+    """The heads that a kernel processes, each with `samples` times `length` tokens."""
 
     samples: int
     length: int
     rows: float
-    """Rows of the queries over all heads."""
+    """Number of query rows over all heads."""
     window: int | None
     sinks: bool
 
@@ -231,13 +233,13 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
-        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to order it by token
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # for ordering it by token
     q, k, v = (swap(tape, y) for y in (q, k, v))
     return swap(tape, causal_core(tape, q, k, v, seq))
 
 
 def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Record causal attention. Kernels need heads of one size."""
+    """Record causal attention. Kernels require heads of one size."""
     is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
     if is_narrow:
         v = tape.copy(v, k.elements)
@@ -246,7 +248,7 @@ def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
 
 
 def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float = 1.0) -> Value:
-    """Causal attention over the first `share` of the sequence."""
+    """Record causal attention over the first `share` of the sequence."""
     rows, elements = seq.rows * share, q.elements
     if not seq.sinks:
         return flash(tape, q, k, v, rows)
@@ -256,8 +258,8 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
 
 
 def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Record windowed attention: the first block separately, each other one with the keys of the previous block as
-    well."""
+    """Record windowed attention: the first block separately, and every other block also with the keys of the previous
+    block."""
     window, elements = float(seq.window or 0), q.elements
     share, blocks = window / seq.length, -(-seq.length // window)
     start = [tape.part(y, y.elements * share) for y in (q, k, v)]
@@ -278,7 +280,7 @@ def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
 
 
 def beside(tape: Tape, x: Value, share: float) -> Value:
-    """Concatenate each block's tokens with those of the next one."""
+    """Concatenate each block's tokens with those of the next block."""
     return tape.cat(tape.part(x, x.elements * share), tape.part(x, x.elements * share))
 
 
@@ -293,7 +295,7 @@ def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0
 
 
 def swap(tape: Tape, x: Value) -> Value:
-    """All-to-all between parts of the sequence and parts of the heads: one copy to send, one received, one
+    """Record an all-to-all between parts of the sequence and parts of the heads: one copy to send, one received, one
     reordered."""
     size = 2 * x.elements * x.width
     return tape.copy(x, scratch=(size, size))
@@ -302,9 +304,9 @@ def swap(tape: Tape, x: Value) -> Value:
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
     """Record ring attention on the last rank, whose queries attend to every part of the keys.
 
-    Keys and values are passed from rank to rank; sums are in fp32, and keys of groups are repeated for their queries.
-    Selective recomputation keeps each turn's result. The result is ordered by head, and copied to order it by token.
-    """
+    Keys and values are passed from rank to rank. Sums are in fp32, and the keys of a group are repeated for its
+    queries. Selective recomputation keeps the result of each turn. The final result is ordered by head, and copied to
+    order it by token."""
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
@@ -314,11 +316,11 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
 
 
-# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, tokens restored to their
+# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, and tokens back in their
 # original order.
 #
-# Tokens are spread evenly over experts and ranks. The experts' product is the grouped GPU kernel, which needs no memory
-# besides that for its result.
+# Tokens are spread evenly over experts and ranks. The experts' product uses the grouped GPU kernel, which needs no
+# memory except for its result.
 
 
 def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -362,7 +364,7 @@ def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
 
 
 def choose(tape: Tape, shape: Shape) -> Value:
-    """Choose the experts by biased scores, among those of the chosen groups."""
+    """Choose the experts by their biased scores, among those of the chosen groups."""
     spec = shape.experts
     copies = (spec.balance_rate > 0) + (spec.top_groups < spec.num_groups)
     room = tape.new(copies * shape.outside_tokens * spec.num_experts, PRECISE)
@@ -372,7 +374,7 @@ def choose(tape: Tape, shape: Shape) -> Value:
 
 
 def with_loss(tape: Tape, weights: Value, scores: Value) -> Value:
-    """Add the scalar loss, computed from normalised scores and counted visits."""
+    """Add the scalar loss, computed from normalised scores and the number of visits."""
     visits = tape.new(scores.elements, PRECISE)
     total = tape.apply((scores,), weights.elements, width=PRECISE)
     normal = tape.apply((scores, total), scores.elements, saved=(scores, total), width=PRECISE)
@@ -401,13 +403,13 @@ class SortedCopies:
 
 
 def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
-    """Sort copies by expert, if all experts are on this rank."""
+    """Sort the copies by expert; all experts are on this rank."""
     copies = sort_by_expert(tape, x, indices, shape)
     return combine(tape, copies, products(tape, copies.x, shape), weights)
 
 
 def spread_dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
-    """Send copies to the ranks of their experts, sort them by expert again, and send the results back."""
+    """Send the copies to the ranks of their experts, sort them by expert again, and send the results back."""
     copies = sort_by_expert(tape, x, indices, shape)
     came = tape.copy(tape.part(copies.x, copies.x.elements))
     order = tape.new(indices.elements, INDEX)
@@ -433,7 +435,7 @@ def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
 
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
-    """Weight and sum each token's copies in one product, in which each token is a matrix with one row."""
+    """Weight and sum each token's copies in one matrix product, in which each token is a matrix with one row."""
     back = select_rows(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements
@@ -464,7 +466,7 @@ def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Va
 
 
 def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:
-    """Add the bias, first expanded to one row per token."""
+    """Add the bias, which is first expanded to one row per token."""
     if not shape.experts.bias:
         return y
     bias = tape.apply((tape.leaf(1),), y.elements, saved=(expert,))
@@ -500,22 +502,22 @@ def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
 
 # Mamba-2's mixer on a tape: projections, convolutions over time, the scan in blocks, the gated norm.
 #
-# Shapes are named as in the engine: B samples, C blocks of Q tokens, G groups, R heads per group, P head size, N state
+# Shapes use the engine's names: B samples, C blocks of Q tokens, G groups, R heads per group, P head size, N state
 # size. A batched matrix product needs contiguous batch dimensions; otherwise its inputs are copied.
 
 
 @dataclass(frozen=True)
 class ScanSizes:
-    """Elements of the scan's tensors on one rank."""
+    """Number of elements in the scan's tensors on one rank."""
 
     samples: int
     seq_len: int
     heads: float
     groups: float
     inner: float
-    """Inner channels of a token, over all heads."""
+    """Inner channels per token, over all heads."""
     states: float
-    """State channels of a token, over all groups."""
+    """State channels per token, over all groups."""
 
     @property
     def tokens(self) -> float:
@@ -531,7 +533,7 @@ class ScanSizes:
 
     @property
     def needs_copies(self) -> bool:
-        """Return whether blocks of several samples or groups form a batch, and thus are not contiguous."""
+        """Return whether a batch consists of blocks from several samples or groups, and is therefore not contiguous."""
         return self.samples > 1 or self.groups > 1
 
 
@@ -554,7 +556,8 @@ def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
-    """Project, convolve each channel over time, and activate. Channels come first during the convolution."""
+    """Project, convolve each channel over time, and activate. During the convolution, channels are the first
+    dimension."""
     projected = tape.linear(x, tape.leaf(shape.hidden * rows), shape.tokens * rows)
     return tape.unary(conv(tape, tape.copy_in_backward(projected), rows, shape.seq_len))
 
@@ -590,7 +593,7 @@ def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: Sc
 
 
 def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
-    """Record the attention of c to b, weighted by the decay between two tokens, with shape B C G R Q Q."""
+    """Record the attention of c to b, weighted by the decay between the two tokens, with shape B C G R Q Q."""
     pairs = decay.elements * scan.block
     faded_by = exp(tape, tape.copy(difference(tape, tape.expand(decay, pairs), tape.expand(decay, pairs))))
     scores = product(tape, ordered(tape, c, scan), ordered(tape, b, scan), pairs / scan.heads * scan.groups)
@@ -599,7 +602,7 @@ def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: 
 
 
 def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
-    """Return the contribution of the states at each block's start (B C G R P N) to its tokens."""
+    """Return what the states at each block's start (B C G R P N) contribute to its tokens."""
     to_end = exp(tape, difference(tape, tape.part(decay, decay.elements), decay))
     fading = ordered(tape, scaled(tape, x, tape.cast(to_end, tape.width)), scan)
     states = x.elements / scan.block * scan.states / scan.groups
@@ -614,7 +617,7 @@ def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, 
 
 
 def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
-    """Record the decay sums from one block to another, with shape B G R C C."""
+    """Record the sums of decays from one block to another, with shape B G R C C."""
     pairs = scan.samples * scan.heads * scan.blocks**2
     summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
     return exp(tape, tape.copy(summed))
@@ -634,20 +637,20 @@ def exp(tape: Tape, x: Value) -> Value:
 
 
 def difference(tape: Tape, left: Value, right: Value) -> Value:
-    """Subtract, saving nothing; in the backward, the right side's gradient is negated in new memory."""
+    """Subtract without saving anything; in the backward, the gradient of the right side is negated in new memory."""
     return tape.add(left, tape.negated(right))
 
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Bytes of a block. Inputs are counted where they were created, outputs here."""
+    """Memory of a block in bytes. Inputs are counted where they were created, outputs are counted here."""
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-    """The stretches of the backward, including the gradients of the output (which reuse its memory) and of the
+    """The stretches of the backward. They include the gradients of the output (which reuse its memory) and of the
     parameters."""
     put_off: float
-    """Bytes kept from the backward of the inputs until that of the weights, if the schedule splits them."""
+    """Bytes kept from the backward of the inputs until that of the weights, if the schedule splits the two."""
 
     @property
     def kept(self) -> float:
@@ -656,11 +659,11 @@ class BlockProfile:
 
 
 def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> BlockProfile:
-    """`block` records itself on the new `tape`."""
+    """Profile a `block`, a function that records itself on the new `tape`."""
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # a compiler recognises that no backward needs the block's last product
+    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the block's last product
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
@@ -681,7 +684,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
-    """Profile one layer, forward and backward. `split`: weight gradients are computed later."""
+    """Profile one layer, forward and backward. `split`: whether weight gradients are computed later."""
     tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
@@ -689,7 +692,7 @@ def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfi
 
 
 def block(tape: Tape, x: Value, shape: Shape) -> Value:
-    """Record a block; the output of each mixer lives until the block ends."""
+    """Record a block; the output of each mixer lives until the end of the block."""
     given = []
     for mixer in shape.layer.mixers:
         given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
@@ -698,7 +701,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
-    """Add the bias of attention's output, which is added outside its region."""
+    """Add the bias of attention's output, which is added outside attention's region."""
     return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
 
 

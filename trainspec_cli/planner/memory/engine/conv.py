@@ -39,8 +39,8 @@ class ConvTape(Tape):
         return self.apply((x,), x.elements, saves_output=True)
 
     def batch_norm(self, x: Value, channels: int) -> Value:
-        """Record a batch norm. Statistics are in fp32: narrower inputs are copied and, in the backward, so is the
-        gradient."""
+        """Record a batch norm. Statistics are in fp32: narrower inputs are copied, and so is the gradient in the
+        backward."""
         size, narrow = x.elements * PRECISE, x.width < PRECISE
         forward = 2 * size - x.elements * x.width if narrow else 0.0
         backward = 4 * size - x.elements * x.width if narrow else 2 * size
@@ -53,15 +53,15 @@ class ConvTape(Tape):
 
 @dataclass(frozen=True)
 class ConvPart:
-    """A part of a network that is sharded and recomputed as a unit, or that comes before or after such parts."""
+    """A part of a network that is sharded and recomputed as a unit, or that precedes or follows such parts."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
-    """Elements of the inputs: from the previous part, and from an earlier part (skip connection)."""
+    """Number of elements of the inputs: from the previous part, and from an earlier part (skip connection)."""
     beside: int | None = None
     """The number of that earlier part."""
     is_first: bool = False
-    """True if the input needs no gradient."""
+    """Whether the input needs no gradient."""
 
     def sources(self, tape: Tape) -> list[Value]:
         leaves = [tape.leaf(elements) for elements in self.entering]
@@ -87,7 +87,7 @@ class ConvParts:
     stem: ConvPart | None
     blocks: tuple[ConvPart, ...]
     head: ConvPart
-    """Ends in the loss."""
+    """The part that ends in the loss."""
 
 
 @lru_cache(maxsize=64)
@@ -182,7 +182,7 @@ def _pair(
 
 
 def pair(tape: ConvTape, x: Value, channels_in: int, channels: int, dims: int, voxels: float) -> Value:
-    """Record two convolutions of width 3; the first may be strided."""
+    """Record two convolutions of width 3, the first of which may be strided."""
     first = conv_norm_relu(tape, x, channels_in, channels, dims, voxels)
     return conv_norm_relu(tape, first, channels, channels, dims, voxels)
 
@@ -217,7 +217,7 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
-    """Return one row per voxel with all classes, created first as indices."""
+    """Return one row per voxel with all classes, which is first created as indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
     del indices
@@ -235,12 +235,12 @@ class _ConvBlock:
 
 
 def replay(run: EngineRun, _pipeline_rank: int) -> dict[str, float]:
-    """Return the bytes by cause at the fullest moment of a convolutional network's step."""
+    """Return the bytes by cause at the moment of peak memory in a convolutional network's step."""
     return _ConvReplay(run).run()
 
 
 class _ConvReplay:
-    """Replays a step where only samples are divided over ranks."""
+    """Replays a step in which only samples are divided over ranks."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)
@@ -293,7 +293,7 @@ class _ConvReplay:
         self.sharding.end_forward()
 
     def _images_bytes(self) -> float:
-        """Return the bytes of the copy of the images in the compute format; 0 in fp32, since the step then reads the
+        """Return the bytes of the copy of the images in the compute format; 0 in fp32, because the step then reads the
         data directly."""
         narrow = self.width < MASTER_WIDTH
         return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow

@@ -1,4 +1,4 @@
-"""Replay an engine step: the pipeline's actions on the block profiles, with FSDP2's gathering and reducing."""
+"""Replay an engine step: the pipeline's actions on the block profiles, with FSDP2's all-gathers and reduce-scatters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import parts_for
 
 KEPT_BYTES: Point[float] = Point("kept_bytes")
-"""Bytes that a wing keeps on the device per trained parameter, sharded like the optimizer state."""
+"""Bytes per trained parameter that a plug-in keeps on the device, sharded like the optimizer state."""
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 
 
@@ -47,7 +47,7 @@ class EngineRun:
     layout: Layout
     seq_len: int
     samples: int
-    """Samples per micro-batch."""
+    """Number of samples per micro-batch."""
     micro_batches: int
     compute: str
     reduce: str
@@ -56,7 +56,7 @@ class EngineRun:
     matmul: str = "compute"
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
-    """True if blocks are compiled (torch.compile)."""
+    """Whether blocks are compiled (torch.compile)."""
     outer_bytes: float = 0.0
     """Bytes that an outer optimizer keeps per trained parameter (`KEPT_BYTES`)."""
 
@@ -81,18 +81,19 @@ def run_of(plan: Plan) -> EngineRun:
 
 
 def outer_bytes_of(spec: RunSpec) -> float:
-    """Return the bytes that the recipe's wings keep per trained parameter."""
+    """Return the bytes per trained parameter that the recipe's plug-ins keep on the device."""
     return sum(parts_for(KEPT_BYTES, spec), 0.0)
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """Return whether the engine builds the model, its family can be counted and nothing is offloaded."""
+    """Return whether memory can be counted: the engine supports the model, its family can be counted, and nothing is
+    offloaded."""
     return bool(model.record.memory) and model.is_built and offload == "none"
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether fusion in the model's compiled blocks is counted: blocks with full attention and feed-forwards in
-    one format, fully trained. The compiled graphs of other blocks were not compared with the count."""
+    """Return whether the count covers fusion in the model's compiled blocks: blocks with full attention and
+    feed-forwards in one format, fully trained. The compiled graphs of other blocks were not compared with the count."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
@@ -101,24 +102,23 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
+    """Return the bytes by cause (`CAUSES`) at the moment of peak memory on one pipeline rank, if `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
 
 
 class FamilyMemory(Protocol):
-    """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
+    """The functions that a memory module (`FamilyRecord.memory`) provides."""
 
     def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-        """Return the bytes by cause (`CAUSES`) at the fullest moment of a step on one pipeline rank."""
+        """Return the bytes by cause (`CAUSES`) at the moment of peak memory during a step on one pipeline rank."""
 
 
 def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
     """Yield the peaks of all pipeline ranks.
 
-    If a rank has no more layers of any kind than an earlier one, it needs no more memory, since the earlier one keeps
-    them for more micro-batches; it is not counted separately unless it has the head.
-    """
+    If a rank has no more layers of any kind than an earlier one, it needs no more memory, because the earlier one keeps
+    them for more micro-batches. Such a rank is not counted separately unless it has the head."""
     counted: list[tuple[Counter[Layer], dict[str, float]]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
         fuller = [peak for others, peak in counted if layers <= others]
@@ -133,7 +133,7 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
     """Return the number of layers of each kind on each pipeline rank."""
     if run.layout.pp == 1:
         return [Counter()]
-    if not has_layer_list(run.model):  # it is unknown whether any rank needs at most as much as another
+    if not has_layer_list(run.model):  # then ranks cannot be compared
         return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
     layers = run.model.layer_list
     stages = cut_layers(len(layers), run.layout)
@@ -144,16 +144,17 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
-    """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory is not counted."""
+    """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory cannot be
+    counted."""
     if not is_counted(plan.spec.model, plan.offload):
         return None
     return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
 
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
-"""Gradients: sharded ones, which the optimizer reads, and unsharded ones until they are exchanged. Collectives: the
-buffers of data-parallel exchanges, and the pipeline's messages. Until a block's backward ends, its gradients count as
-activations."""
+"""Gradients: the sharded ones, which the optimizer reads, and the unsharded ones until they are exchanged. Collectives:
+the buffers of data-parallel exchanges, and the pipeline's messages. Until a block's backward ends, its gradients count
+as activations."""
 
 
 class Account:
@@ -177,13 +178,13 @@ class Account:
 
 # FSDP2 (torch 2.13): units are gathered and freed, and their gradients are reduced.
 #
-# Lifetimes follow its source: a forward keeps its all-gather buffer until the next unit's parameters are copied out, a
-# backward gathers the previous unit while it processes the current one, and the buffer of a reduce-scatter lives until
-# the next reduce-scatter.
+# Lifetimes follow its source. A forward keeps its all-gather buffer until the next unit's parameters are copied out. A
+# backward gathers the previous unit while it processes the current one. The buffer of a reduce-scatter lives until the
+# next reduce-scatter.
 
 
 MASTER_WIDTH = 4.0
-"""Bytes per value of a sharded parameter, its gradient and each moment."""
+"""Bytes per value in a sharded parameter, its gradient and each moment."""
 
 
 @dataclass
@@ -196,20 +197,20 @@ class Sharded:
     gradient_bytes: float = 0.0
     """Unsharded gradients from autograd."""
     accumulated_bytes: float = 0.0
-    """The same in the exchange format, waiting for the last micro-batch."""
+    """The same gradients in the exchange format, waiting for the last micro-batch."""
     has_gradient: bool = False
 
 
 class Sharding:
-    """The sharded parameters of one stage. `keeps`: they are gathered once per step instead of being freed after each
-    forward and backward."""
+    """The sharded parameters of one stage. `keeps`: whether they are gathered once per step instead of being freed
+    after each forward and backward."""
 
     def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool):
         self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
         self.buffer_bytes = 0.0
-        """Buffer bytes of the last forward's all-gather."""
+        """Bytes of the buffer of the last forward's all-gather."""
         self.reduced_bytes = 0.0
-        """Buffer bytes of the last reduce-scatter."""
+        """Bytes of the buffer of the last reduce-scatter."""
 
     def gather(self, part: Sharded) -> None:
         """Gather the part's parameters in a forward."""
@@ -248,7 +249,7 @@ class Sharding:
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
-        """Gather the part's parameters in a backward, which frees the buffer immediately."""
+        """Gather the part's parameters in a backward, after which the buffer is freed immediately."""
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
@@ -271,8 +272,8 @@ class Sharding:
         part.gradient_bytes = size
 
     def after_backward(self, part: Sharded, *, exchanges: bool, last: bool) -> None:
-        """Free the parameters unless they are kept for later micro-batches; if nothing is exchanged yet, gradients are
-        converted to the exchange format."""
+        """Free the parameters unless they are kept for later micro-batches. If nothing is exchanged yet, convert
+        gradients to the exchange format."""
         if last or not self.keeps:
             self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
@@ -285,7 +286,7 @@ class Sharding:
             self._reduce(part)
 
     def _reduce(self, part: Sharded) -> None:
-        """Copy gradients into one buffer and sum over ranks; this rank's part is kept. With one rank, that is the
+        """Copy gradients into one buffer and sum them over ranks, keeping this rank's part. With one rank, that is the
         buffer itself."""
         waiting = part.gradient_bytes + part.accumulated_bytes
         if not waiting:
@@ -302,7 +303,7 @@ class Sharding:
         account.add("collectives", -self.reduced_bytes)
         account.add("collectives", size)
         # foreach_reduce frees its list of full gradients after the copy, but a loop variable keeps the last one until
-        # the function returns: on the first stage the gradient of the full embedding.
+        # the function returns. On the first stage, this is the gradient of the full embedding.
         last_rows, row = part.unit.trained.matrices[-1]
         last = last_rows * row * (self.reduce_width if part.accumulated_bytes else self.width)
         lingering = last if part.unit.shards > 1 else 0.0
@@ -321,7 +322,7 @@ class Sharding:
 
 
 def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-    """Return the bytes by cause at the fullest moment of a text model's step."""
+    """Return the bytes by cause at the moment of peak memory in a text model's step."""
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 
@@ -338,11 +339,11 @@ class _Block:
     experts: Sharded | None
     """The experts, if they are spread over ranks and sharded separately."""
     whole_experts: Unit
-    """The experts, if they are not."""
+    """The experts, if they are not spread over ranks."""
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order that their forwards end."""
+        """Return the units in the order in which their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -354,7 +355,7 @@ class _Stage:
     outside: Sharded
     sharding: Sharding
     left: int
-    """Number of backwards still to come."""
+    """Number of backwards that remain."""
 
     @cached_property
     def units(self) -> list[Sharded]:
@@ -362,7 +363,7 @@ class _Stage:
 
     @cached_property
     def before(self) -> dict[int, Sharded | None]:
-        """Unit's id -> the unit whose forward ended just before, and whose backward comes next."""
+        """Unit's id -> the unit whose forward ended just before it, and whose backward comes next."""
         return {id(unit): before for before, unit in zip([None, *self.units], self.units, strict=False)}
 
 
@@ -371,7 +372,7 @@ class _Replay:
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = run.micro_batches
         if (run.layout.pp == 1 or run.layout.pipeline_schedule != "gpipe") and run.micro_batches % run.layout.pp == 0:
-            # This many fill the pipeline, and later ones repeat the pattern; but GPipe holds all micro-batches.
+            # This many fill the pipeline, and later ones repeat the pattern. GPipe, however, holds all micro-batches.
             self.micro_batches = min(run.micro_batches, 3 * run.layout.pp)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.splits_backward
@@ -395,7 +396,7 @@ class _Replay:
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
 
     def _maker(self, layer: Layer) -> Callable[[], _Block]:
-        """Return a function that makes blocks of one kind, which share everything except gathered parameters."""
+        """Return a function that creates blocks of one kind, which share everything except gathered parameters."""
         model, layout, lora = self.model, self.layout, self.given.lora
         profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split)
         spread = layout.ep > 1 and "experts" in layer.mixers
@@ -408,7 +409,7 @@ class _Replay:
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
         if self.layout.tp > 1 and self.layout.ep == 1:
-            # Each tp rank holds full experts. Their gradients are summed after the passes: all are copied, then
+            # Each tp rank holds all experts. Their gradients are summed after the passes: all of them are copied, then
             # flattened.
             shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
             self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
@@ -418,7 +419,7 @@ class _Replay:
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in stage.units]
         own = sum(part.unit.own for part in units)
-        # Each stage keeps a table of each token's cosines and sines in fp32, and of its position.
+        # Each stage keeps a table of every token's cosines and sines in fp32, and one of its position.
         angles_bytes = 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
         tables = len(self.stages) * self.given.seq_len * angles_bytes
         quantised = sum(part.unit.quantised_bytes for part in units)
@@ -435,13 +436,13 @@ class _Replay:
         return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
-        """Return (the units of the rank's blocks, those outside the blocks)."""
+        """Return (units of the rank's blocks, units outside the blocks)."""
         stages = self.stages.values()
         blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
         return blocks, [stage.outside.unit for stage in stages]
 
     def _update(self) -> None:
-        """Count the update, together with the gradients from the passes and persistent tensors."""
+        """Count the update, with the gradients from the passes and persistent tensors."""
         self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
     # Actions
@@ -485,7 +486,7 @@ class _Replay:
         return not self.given.lora.rank
 
     def _loss(self, stage: _Stage) -> None:
-        """Count the loss. It keeps the gradients of the hidden states, and those of the head in fp32."""
+        """Count the loss, which keeps the gradients of the hidden states, and those of the head in fp32."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
@@ -524,7 +525,7 @@ class _Replay:
     def _work(
         self, stage: _Stage, block: _Block, stretches: tuple[Stretch, ...], exchanges: bool | None = None
     ) -> None:
-        """Run a block's forward, or its backward, which may exchange gradients (`exchanges`)."""
+        """Run a block's forward or backward, which may exchange gradients (`exchanges`)."""
         live = 0.0
         for stretch in stretches:
             self.account.touch(stretch.peak - live)
@@ -534,8 +535,8 @@ class _Replay:
                 self._shard_experts(stage, block.experts, stretch.then, exchanges)
 
     def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
-        """Process an event of separately sharded experts. A forward recomputed in a backward ends with them and leaves
-        them gathered."""
+        """Process an event of separately sharded experts. A forward that is recomputed in a backward ends with them and
+        leaves them gathered."""
         sharding = stage.sharding
         if event == "gather":
             sharding.gather(experts)
@@ -565,8 +566,8 @@ class _Replay:
 
 
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
-    """Return the bytes of a chunk of logits with the loss's temporaries, or of its product with the hidden states. A
-    chunk's gradient stays alive during the next chunk."""
+    """Return the bytes of a chunk of logits with the loss's temporaries, or of its product with the hidden states. The
+    gradient of a chunk stays alive during the next chunk."""
     width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
     tokens = run.samples * (run.seq_len // run.layout.cp)
     chunk = min(tokens, loss_chunk_tokens(rows))
@@ -580,7 +581,7 @@ def loss_bytes(run: EngineRun, model: TextModel) -> float:
 
 
 def _without_data(layout: Layout) -> Layout:
-    """Return the part of the layout that determines a block's sizes, so that layouts share profiles."""
+    """Return the part of the layout that determines the sizes in a block, so that layouts can share profiles."""
     return Layout(
         tp=layout.tp,
         cp=layout.cp,

@@ -1,8 +1,9 @@
 """Reverse-mode differentiation of sizes: what a block allocates, saves and frees in the forward and the backward.
 
-A `Value` represents a tensor and a `Storage` its memory, which is live as long as something references it, as in the
-engine: a local variable, a node's saved input, a pending gradient. So a block recorded here with the same operations as
-the engine's block has the same peaks. Sizes are in bytes; values have a width per element.
+A `Value` represents a tensor, and a `Storage` its memory. As in the engine, memory is live as long as something
+references it: a local variable, a node's saved input, a pending gradient. A block recorded here with the same
+operations as the engine's block therefore has the same peaks. Sizes are in bytes; values have a width in bytes per
+element.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PRECISE = 4.0
 INDEX = 8.0
 """Bytes per index."""
 NF4_INDEX = 2.0
-"""Index bytes per 4-bit weight; two weights share a 4-byte index."""
+"""Index bytes per 4-bit weight, because two weights share a 4-byte index."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
 """Events of separately sharded experts within a block: before and after their forward and their backward."""
 
@@ -38,7 +39,7 @@ class Stretch:
 
 
 class Meter:
-    """The bytes live now, and their peak so far."""
+    """The number of live bytes, and its peak so far."""
 
     def __init__(self) -> None:
         self.live = self.peak = 0.0
@@ -49,7 +50,7 @@ class Meter:
 
 
 class Storage:
-    """Memory that is freed when its last reference goes away."""
+    """Memory that is freed when its last reference disappears."""
 
     __slots__ = ("_meter", "size")
 
@@ -72,27 +73,27 @@ class JoinedStorage(Storage):
 
 
 Backward = Callable[["Value"], Sequence["Value | None"]]
-"""Maps the gradient of an operation's output to the gradients of its inputs; None for an input that needs no
+"""Maps the gradient of an operation's output to the gradients of its inputs, with None for inputs that need no
 gradient."""
 
 
 class Node:
-    """A recorded operation, or (without inputs) a leaf, which accumulates its gradient."""
+    """A recorded operation or, if it has no inputs, a leaf, which accumulates its gradient."""
 
     def __init__(
         self, number: int, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
     ):
         self.number, self.inputs, self.backward = number, inputs, backward
         self.has_views = has_views
-        """True if its outputs are parts of one value, so their gradients are concatenated instead of added."""
+        """Whether its outputs are parts of one value, so that their gradients are concatenated instead of added."""
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
-        return self.number > other.number  # the latest first
+        return self.number > other.number  # latest first
 
 
 class Value:
-    """`elements` of `width` bytes each in a storage; created by `node` if a gradient is needed."""
+    """`elements` elements of `width` bytes each in a storage. It is created by `node` if a gradient is needed."""
 
     __slots__ = ("elements", "node", "storage", "width")
 
@@ -104,23 +105,23 @@ class Tape:
     """Records operations on values with `width` bytes per element."""
 
     def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False, fuses: bool = False):
-        """`frozen`: parameters need no gradient unless specified otherwise. `fuses`: a compiler fuses consecutive
-        element-wise operations into one kernel, so that values between them need no memory."""
+        """`frozen`: whether parameters need no gradient unless specified otherwise. `fuses`: whether a compiler fuses
+        consecutive element-wise operations into one kernel, so that the values between them need no memory."""
         self.width, self.meter, self.fp8, self.frozen, self.fuses = width, Meter(), fp8, frozen, fuses
         self.is_saving = True
-        """False: nothing is saved for a backward, as in a forward that will be recomputed."""
+        """If False, nothing is saved for a backward, as in a forward that will be recomputed."""
         self.recomputes = False
-        """True if the forward is being recomputed for a backward."""
+        """Whether the forward is being recomputed for a backward."""
         self.recalls = False
-        """True if costly results of the first forward were kept."""
+        """Whether the costly results of the first forward were kept."""
         self.kept: list[Storage] | None = None
-        """Kept results of costly operations, for selective recomputation; None: they are not kept."""
+        """Kept results of costly operations, for selective recomputation; None if they are not kept."""
         self.recalled: deque[Storage] = deque()
         """Kept results, which the recomputed forward uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
-        """Storages that deferred weight gradients need; None: weight gradients are not deferred."""
+        """Storages needed by deferred weight gradients; None if weight gradients are not deferred."""
         self.saves_left = float("inf")
-        """After this many saves the recomputed forward ends and allocates nothing more."""
+        """After this many saves, the recomputed forward ends and allocates nothing more."""
         self.saves = 0
         self.stretches: list[Stretch] = []
         self._inner_leaves: list[Node] | None = None
@@ -132,7 +133,7 @@ class Tape:
         return Value(Storage(self.meter, elements * width), elements, width)
 
     def leaf(self, elements: float, *, frozen: bool | None = None) -> Value:
-        """Return a parameter or an input, whose memory is counted elsewhere."""
+        """Return a parameter or an input whose memory is counted elsewhere."""
         if self.frozen if frozen is None else frozen:
             return Value(Storage(Meter(), 0.0), elements, self.width)
         node = Node(next(self._numbers), (), None)
@@ -179,12 +180,12 @@ class Tape:
     # Other parameter events
 
     def mark(self, then: Event | None = None) -> None:
-        """End a stretch."""
+        """End the current stretch."""
         self.stretches.append(Stretch(self.meter.peak, self.meter.live, then))
         self.meter.peak = self.meter.live
 
     def enter(self, x: Value) -> Value:
-        """Enter the separately sharded part. After its backward, its gradients no longer belong to the tape."""
+        """Enter the separately sharded part. After its backward, its gradients are no longer on the tape."""
         self.mark("gather")
         leaves: list[Node] = []
         self._inner_leaves = leaves
@@ -220,8 +221,8 @@ class Tape:
         scratch: tuple[float, float] = (0.0, 0.0),
         costly: bool = False,
     ) -> Value:
-        """Record a new value from `inputs`, with a new gradient for each of them in the backward; `scratch` additional
-        bytes are live during the forward and the backward, respectively."""
+        """Record a new value computed from `inputs`, with a new gradient for each input in the backward. `scratch`:
+        additional bytes that are live during the forward and the backward, respectively."""
         if not any(value.node for value in inputs):
             return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
         if self.fuses and self.recomputes and self.recalls and not costly:
@@ -258,7 +259,7 @@ class Tape:
         return out
 
     def keep(self, size: float) -> None:
-        """Record results of costly operations inside an operation that is recorded as a single one."""
+        """Record the results of costly operations inside an operation that is recorded as a single one."""
         if self.recalled:
             self.recalled.popleft()
         elif self.kept is not None:
@@ -271,7 +272,7 @@ class Tape:
         return Value(out.storage, out.elements, out.width, node)
 
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
-        """Record a linear layer. It saves its input for the weight's gradient, which belongs to FSDP2; if the weight is
+        """Record a linear layer. It saves its input for the weight's gradient, which belongs to FSDP2. If the weight is
         frozen, it saves only the weight."""
         x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
@@ -288,7 +289,7 @@ class Tape:
         return out
 
     def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
-        """Multiply by a frozen matrix that is dequantised in the forward, and again in the backward."""
+        """Multiply by a frozen matrix that is dequantised in the forward and again in the backward."""
         whole = weights * self.width
         scales = PRECISE * weights / NF4_BLOCK
         peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
@@ -312,7 +313,7 @@ class Tape:
         self.meter.grow(-size)
 
     def norm(self, x: Value, weight: Value, rows: float) -> Value:
-        """Record a norm with one kernel, which saves its input and one number per row."""
+        """Record a norm computed by one kernel, which saves its input and one number per row."""
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
@@ -342,7 +343,7 @@ class Tape:
         width: float | None,
         scratch: tuple[float, float],
     ) -> Value:
-        """Return a cheap result, which is recomputed when the backward reads it if costly results are kept."""
+        """Return a cheap result; if costly results are kept, it is recomputed when the backward reads it."""
         self.saves += len(saved) + saves_output
         held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
         sizes = [(value.elements, value.width) if value.node else None for value in inputs]
@@ -359,8 +360,7 @@ class Tape:
     def _deferred(self, *inputs: Value) -> Value:
         """Return the result of a fused element-wise operation: its readers keep the inputs and compute it again.
 
-        In the backward, the inputs' gradients reuse the memory of the incoming one.
-        """
+        In the backward, the gradients of the inputs reuse the memory of the incoming one."""
         held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
         out = Value(held, inputs[0].elements, inputs[0].width)
         return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
@@ -368,8 +368,8 @@ class Tape:
     def _fused_product(self, left: Value, right: Value) -> Value:
         """Record a fused product. In the backward, the gradient of `left` reuses the memory of the incoming one.
 
-        In a backward that recomputes the forward, one kernel computes the product (which the weights' gradient needs)
-        and both gradients, so their memory adds to that of everything it reads.
+        In a backward that recomputes the forward, one kernel computes both gradients and the product (which is needed
+        for the weights' gradient). Their memory is therefore live together with everything that the kernel reads.
         """
         saved, again = ((left, right) if self.is_saving else ()), self.recomputes
         if again:
@@ -391,38 +391,38 @@ class Tape:
         return out
 
     def materialise(self, x: Value) -> Value:
-        """Materialise a deferred value, for a reader that is not element-wise."""
+        """Materialise a deferred value for a reader that is not element-wise."""
         if self.recomputes or not isinstance(x.storage, JoinedStorage):
             return x
         out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
-        """Record a new value, possibly of a different size, as a collective does; saves nothing."""
+        """Record a new value, possibly of a different size, as a collective does. Nothing is saved."""
         return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
 
     def cast(self, x: Value, width: float) -> Value:
         return x if x.width == width else self.apply((x,), x.elements, width=width)
 
     def split(self, x: Value, *sizes: float) -> list[Value]:
-        """Return views of parts; in the backward, their gradients are copied into one tensor."""
+        """Return views of parts of `x`; in the backward, their gradients are copied into one tensor."""
         size = x.elements, x.width
         node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
     def part(self, x: Value, elements: float) -> Value:
-        """Return a view; in the backward, its gradient is copied into zeros."""
+        """Return a view of part of `x`; in the backward, its gradient is copied into zeros."""
         size = x.elements, x.width
         return self._view(x, elements, lambda _: (self.new(*size),))
 
     def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
-        """Return a view that repeats `x` (and may have another width); in the backward, a sum."""
+        """Return a view that repeats `x` (possibly with a different width); the backward is a sum."""
         size = x.elements, x.width
         return self._view(x, elements, lambda _: (self.new(*size),), width)
 
     def cat(self, *parts: Value) -> Value:
-        """Concatenate by copying; in the backward, gradients are views of the incoming one."""
+        """Concatenate by copying; in the backward, the gradients are views of the incoming one."""
         width, sizes = parts[0].width, [part.elements for part in parts]
         out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
 
@@ -436,7 +436,7 @@ class Tape:
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
-        """Negate the right side of a difference: only its gradient needs memory."""
+        """Negate the right side of a difference, of which only the gradient needs memory."""
         width = x.width
         return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
 
@@ -454,11 +454,10 @@ class Tape:
 
 
 def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
-    """Return the temporary bytes of torchao's eager casts, (forward, backward), for a product with these element
+    """Return the temporary bytes of torchao's eager casts, as (forward, backward), for a product with these element
     counts.
 
-    A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, of which 1 remains.
-    """
+    A cast holds the scaled tensor in fp32, the clamped one and the result: 9 bytes per element, 1 of which remains."""
     held = 2 * out + weight + x * width
     backward = (9 * out, out + 9 * weight, held + 8 * out, held + 9 * x)
     return max(9 * x, x + 9 * weight), max(backward)

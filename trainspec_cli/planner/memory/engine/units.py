@@ -20,39 +20,39 @@ from trainspec_cli.recipe.keys.model import (
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState, LoraSpec
 
 Matrix = tuple[int, int]
-"""(rows, elements of a row), after tensor parallelism."""
+"""(rows, elements per row), after tensor parallelism."""
 NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
-"""Bytes of a quantised matrix's tables: the two weights for each byte, and the levels of the scales."""
+"""Bytes of a quantised matrix's tables: two weights for each byte, and the levels of the scales."""
 
 
 @dataclass(frozen=True)
 class Unit:
     matrices: tuple[Matrix, ...]
     shards: int
-    """Number of ranks that the rows are divided over."""
+    """Number of ranks over which the rows are divided."""
     reorders: bool = False
-    """True if rows are not the first dimension, so that exchanged data is reordered by a copy."""
+    """Whether rows are not the first dimension, so that exchanged data is reordered by a copy."""
     early: float = 0.0
-    """Elements whose gradients are computed together with those of the inputs, if the schedule defers those of linear
-    layers."""
+    """Number of elements whose gradients are computed together with those of the inputs, if the schedule defers the
+    gradients of linear layers."""
     adapters: tuple[Matrix, ...] | None = None
-    """Those of `matrices` that are trained; None: all."""
+    """The matrices in `matrices` that are trained; None if all are trained."""
     quantised_bytes: float = 0.0
-    """Bytes of 4-bit matrices, which are not in `matrices`: they are not sharded."""
+    """Bytes of 4-bit matrices. They are not in `matrices`, because they are not sharded."""
 
     @cached_property
     def trained(self) -> Unit:
-        """Return the unit with only the parameters that have gradients and moments."""
+        """Return the unit restricted to the parameters that have gradients and moments."""
         return self if self.adapters is None else Unit(self.adapters, self.shards, self.reorders)
 
     @cached_property
     def own(self) -> float:
-        """Return the number of elements on the first rank, whose part is the largest."""
+        """Return the number of elements on the first rank, which has the largest part."""
         return float(sum(-(-rows // self.shards) * row for rows, row in self.matrices))
 
     @cached_property
     def gathered(self) -> float:
-        """Return the number of elements in all ranks' parts, including padding of the last ones."""
+        """Return the number of elements in all ranks' parts, including the padding of the last ones."""
         return self.own * self.shards
 
     @cached_property
@@ -81,7 +81,7 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
-    """Freeze a unit if there are adapters, since then only these are trained."""
+    """Freeze a unit if there are adapters, because only these are trained then."""
     return replace(unit, adapters=()) if lora.rank else unit
 
 
@@ -129,7 +129,8 @@ def _glu(model: DecoderModel, width: int) -> Iterator[Matrix]:
 
 
 def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
-    """Yield the matrices of a mixture of experts in a block's unit; spread experts are a separate unit."""
+    """Yield the matrices of a mixture of experts in a block's unit. Experts that are spread over ranks form a separate
+    unit."""
     spec, hidden = model.experts, model.hidden_size
     assert spec is not None
     yield spec.num_experts, hidden
@@ -153,8 +154,8 @@ def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, in
 
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
-    """Return the experts of one rank of ep, sharded over the remaining ranks: by experts if these divide evenly,
-    otherwise by rows."""
+    """Return the experts of one rank of ep, sharded over the remaining ranks: by expert if the numbers divide evenly,
+    otherwise by row."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
     shapes = list(expert_matrices(decoder, layout.ep))
@@ -186,7 +187,7 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Return the unit with those of embedding, positions, norm and head that a stage has."""
+    """Return the unit with those parameters of the embedding, positions, norm and head that a stage has."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
     if first and model.learned_positions:
@@ -200,20 +201,20 @@ def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> U
 
 
 MOMENT = 4.0
-"""Bytes per unquantised moment, and per block scale."""
+"""Bytes per unquantised moment and per block scale."""
 CHUNK_VALUES = 2**24
 """Number of values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
 CHUNK_BYTES = 22.0
-"""Bytes per such value: gradient and moments in fp32 and, while a moment is being quantised, its blocks and their
+"""Bytes for each such value: gradient and moments in fp32 and, while a moment is being quantised, its blocks and their
 codes."""
 MATRICES_AT_ONCE = 9
-"""Copies of the largest matrix (or stack of small ones) that muon holds at once in its compute format: five for
-Newton-Schulz, the rest for the sent and received parts."""
+"""Number of copies of the largest matrix (or stack of small ones) that muon holds at once in its compute format: five
+for Newton-Schulz, the rest for the sent and received parts."""
 
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
     """Return the bytes of optimizer state for a unit's trained parameters, on the rank with the largest part.
-    `outer_bytes`: bytes per parameter of an outer optimizer."""
+    `outer_bytes`: bytes per parameter for an outer optimizer."""
     own = sum(
         _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
     )
@@ -234,10 +235,9 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 
 
 def is_hidden(matrix: Matrix) -> bool:
-    """Return whether muon orthogonalises a block's matrix; vectors and convolution kernels use adamw.
+    """Return whether muon orthogonalises this matrix of a block; vectors and convolution kernels use adamw.
 
-    Stacked biases count as matrices, since they are few.
-    """
+    Stacked biases count as matrices; there are only a few of them."""
     return matrix[1] not in (1, CONV_TAPS)
 
 

@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
 
-It runs the workers of this node as the hub requests, and reports how they end. The agent of a spare node, or of one
-that was left out because it is too slow, is connected but runs nothing. When the hub is silent for too long, this node
-is disconnected: its processes are ended, because the job continues elsewhere; in a run of replica groups the agent
-reconnects when it can. Under Slurm the node's number is the task's number.
+It runs this node's workers on the hub's request, and reports how they exit. The agent of a spare node, or of a node
+that was dropped because it is too slow, is connected but runs nothing. If the hub is silent for too long, this node
+counts as disconnected, and its processes are ended, because the job continues elsewhere. In a run with replica groups,
+the agent reconnects when it can. Under Slurm, the node's number is the task's number.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, on_stop_signal
 
 APPEAR_TIMEOUT_S = 60.0
-"""Seconds that a network file system may take to show a new file on another node."""
+"""Time in seconds that a network file system may take to show a new file on another node."""
 EXAMINE_TIMEOUT_S = 180.0
 RETURN_INTERVAL_S = 1.0
 """Interval at which a disconnected agent tries to reconnect."""
 CUT_OFF, UNFIT = 3, 4
-"""Exit codes of an agent: the connection to the hub was lost, or the node is unfit."""
+"""Exit codes of an agent: the connection to the hub was lost; the node is unfit."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
-    # Slurm sends this warning signal to every process of a step; the supervisor acts on it
+    # Slurm sends this warning signal to every process of a step; only the supervisor acts on it
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(run_agent(options.run, options.generation, int(options.node)))
 
@@ -63,11 +63,10 @@ def main() -> None:
 def run_agent(
     run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
 ) -> int:
-    """Take part in one generation of a run; return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
+    """Take part in one generation of a run. Return 0 when the hub has ended it, otherwise `CUT_OFF` or `UNFIT`.
 
-    `begin` is called when the first node's record has been read, before anything is started. Raises MachineError if the
-    hub cannot be reached, RecipeError if another agent has the node's number.
-    """
+    `begin` is called once the first node's record has been read, before anything is started. Raises MachineError if the
+    hub cannot be reached, and RecipeError if another agent has the node's number."""
     record = await_record(run, generation)
     begin(record)
     plan = None if record.own else read_plan(run)
@@ -84,7 +83,7 @@ def run_agent(
 
 
 def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
-    """Serve the hub; after a disconnection, try to reconnect for `return_timeout_s` (only in runs of replica
+    """Serve the hub. After a disconnection, try to reconnect for `return_timeout_s` (only in runs with replica
     groups)."""
     code = serve()
     deadline = time.monotonic() + return_timeout_s
@@ -95,7 +94,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_
             deadline = time.monotonic() + return_timeout_s
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
-                break  # the first node is up, but its hub or this start's secret is gone
+                break  # the first node is up, but its hub or the secret of this start is gone
     return code
 
 
@@ -126,7 +125,7 @@ def await_record(run: RunDir, generation: int) -> GenerationRecord:
 
 
 def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
-    """Raises MachineError."""
+    """Connect to the hub. Raises MachineError."""
     address = (record.head, record.hub_port)
     try:
         wire = call_hub(address, secret)
@@ -148,7 +147,7 @@ class Agent:
         node: int,
         requests: PatientRequests,
     ):
-        """`plan`: None if jobs of this kind have no plan."""
+        """`plan`: None if jobs of this kind do not have a plan."""
         self._wire = wire
         self._plan = plan
         self._record = record
@@ -161,12 +160,12 @@ class Agent:
         self._part = NodePart(run, plan, record, NodePlace(node, record.num_nodes, record.head), self._machine)
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
-        """The newest start of each group that runs or ran on this node."""
+        """The newest start of each group that is running or has run on this node."""
 
     def work(self) -> int:
         """Check the node, then run workers until the hub ends the job. Raises MachineError if the node is unfit."""
         self._take_in()
-        # another agent may hold this node's number, and its processes
+        # another agent may have this node's number and hold its processes
         while not self._wire.was_heard and not self._is_cut_off:
             self._listen()
         if self._is_cut_off:
@@ -176,7 +175,7 @@ class Agent:
         if self._record.examine:
             self._examine()
         job = self._kind.build_job(self._part)
-        processes.kill(job.launch_id)  # left by an agent that was killed on this node
+        processes.kill(job.launch_id)  # processes left by an agent that was killed on this node
         running = self._kind.open_node(self._part, job)
         try:
             while self._listen():
@@ -196,7 +195,7 @@ class Agent:
         return 0
 
     def stand_by(self) -> int:
-        """Serve the hub until it ends this start, or a signal asks the agent to stop."""
+        """Serve the hub until it ends this start, or until a signal asks the agent to stop."""
         while self._listen() and not self._requests.count:
             self._received.clear()
         if self._is_cut_off:
@@ -211,7 +210,7 @@ class Agent:
         elif isinstance(message, messages.KillGroup):
             if self._numbers.get(message.group) == message.number:
                 running.kill(message.group)
-            else:  # an agent that has reconnected does not know this start
+            else:  # an agent that has reconnected does not know about this start
                 self._wire.send(messages.GroupExited(message.group, message.number, None))
         elif isinstance(message, messages.HangFound):
             running.record_hang(message.late)
@@ -221,7 +220,7 @@ class Agent:
             self._stop(running)
 
     def _stop(self, running: RunningNode) -> None:
-        """Ask the workers to stop, but only once: both Slurm and the hub may request it."""
+        """Ask the workers to stop, but only once, because both Slurm and the hub may request it."""
         if not self._is_stopping:
             self._is_stopping = True
             running.stop()
@@ -248,14 +247,14 @@ class Agent:
         self._wire.send(messages.NodeExamined(report))
 
     def _listen(self) -> bool:
-        """Exchange messages with the hub for a moment; return False if the hub has ended this agent, or is lost."""
+        """Exchange messages with the hub for a moment; return False if the hub has ended this agent or is lost."""
         time.sleep(POLL_S)
         self._take_in()
         self._wire.beat()
         return not self._is_ended and not self._is_cut_off
 
     def _take_in(self) -> None:
-        """Receive what has arrived; only after that does an empty result mean silence."""
+        """Receive everything that has arrived. Only after that does an empty result mean silence."""
         self._received.extend(self._wire.receive())
         if taken := next((one for one in self._received if isinstance(one, messages.NumberTaken)), None):
             message = f"--node-rank {self._node} is used twice: {taken.hostname} has it"

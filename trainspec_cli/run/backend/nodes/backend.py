@@ -40,12 +40,12 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
 """Arguments for Python, followed by the run folder and the generation."""
 END_TIMEOUT_S = 12.0
-"""Seconds after which an agent that was asked to end is abandoned: when the hub is silent, it ends its processes by
-itself."""
+"""Time in seconds after which an agent that was asked to end is abandoned. When the hub is silent, the agent ends its
+processes by itself."""
 JOIN_KEY = "run.join_timeout_s"
-"""The recipe key that sets how long nodes wait for one another."""
+"""The recipe key for how long nodes wait for one another."""
 DRAIN_S = 5.0
-"""Seconds that srun may take to end after all agents have ended."""
+"""Time in seconds that srun may take to exit after all agents have ended."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,19 @@ class Reach:
     """How the nodes of a job are reached."""
 
     head: str
-    """Name or address of the first node, where this process runs."""
+    """Name or address of the first node, on which this process runs."""
     start: tuple[str, ...]
-    """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended."""
+    """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended to
+    it."""
     rendezvous_port: int | None = None
-    """None: any free port."""
+    """None for any free port."""
     return_timeout_s: float = 0.0
-    """A lost node's agent may be restarted: if too few nodes are left, the others wait for it this many seconds."""
+    """If a lost node's agent may be restarted and too few nodes are left, the others wait for it for this many
+    seconds."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
-    """Return the command of an agent; without a number, the agent uses its Slurm task's number."""
+    """Return the command of an agent. Without a number, the agent uses its Slurm task's number."""
     number = () if node is None else ("--node", str(node))
     return (sys.executable, *AGENT, *number)
 
@@ -87,7 +89,7 @@ class Examination:
     """The check that each node runs before its workers start."""
 
     command: tuple[str, ...]
-    """Arguments for Python; the check prints its report as JSON on its last line."""
+    """Arguments for Python. The check prints its report as JSON on its last line."""
     judge: Callable[[Sequence[NodeReport]], None]
     """Receives the reports of all nodes, ordered by number. Raises MachineError if a node is unfit."""
 
@@ -104,7 +106,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """A job's processes on one node; reports on each group that it starts in messages to the hub."""
+    """A job's processes on one node. It reports on each group that it starts in messages to the hub."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -115,24 +117,24 @@ class RunningNode(Protocol):
     def kill(self, group: int) -> None: ...
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Record the position of this node's ranks, because the other ranks wait for `late`."""
+        """Record the position of this node's ranks, because the other ranks are waiting for `late`."""
 
     def close(self) -> tuple[int, ...]: ...
 
 
 NameHang = Callable[[tuple[int, ...]], None]
-"""Makes the nodes of a job record the position of their ranks."""
+"""Makes the nodes of a job record the positions of their ranks."""
 
 
 class JobKind(Protocol):
-    """What differs between kinds of multi-node jobs. Nodes look up the kind by name."""
+    """The differences between kinds of multi-node jobs. Nodes look up the kind by name."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def join_key(self) -> str:
-        """The option, as the user types it, that sets how long nodes wait for one another."""
+        """The option, as typed by the user, for how long nodes wait for one another."""
 
     def open_start(
         self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
@@ -143,7 +145,7 @@ class JobKind(Protocol):
         """Return the job of one node. Raises MachineError."""
 
     def open_node(self, part: NodePart, job: Job) -> RunningNode:
-        """Return the processes of one node, without starting any."""
+        """Return the processes of one node without starting any."""
 
 
 class RecipeJobs:
@@ -156,8 +158,8 @@ class RecipeJobs:
         return GroupStart(job, plan, group, number, nodes)
 
     def build_job(self, part: NodePart) -> Job:
-        """If a replica group's agent dies, its workers are killed without a request to stop, which they would pass on
-        to all groups."""
+        """If a replica group's agent dies, its workers are killed without a stop request, because they would pass such
+        a request on to all groups."""
         assert part.plan is not None, "a recipe has a plan"
         job = build_node_job(part.plan, part.run.root, part.machine, part.place.node, part.record)
         return job if part.plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
@@ -184,9 +186,8 @@ class NodesBackend:
     ):
         """Take ownership of the run, open the hub and the rendezvous server, and start the agents.
 
-        Without a plan the job's processes rendezvous at a port of the first node, without the rendezvous server; given
-        that port, `describe_work` returns what every node is to run.
-        """
+        Without a plan, the job's processes rendezvous at a port of the first node, without the rendezvous server.
+        `describe_work` receives that port and returns what every node should run."""
         assert (plan is None) == (describe_work is not None), "a plan says what is to be run"
         self._kind = kind
         self._describe_work = describe_work
@@ -213,11 +214,11 @@ class NodesBackend:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
         else:
-            with listen(address, port) as found:  # report a port in use now
+            with listen(address, port) as found:  # detects a port in use now
                 self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
-        # If this process is killed, groups agree on their last step through the rendezvous server; then a guard ends
-        # it.
+        # If this process is killed, groups agree on their last step through the rendezvous server; after that, a guard
+        # ends the server.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         environment = {**os.environ, **job.environment}
         del environment[LAUNCH_ID]  # the guard must not end the agents
@@ -242,7 +243,8 @@ class NodesBackend:
         self._send(group, messages.StartGroup(group, number))
 
     def poll(self) -> list[run_state.Event]:
-        """Raises MachineError if a node is unfit from the start, WorkerError if the run was restarted elsewhere."""
+        """Return the new events. Raises MachineError if a node is unfit from the start, and WorkerError if the run was
+        restarted elsewhere."""
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
         events += self._admit()
@@ -265,7 +267,7 @@ class NodesBackend:
             self._send(group, messages.StopWorkers(group))
 
     def kill(self, group: int | None = None) -> tuple[int, ...]:
-        """A lost node is fenced off, and ends its processes by itself."""
+        """Kill a group or everything. A lost node is fenced off, and ends its processes by itself."""
         if group is None:
             return self._close()
         if group in self._starts:
@@ -276,7 +278,7 @@ class NodesBackend:
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
-        if node.node >= self._num_nodes:  # for a spare, only its presence matters
+        if node.node >= self._num_nodes:  # for a spare, only its presence counts
             return []
         if isinstance(message, Came):
             returned = node.node in self._lost
@@ -304,7 +306,7 @@ class NodesBackend:
         return run_state.NodeLost(self._number(node), node.hostname, why, tuple(start.group for start in there))
 
     def _number(self, node: RemoteNode) -> int:
-        """Return a node's number in the job, as shown in messages; the hub numbers nodes by place."""
+        """Return a node's number in the job, as shown in messages. The hub numbers nodes by place."""
         return self._places[node.node] if self._places else node.node
 
     def _nodes_of(self, group: int) -> range:
@@ -317,7 +319,8 @@ class NodesBackend:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
-        """Let workers start once every connected node has been checked, and later on each node that has reconnected."""
+        """Let workers start once every connected node has been checked; later, also on each node that has
+        reconnected."""
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):
@@ -347,7 +350,7 @@ class NodesBackend:
         self._hostnames = hostnames
         missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
         waiting = ""
-        # The agent of node 0 starts in this process's job, and may connect later than another node's agent.
+        # The agent of node 0 is started by this process's job, and may connect later than another node's agent.
         if missing and self._hub.nodes[0].is_connected:
             waiting = (
                 f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
@@ -426,8 +429,8 @@ class NodesBackend:
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
     def _end_starter(self, *, in_order: bool) -> None:
-        """End the command that started the agents. An agent without work ends by itself. On SIGTERM, srun has Slurm end
-        the step by its number, which a newer start's step shares."""
+        """End the command that started the agents. An agent without work exits by itself. On SIGTERM, srun makes Slurm
+        end the step by its number, which a newer start's step shares."""
         signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
         for number in (None, *signals) if in_order else signals:
             if self._starter.poll() is not None:
@@ -441,5 +444,5 @@ class NodesBackend:
 
 
 def run_section(plan: Plan | None) -> RunSection:
-    """Return the section with the nodes' time limits; the defaults without a plan."""
+    """Return the section with the nodes' time limits; the defaults if there is no plan."""
     return plan.spec.run if plan else RunSection()

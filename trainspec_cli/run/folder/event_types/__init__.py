@@ -1,1 +1,1 @@
-"""The events of a run, as its files hold them."""
+"""The events of a run, as stored in its files."""

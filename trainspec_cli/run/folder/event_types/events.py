@@ -1,10 +1,9 @@
-"""Events that record what happened in a run, one dataclass per type.
+"""Events that record what happened in a run, with one dataclass per type.
 
 Each event is a JSON object on one line of its rank's file. A field that is `Absent` has no key on disk. A reader
 ignores fields of later versions; an event of an unknown type becomes an `UnknownEvent`. The leading replica group
-writes rank 0's file, the run's log; each process of a group has a separate file below `groupNNNNN/`. The supervisor's
-marks (launch, failure, ended) are in another file.
-"""
+writes rank 0's file, which is the run's log. Each process of a group also has a separate file below `groupNNNNN/`. The
+supervisor's marks (launch, failure, ended) are in another file."""
 
 from __future__ import annotations
 
@@ -38,20 +37,20 @@ PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "check
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """The fields common to all events. The writer stamps `time` and `rank`."""
+    """The fields that all events have. The writer sets `time` and `rank`."""
 
     type: str
     time: Seconds = 0.0
-    """Unix seconds."""
+    """Unix time in seconds."""
     rank: Rank = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownEvent(Event):
-    """An event whose type is only known to a later version."""
+    """An event whose type is known only to a later version."""
 
 
-# Events about changes to a run between two steps: shares, layers, layout, buckets, memory and nodes.
+# Events about changes to a run between two steps: sample shares, layers, layout, buckets, memory and nodes.
 
 
 def _read_layout(value: object) -> Layout:
@@ -65,7 +64,7 @@ WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout, section=La
 
 
 ADVICE = "advice: "
-"""Prefix of the reason for a layout that was not adopted because `scheduler.mode` is advise."""
+"""Prefix of the reason why a layout was not adopted, if `scheduler.mode` is advise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,48 +72,48 @@ class SchedulerEvent(Event):
     """A line of `directives.jsonl`: a directive, or its effect."""
 
     step: Count
-    """Updates completed before it; a directive takes effect with the next update."""
+    """Number of updates completed before it; a directive takes effect with the next update."""
     number: Count
-    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group; group_shares use
+    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group. group_shares use
     the step as their number."""
     before_s: Seconds
-    """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a change of layout,
+    """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a layout change,
     the step time."""
     expected_s: Seconds
-    """The expected time after the change; both times are 0 if the recipe requested the change."""
+    """The expected time after the change. Both times are 0 if the recipe requested the change."""
     group: Count | Absent | None = ABSENT
-    """The replica group of the ranks, if there are several."""
+    """The replica group of the ranks, if there are several groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DirectiveEvent(SchedulerEvent):
-    """The scheduler changes the run between two steps, or advises it."""
+    """The scheduler changes the run between two steps, or advises a change."""
 
     type: Literal["directive"] = "directive"
     kind: Literal["shares", "group_shares", "layers", "layout"] = "shares"
-    """shares: those of the data-parallel ranks. group_shares: those of the participating replica groups. layers: those
-    of the pipeline stages. layout: any other layout change."""
+    """shares: sample shares of the data-parallel ranks. group_shares: sample shares of the participating replica
+    groups. layers: layers of the pipeline stages. layout: any other layout change."""
     applied: bool
-    """False: `scheduler.mode` is advise, or the layout could not be changed."""
+    """False if `scheduler.mode` is advise, or if the layout could not be changed."""
     counts: tuple[Count, ...]
-    """Samples per step for each of them."""
+    """Number of samples per step for each rank or group."""
     micro_batch_size: Count | Absent = ABSENT
-    """The maximum number of samples that a rank processes at a time; absent for group_shares."""
+    """Maximum number of samples that a rank processes at a time; absent for group_shares."""
     micro_batches: Count | Absent = ABSENT
     reason: str
     before: WrittenLayout | Absent = ABSENT
-    """layers, layout: the previous layout."""
+    """For layers and layout: the previous layout."""
     layout: WrittenLayout | Absent = ABSENT
-    """The layout from here on."""
+    """The new layout."""
     largest_micro_batch_size: Count | Absent | None = ABSENT
-    """layers, layout: the largest micro-batch that fits in memory in the new layout; None if unknown."""
+    """For layers and layout: the largest micro-batch that fits in memory in the new layout; None if unknown."""
     largest_stage_layers: Count | Absent | None = ABSENT
     pause_s: Seconds | Absent = ABSENT
-    """layers, layout: duration of the change."""
+    """For layers and layout: duration of the change."""
     moved_bytes: Count | Absent = ABSENT
     """Bytes of training state sent between ranks."""
     peak_bytes: Count | Absent = ABSENT
-    """The peak number of bytes of training state on one rank during the change."""
+    """Peak number of bytes of training state on one rank during the change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,20 +128,20 @@ class AchievedEvent(SchedulerEvent):
 @dataclass(frozen=True, slots=True)
 class BucketTry:
     bucket_bytes: Count
-    """0: each block's gradients are summed separately."""
+    """0 means that each block's gradients are summed separately."""
     waited_s: Seconds
-    """Time per step that a rank waited for gradients: the mean over the ranks, then the median over the trials."""
+    """Time per step for which a rank waited for gradients: the mean over the ranks, then the median over the trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """The best bucket size for gradient sums was found by trial. Also a line of `directives.jsonl`."""
+    """Trials have determined the best bucket size for summing gradients. Also a line of `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
-    """Updates made before it."""
+    """Number of updates made before it."""
     layout: str
-    """The layout's axes during the trials: a run in another layout does not use this size."""
+    """The layout's axes during the trials. A run in another layout does not use this size."""
     bucket_bytes: Count
     tries: tuple[BucketTry, ...]
     group: Count | Absent | None = ABSENT
@@ -150,18 +149,19 @@ class BucketsEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEvent(Event):
-    """Memory ran out, and the run continues with another setting. A directive: also a line of `directives.jsonl`."""
+    """The run has run out of memory and continues with another setting. This is a directive, and therefore also a line
+    of `directives.jsonl`."""
 
     type: Literal["memory"] = "memory"
     kind: Literal["memory"] = "memory"
     step: Count
-    """Updates made before it."""
+    """Number of updates made before it."""
     layout: str
-    """The layout's axes at that time: a run in another layout does not use this setting."""
+    """The layout's axes at that time. A run in another layout does not use this setting."""
     failed: MemorySetting
     taken: MemorySetting
     restarts: bool
-    """False: the same processes repeated the step."""
+    """False if the same processes repeated the step."""
     was_killed: bool = False
     """True if the kernel killed a process, False if an allocation failed."""
     reason: str
@@ -171,52 +171,53 @@ class MemoryEvent(Event):
     limit_bytes: Count | Absent | None = ABSENT
     """Its memory limit."""
     group: Count | Absent | None = ABSENT
-    """The replica group whose memory ran out, if there are several."""
+    """The replica group that ran out of memory, if there are several groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesEvent(Event):
-    """A node is left out of the run, or leaving it out is advised. A directive: also a line of `directives.jsonl`."""
+    """A node is dropped from the run, or dropping it is advised. This is a directive, and therefore also a line of
+    `directives.jsonl`."""
 
     type: Literal["nodes"] = "nodes"
     kind: Literal["nodes"] = "nodes"
     step: Count
-    """Updates made before it."""
+    """Number of updates made before it."""
     number: Count
     """These events are numbered 1, 2, ... across the starts of a run, separately from other directives."""
     applied: bool
-    """False: `scheduler.mode` is advise."""
+    """False if `scheduler.mode` is advise."""
     node: Count
     """The number that the node had when the run started."""
     host: str
     spare: Count | Absent = ABSENT
     """The node that replaces it."""
     num_nodes: Count
-    """The number of nodes that take part from now on."""
+    """Number of nodes that take part from now on."""
     layout: WrittenLayout
-    """The layout from here on."""
+    """The new layout."""
     pace: Rate
     """Slowdown of the node's slowest rank: its compute time divided by the usual one."""
     before_s: Seconds
-    """The step time until now."""
+    """The current step time."""
     expected_s: Seconds
     """The expected step time without the node."""
     cost_s: Seconds
-    """The expected time of the restart, from the stop to its first step."""
+    """Expected time of the restart, from the stop to its first step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesAchievedEvent(Event):
-    """The effect of leaving a node out was measured."""
+    """The effect of dropping a node was measured."""
 
     type: Literal["nodes_achieved"] = "nodes_achieved"
     step: Count
     number: Count
     """The directive's number."""
     achieved_s: Seconds
-    """The step time since then."""
+    """The step time since the restart."""
     restart_s: Seconds
-    """The time of the restart, from the stop to its first step."""
+    """Time of the restart, from the stop to its first step."""
 
 
 # Events about failures and recoveries, and the supervisor's marks.
@@ -236,16 +237,16 @@ class RecoveryEvent(Event):
     step: Count
     change: str
     """left, joined or retried (replica groups), NOUN_left or NOUN_joined (other participants, such as site_left), or
-    restart (the whole run)."""
+    restart (the entire run)."""
     group: Count | None
-    """The number of the replica group, or of what NOUN names."""
+    """Number of the replica group, or of the participant that NOUN names."""
     stall_s: Seconds | None
     lost_steps: Count | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchMark(Event):
-    """The supervisor starts the processes."""
+    """The supervisor is starting the processes."""
 
     type: Literal["launch"] = "launch"
 
@@ -270,27 +271,27 @@ class EndedMark(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRate:
-    """The slowest link of an axis, measured in the steps' own exchanges."""
+    """The slowest link of an axis, as measured in the exchanges of the training steps."""
 
     axis: str
     """An axis of the mesh, `expert_shard` or `groups` (`engine/run/scheduling/links.py`)."""
     ranks: tuple[Count, ...]
-    """The ranks of the link; for `groups`, one rank of each replica group."""
+    """The ranks of the link; for `groups`, one rank from each replica group."""
     links: Count
     """Number of links along the axis."""
     bytes_per_s: Rate
     """Rate at which each of its ranks sends, excluding waits: the median over the samples since its last change."""
     noise: Rate
-    """The samples' standard deviation, as a fraction."""
+    """Standard deviation of the samples, as a fraction."""
     sent_bytes: Rate
     """Bytes that a rank sends in one exchange."""
     waited_s: Seconds
-    """Seconds that the first rank to arrive waits for the last one in each exchange."""
+    """Time in seconds that the first rank to arrive waits for the last one in each exchange."""
     last_rank: Count
     """The rank that arrived last in most samples."""
     samples: Count
     planned_bytes_per_s: Rate | Absent | None = ABSENT
-    """The plan's figure; absent if the plan has none for the axis."""
+    """The plan's value; absent if the plan has none for the axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,7 +302,7 @@ class LinksEvent(Event):
     step: Count
     links: tuple[LinkRate, ...]
     group: Count | Absent | None = ABSENT
-    """The replica group of these ranks, if there are several."""
+    """The replica group of these ranks, if there are several groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,54 +318,54 @@ class LinkEvent(Event):
     before_bytes_per_s: Rate
     now_bytes_per_s: Rate
     changed_links: Count = 1
-    """Number of the axis' links that changed at the same time; this one changed most."""
+    """Number of the axis's links that changed at the same time; this one changed the most."""
     group: Count | Absent | None = ABSENT
-    """The replica group of these ranks, if there are several."""
+    """The replica group of these ranks, if there are several groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionCounts:
-    """A connection's sent and lost segments in a window, counted by the sender's kernel."""
+    """A connection's sent and lost segments in a window, as counted by the sender's kernel."""
 
     local: str
-    """Address and port of this end; the other end identifies the connection by the same pair."""
+    """Address and port of this end. The other end identifies the connection by the same pair."""
     peer: str
     sent_bytes: Count
     segments: Count
     resent: Count
-    """Segments that were lost and retransmitted."""
+    """Number of segments that were lost and retransmitted."""
     timeouts: Count
     """Number of retransmission timeouts."""
     busy_s: Seconds
-    """Time during which sent data was unacknowledged."""
+    """Time during which sent data was not yet acknowledged."""
     rtt_s: Seconds
-    """Smoothed round-trip time at the window's end."""
+    """Smoothed round-trip time at the end of the window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountersEvent(Event):
-    """Counters of a rank's process over the `steps` steps up to `step`."""
+    """Counters of a rank's process over the `steps` steps that end with `step`."""
 
     type: Literal["counters"] = "counters"
     step: Count
     steps: Count
     wall_s: Seconds
     own_s: Seconds
-    """Time of the steps, excluding exchanges."""
+    """Duration of the steps, excluding exchanges."""
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
-    """Time during exposed communication in which the main thread was runnable but had no processor."""
+    """Time during exposed communication in which the main thread was runnable but did not have a processor."""
     throttled_s: Seconds
-    """Time that a quota throttled the process's control group, summed over all processors."""
+    """Time for which a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
-    """Steal time: time that other virtual machines occupied the node's processors, summed over all of them."""
+    """Steal time: time for which other virtual machines occupied the node's processors, summed over all of them."""
     memory_stall_s: Seconds
-    """Time during which at least one process of the node waited for memory."""
+    """Time during which at least one process on the node waited for memory."""
     major_faults: Count
-    """Pages that had to be read from disk."""
+    """Number of pages that had to be read from disk."""
     gc_s: Seconds
-    """Processor time in Python's garbage collection."""
+    """Processor time spent in Python's garbage collection."""
     gc_runs: Count
     compiles: Count
     """Number of graphs that torch compiled."""
@@ -372,26 +373,26 @@ class CountersEvent(Event):
     """Number of times that the GPU's allocator released its cache to satisfy a request."""
     rss_bytes: Count
     swap_bytes: Count
-    """Measured at the window's end."""
+    """Measured at the end of the window."""
     available_bytes: Count | Absent = ABSENT
     """Memory that the process can still allocate, given the node's memory and its control groups."""
     samples: Count | Absent = ABSENT
-    """Samples processed by this rank: the scheduler may give it more than others."""
+    """Number of samples that this rank processed. The scheduler may assign it more than others."""
     tokens: Count
     attended: Count
     """Sum of the squared lengths of the spans within which tokens attend to one another."""
     agreed_s: Seconds
-    """Duration of the shortest of the small exchanges that end each step; the minimum over all ranks is the network's
+    """Duration of the shortest of the small exchanges that end each step. The minimum over all ranks is the network's
     latency."""
     left_at: Seconds
-    """Unix time at which this rank left the last of them, by its node's clock."""
+    """Unix time at which this rank left the last of them, according to its node's clock."""
     connections: tuple[ConnectionCounts, ...]
     """The connections that sent the most data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsageEvent(Event):
-    """Resources used by a process of a user-defined command and its child processes, seen from outside."""
+    """Resources used by a process of a user-defined command and its child processes, as seen from outside."""
 
     type: Literal["usage"] = "usage"
     step: Count
@@ -403,38 +404,38 @@ class UsageEvent(Event):
     available_bytes: Count
     """Memory that it can still allocate."""
     gpu_busy: Rate | Absent = ABSENT
-    """Fraction of roughly the last second in which its GPU ran a kernel; absent without a GPU."""
+    """Fraction of roughly the last second during which its GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
-    """Memory that it holds on its GPUs."""
+    """Memory that it uses on its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateStepEvent(Event):
-    """The position of this rank in a step that takes too long."""
+    """The position of this rank in a step that is taking too long."""
 
     step: Count
     waited_s: Seconds
     host: str
     waiting: bool
-    """True in a collective."""
+    """Whether it is in a collective."""
     waits_in: str | None
     collectives: dict[str, int]
-    """Number of collectives that this rank has entered, by process group."""
+    """Number of collectives that this rank has entered, for each process group."""
     stack: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallEvent(LateStepEvent):
-    """The step takes far longer than usual and may be hanging; the timeout has not expired yet."""
+    """The step is taking far longer than usual and may be hanging; the timeout has not expired yet."""
 
     type: Literal["stall"] = "stall"
     usual_s: Seconds
-    """The time of the slowest previous step."""
+    """Duration of the slowest previous step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangEvent(LateStepEvent):
-    """This rank has waited longer than a step may take."""
+    """This rank has waited for longer than a step may take."""
 
     type: Literal["hang"] = "hang"
     deadline_s: float | None
@@ -442,11 +443,11 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """The cause of a slowdown was found during training: a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training. This is a line of `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
-    """Steps completed when the cause was found, or had ended."""
+    """Number of steps completed when the cause was found, or when it had ended."""
     is_over: bool
     verdict: RunVerdict
 
@@ -460,7 +461,7 @@ class LookEvent(Event):
     look: Look
 
 
-# Events of the training itself: its start, steps, evaluations, checkpoints and end.
+# Events about the training itself: its start, steps, evaluations, checkpoints and end.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -472,13 +473,13 @@ class StartEvent(Event):
     world_size: WorldSize
     device_name: str
     is_accelerator: bool = False
-    """True if the device works asynchronously, so that the host's counters do not explain its times."""
+    """Whether the device works asynchronously, in which case the host's counters do not explain its times."""
     params: Count
-    """The model's own parameters."""
+    """Number of the model's own parameters."""
     adapter_params: Count = 0
-    """Additional parameters trained by LoRA fine-tuning."""
+    """Number of additional parameters trained by LoRA fine-tuning."""
     peak_flops: Rate
-    """Peak of one device; `peak_source` states where the figure comes from."""
+    """Peak of one device; `peak_source` states where the value comes from."""
     peak_source: str
     flops_per_token: Rate
     unit: str = "tokens"
@@ -496,38 +497,40 @@ class StepEvent(Event):
     grad_norm: float | None
     lr: float | Absent | None = ABSENT
     tokens: Count | Absent = ABSENT
-    """Absent for images and volumes, which count samples."""
+    """Absent for images and volumes, for which samples are counted."""
     samples: Count | Absent = ABSENT
     steps: Count | Absent = ABSENT
     """1 for a user-defined command, whose tokens and samples are unknown."""
     step_time_s: Seconds
     time_s: dict[str, Seconds]
-    """Seconds of each part (`PARTS`)."""
+    """Time in seconds of each part (`PARTS`)."""
     exchange_s: Seconds | Absent = ABSENT
     """Time during which an exchange between ranks was in progress; absent if no exchange overlaps with compute."""
     exposed_s: Seconds | Absent = ABSENT
     """The part of `exchange_s` that does not overlap with compute."""
     queued_s: Seconds | Absent = ABSENT
-    """Time outside exposed communication in which the main thread was runnable but had no processor."""
+    """Time outside exposed communication in which the main thread was runnable but did not have a processor."""
     noise_scale: float | Absent | None = ABSENT
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None if it
     is infinite."""
     skipped: bool
-    """The loss or the gradients were not finite, and nothing was updated."""
+    """Whether the loss or the gradients were not finite, so that nothing was updated."""
     h2d_copies: Count | Absent = ABSENT
     h2d_bytes: Count | Absent = ABSENT
     """Bytes of batches copied to the device; 0 if the device is the host."""
     allocations: Count | Absent = ABSENT
-    """Buffers allocated for batches, and memory calls to a GPU's driver; malloc calls on a CPU are not counted."""
+    """Number of buffers allocated for batches, and of memory calls to a GPU's driver. On a CPU, malloc calls are not
+    counted."""
     group: Count | Absent | None = ABSENT
-    """The replica group that wrote this event; `groups` took part in the step."""
+    """The replica group that wrote this event. `groups` groups took part in the step."""
     groups: tuple[Count, ...] | Absent = ABSENT
     took: tuple[Count, ...] | Absent = ABSENT
     """This group's (first sample, number of samples)."""
 
     @property
     def units(self) -> int:
-        """Return the number of tokens; if no tokens are counted, of samples (images, volumes), or 1 step."""
+        """Return the number of tokens; if tokens are not counted, the number of samples (images, volumes), or 1
+        step."""
         for counted in (self.tokens, self.samples, self.steps):
             if not isinstance(counted, Absent):
                 return counted
@@ -551,7 +554,7 @@ class EvalEvent(Event):
     heldout_bits_per_byte: float | Absent | None = ABSENT
     xz_bits_per_byte: float | Absent | None = ABSENT
     sets: dict[str, SetFigures] | Absent = ABSENT
-    """The figures of each evaluation set by name, if there are several."""
+    """The results for each evaluation set by name, if there are several."""
     heldout_accuracy: float | Absent | None = ABSENT
     heldout_dice: float | Absent | None = ABSENT
     seconds: Seconds = 0.0
@@ -576,16 +579,16 @@ class TextPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstTextEvent(Event):
-    """The first text of the first batch, with the mask of the trained tokens."""
+    """The first text of the first batch, with the mask of its trained tokens."""
 
     type: Literal["first_text"] = "first_text"
     step: Count
     tokens: Count
-    """Tokens that could be targets."""
+    """Number of tokens that could be targets."""
     trained: Count
-    """Tokens that are targets: the loss counts them."""
+    """Number of tokens that are targets, which means that the loss counts them."""
     parts: tuple[TextPart, ...]
-    """The text, split where the trained tokens begin and end; only its first parts."""
+    """The text, split where trained tokens start and end; only its first parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -595,16 +598,16 @@ class CheckpointEvent(Event):
     path: str
     bytes: Count
     seconds: Seconds
-    """How long training waited."""
+    """Time in seconds for which training waited."""
     written_s: Seconds | Absent | None = ABSENT
-    """The time until the checkpoint was complete on disk, while later steps ran."""
+    """Time until the checkpoint was complete on disk, while later steps ran."""
     waited_s: Seconds | Absent | None = ABSENT
-    """How long the end of the run waited for the last checkpoint, outside any step."""
+    """Time for which the end of the run waited for the last checkpoint, outside any step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CadenceEvent(Event):
-    """`checkpoint.interval_steps: auto` has chosen an interval; the fields state why."""
+    """`checkpoint.interval_steps: auto` has chosen an interval; the fields state the reason."""
 
     type: Literal["cadence"] = "cadence"
     step: Count
@@ -615,9 +618,9 @@ class CadenceEvent(Event):
     step_time_s: Seconds
     mtbf_s: float | None = None
     failures: Count | Absent = ABSENT
-    """Failures of this run that `mtbf_s` takes into account; absent if there were none."""
+    """Number of this run's failures that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
-    """The run's age when they were counted."""
+    """The age of the run when the failures were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -639,7 +642,7 @@ class EndEvent(Event):
 
 
 EVENT_TYPES_OF_WINGS: Point[Mapping[str, type[Event]]] = Point("event_types")
-"""A wing's event types by name. If the wing is missing, its events are read as UnknownEvent."""
+"""A plug-in's event types by name. If the plug-in is missing, its events are read as UnknownEvent."""
 EVENT_TYPES: dict[str, type[Event]] = {
     "start": StartEvent,
     "step": StepEvent,
@@ -674,23 +677,23 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Fields of which each event of the type has at least one."""
+"""Groups of fields of which each event of the type has at least one."""
 
 
 @cache
 def event_types() -> Mapping[str, type[Event]]:
-    """Return all event types by name, including those of the wings, which this loads."""
+    """Return all event types by name, including those of the plug-ins, which are loaded for that."""
     return {name: kind for types in (EVENT_TYPES, *parts_of(EVENT_TYPES_OF_WINGS)) for name, kind in types.items()}
 
 
 def parse_event(plain: Mapping[str, object]) -> Event:
-    """Return the event in a line. Raises FieldError if a required field is missing, or a field has the wrong type."""
+    """Return the event in a line. Raises FieldError if a required field is missing or a field has the wrong type."""
     for key in ("type", "time"):
         if key not in plain:
             raise FieldError(f"it has no `{key}`")
     kind = plain["type"]
     found = None
-    if isinstance(kind, str):  # wings are loaded only if the trunk has no event of that type
+    if isinstance(kind, str):  # plug-ins are loaded only if the core has no event of that type
         found = EVENT_TYPES.get(kind) or event_types().get(kind)
     event = read_record(found or UnknownEvent, plain)
     choices = ONE_OF.get(event.type)
