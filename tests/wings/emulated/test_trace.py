@@ -10,10 +10,11 @@ import pytest
 
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.wings.emulated import trace as trace_module
+from trainspec_cli.wings.emulated import timeline
 from trainspec_cli.wings.emulated.page import render_rehearsal_page
 from trainspec_cli.wings.emulated.planned import Rehearsal, plan_to_rehearse, rehearse_ranks
-from trainspec_cli.wings.emulated.trace import trace_rehearsal
+from trainspec_cli.wings.emulated.timeline import keep_longest
+from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
 
 TINY = ["recipe=tiny", "cluster=h100", "cluster.num_nodes=1", "cluster.devices_per_node=4", "layout.tp=2"]
 TINY += ["layout.dp_shard=2", "batching.micro_batch_size=8", "batching.global_batch_size=32"]
@@ -22,7 +23,7 @@ TINY += ["layout.dp_shard=2", "batching.micro_batch_size=8", "batching.global_ba
 @pytest.fixture(scope="module")
 def done() -> Rehearsal:
     planned = plan_to_rehearse(TINY, None)
-    return rehearse_ranks(planned, [3], 1, lambda _: None, with_slices=True)
+    return rehearse_ranks(planned, [3], 1, lambda _: None)
 
 
 def seconds(slices: list[dict[str, Any]]) -> float:
@@ -87,7 +88,7 @@ def test_a_trace_adds_up_to_the_reported_times_and_memory(done: Rehearsal, monke
     assert marker["ts"] / 1e6 == pytest.approx(found.timeline.peak[0], abs=1e-9)
     assert found.peak.part in marker["name"]
 
-    plain = to_plain(done.without_slices)["ranks"][0]["rehearsed"]["timeline"]
+    plain = to_plain(without_slices(done))["ranks"][0]["rehearsed"]["timeline"]
     assert plain["slices"] == []
     assert [part["part"] for part in plain["parts"]] == [one["name"] for one in of_thread["parts of the step"]]
     assert max(size for _, size in plain["allocated"]) == found.peak_bytes
@@ -95,12 +96,11 @@ def test_a_trace_adds_up_to_the_reported_times_and_memory(done: Rehearsal, monke
     page = render_rehearsal_page(done, "tiny")
     for text in (found.peak.part, found.peak.largest[0].origin, "planned", "exposed comm", "rank 3"):
         assert text in page
+    assert 'class="dot c-heldout"' in page
     assert page.count("<polyline") == 3
 
-    monkeypatch.setattr(trace_module, "MOST_SLICES", 50)
-    shortened: Any
-    shortened, kept, left_out = trace_rehearsal(done)
-    assert kept <= 50 and kept + left_out == number
-    assert shortened["otherData"]["slices_left_out"] == left_out
-    longest = max(work, key=lambda one: one["dur"])
-    assert longest in json.loads(json_text(shortened))["traceEvents"]
+    monkeypatch.setattr(timeline, "MOST_SLICES", 50)
+    kept = keep_longest(found.timeline.slices)
+    lengths_s = sorted(one.end_s - one.begin_s for one in found.timeline.slices)
+    assert [one for one in found.timeline.slices if one in kept] == kept
+    assert sorted(one.end_s - one.begin_s for one in kept) == lengths_s[-50:]

@@ -41,7 +41,7 @@ def _tiles(done: Rehearsal) -> str:
     fullest = max(done.ranks, key=lambda one: one.rehearsed.peak_bytes)
     free = format_bytes(done.device_bytes - done.outside_bytes)
     figures = [
-        ("peak memory", format_bytes(fullest.rehearsed.peak_bytes), f"rank {fullest.rehearsed.rank:,}; {free} free"),
+        ("peak memory", format_bytes(fullest.rehearsed.peak_bytes), f"of {free}, rank {fullest.rehearsed.rank:,}"),
         ("micro-batches", f"{done.micro_batch_size} x {done.micro_batches}", f"recompute {done.recompute}"),
     ]
     if timed := [one.rehearsed for one in done.ranks if one.rehearsed.time_s]:
@@ -75,22 +75,17 @@ def _memory_table(done: Rehearsal) -> str:
 
 
 def _parts(done: Rehearsal) -> str:
-    """Draw the parts of each rank's step and of the planned step; empty without virtual time."""
+    """Draw the parts of each rank's step; empty without virtual time."""
     bars = [(f"rank {one.rehearsed.rank:,}", one.rehearsed.time_s) for one in done.ranks if one.rehearsed.time_s]
     if not bars:
         return ""
-    bars.append(("planned", done.planned_parts_s))
     scale = max(sum(parts.values()) for _, parts in bars)
-    rows = [
-        (name, render_bar(_segments(parts), scale), format_duration(sum(parts.values())))
-        for name, parts in bars
-        if parts
-    ]
-    names = [part for part in PARTS if any(parts.get(part) for _, parts in bars)]
-    cells = [(part.replace("_", " "), *(format_duration(parts.get(part, 0.0)) for _, parts in bars)) for part in names]
-    table = text_table(("part", *(f"#{name}" for name, _ in bars)), cells)
-    text = "Virtual time of the rehearsed steps; the planned step has the recipe's kernels and compilation."
-    return section("Parts of a step", text, bar_rows(rows) + render_legend(_segments(bars[0][1]), False) + table)
+    rows = [(name, render_bar(_segments(parts), scale), format_duration(sum(parts.values()))) for name, parts in bars]
+    text = (
+        "Virtual time of the rehearsed steps, with eager blocks and default kernels. Planned with the recipe's kernels "
+        f"and compilation: {format_duration(done.planned_step_s)}."
+    )
+    return section("Parts of a step", text, bar_rows(rows) + render_legend(_segments(bars[0][1])))
 
 
 def _segments(seconds: Mapping[str, float]) -> list[Segment]:
@@ -111,7 +106,7 @@ def _rank(rank: RehearsedRank) -> str:
             f"allocated by {found.failed.origin}, did not fit."
         )
     chart = _curve(rank)
-    if not chart:
+    if found.timeline is None:
         text += " The rates of this chip are unknown, so that memory over time is not drawn."
     rows = [(format_bytes(one.bytes), f"{one.number:,}", one.shape, one.origin) for one in found.peak.largest[:SHOWN]]
     if rest := found.peak.largest[SHOWN:]:
@@ -127,9 +122,8 @@ def _curve(rank: RehearsedRank) -> str:
     if timeline is None or not timeline.allocated[-1][0]:
         return ""
     last_s = max(timeline.allocated[-1][0], timeline.reserved[-1][0])
-    scale, unit = next(
-        pair for pair in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if last_s * pair[0] >= 10 or pair[1] == "µs"
-    )
+    units = {1.0: "s", 1e3: "ms", 1e6: "µs"}
+    scale = next((one for one in units if last_s * one >= 10), 1e6)
     size, size_unit = (GIB, "GiB") if rank.rehearsed.reserved_bytes >= GIB else (MIB, "MiB")
     curves = (
         ("c-ideal", "reserved by the allocator", timeline.reserved, False),
@@ -141,5 +135,6 @@ def _curve(rank: RehearsedRank) -> str:
         for kind, label, points, marked in curves
     ]
     legend = render_legend([Segment(line.kind, line.label, 0.0, "") for line in lines])
-    drawn = render_curves(lines, f"{unit} of the step, with {timeline.micro_batches} micro-batches", size_unit)
-    return drawn + legend
+    run = timeline.micro_batches
+    x_title = f"{units[scale]}, in a step with {run} micro-batch{'es' * (run != 1)}"
+    return render_curves(lines, x_title, size_unit) + legend

@@ -9,10 +9,8 @@ from typing import Literal
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.capacity import as_plan, pin_layout, setup_of
-from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.engine.step import is_counted, rank_peaks, run_of
 from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES, communicators
-from trainspec_cli.planner.this_machine import gpu_parts_s
 from trainspec_cli.recipe.results.plan import MemoryBreakdown, Plan
 from trainspec_cli.recipe.rules.check import check_built
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
@@ -37,8 +35,6 @@ class PlanToRehearse:
     """Seconds of a step, with the recipe's kernels and compilation."""
     fused_saves_bytes: tuple[float, ...]
     """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
-    parts_s: dict[str, float]
-    """`step_s` by part, as the engine measures them; empty if the chip is unknown."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,7 @@ class Rehearsal:
     outside_bytes: float
     planned_step_s: float
     """With the recipe's kernels and compilation; the rehearsed steps have eager blocks."""
-    planned_parts_s: dict[str, float]
-    """The same by part; empty if the chip is unknown."""
     ranks: tuple[RehearsedRank, ...]
-
-    @property
-    def without_slices(self) -> Rehearsal:
-        """The same without the tens of thousands of slices of a trace."""
-        timelines = [one.rehearsed.timeline for one in self.ranks]
-        rehearsed = [
-            replace(one.rehearsed, timeline=timeline and replace(timeline, slices=()))
-            for one, timeline in zip(self.ranks, timelines, strict=True)
-        ]
-        ranks = zip(self.ranks, rehearsed, strict=True)
-        return replace(self, ranks=tuple(replace(one, rehearsed=found) for one, found in ranks))
 
 
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
@@ -96,8 +79,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
     plan = as_plan(spec, best, planned.capacity, compute)
     refuse(plan)
-    setup = setup_of(best, spec, None)
-    in_groups = GROUP_BYTES * communicators(setup)
+    in_groups = GROUP_BYTES * communicators(setup_of(best, spec, None))
 
     def allocated(memory: MemoryBreakdown) -> float:
         return memory.total_bytes - memory.context_bytes - in_groups
@@ -122,26 +104,19 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     return PlanToRehearse(
         *(plan, planned.device, device_bytes, outside_bytes, tuple(tensors), tuple(by_rank), best.time.total_s),
         tuple(saved),
-        gpu_parts_s(setup, efficiency_of(spec.cluster)) if spec.cluster.accelerator is not None else {},
     )
 
 
 def rehearse_ranks(
-    planned: PlanToRehearse,
-    ranks: Sequence[int],
-    steps: int,
-    on_rank: Callable[[int], None],
-    *,
-    with_slices: bool = False,
+    planned: PlanToRehearse, ranks: Sequence[int], steps: int, on_rank: Callable[[int], None]
 ) -> Rehearsal:
-    """Rehearse ranks one after another; `on_rank` is called before each. `with_slices`: for a trace. Raises
-    MachineError, Interrupted."""
+    """Rehearse ranks one after another; `on_rank` is called before each. Raises MachineError, Interrupted."""
     plan = planned.plan
     done = []
     for rank in ranks:
         on_rank(rank)
         stage = rank * plan.layout.pp // plan.world_size
-        found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, with_slices=with_slices)
+        found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes)
         expected = (planned.tensors_bytes, planned.allocator_bytes, planned.fused_saves_bytes)
         done.append(RehearsedRank(found, *(sizes[stage] for sizes in expected)))
     return Rehearsal(
@@ -155,6 +130,5 @@ def rehearse_ranks(
         planned.device_bytes,
         planned.outside_bytes,
         planned.step_s,
-        planned.parts_s,
         tuple(done),
     )

@@ -6,7 +6,6 @@ This part needs no torch; `engine/rehearse.py` runs in the processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from trainspec_cli.core.environment_names import DEVICE, EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -14,6 +13,7 @@ from trainspec_cli.core.printable import GIB
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.tools import Tool, one_process, run_tool
 from trainspec_cli.wings.emulated import KIND
+from trainspec_cli.wings.emulated.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ class RehearsalRequest:
     plan: Plan
     rank: int
     steps: int
-    with_slices: bool = False
-    """Return what every stream does, for a trace."""
 
 
 @dataclass(frozen=True)
@@ -48,57 +46,6 @@ class MemoryMoment:
     """Largest first."""
 
 
-COMPUTE = "compute stream"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Operations of a stream that follow one another without a pause and come from the same line of the engine, or an
-    exchange, or a wait. Times are virtual seconds since the step began."""
-
-    stream: str
-    part: str
-    """The part of the step that queued it."""
-    name: str
-    begin_s: float
-    end_s: float
-    operations: int
-    longest: str
-    """The longest of its operations, with the shapes that it reads."""
-    waits_for: str = ""
-    """The stream that a wait is for."""
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """Work of the compute stream for a part of the step, such as `forward of micro-batch 3, stage 0`."""
-
-    part: str
-    begin_s: float
-    end_s: float
-    waited_s: float
-    """The time in it during which the stream waited for another one."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The last step in virtual time."""
-
-    micro_batches: int
-    """Those that were run; later ones repeat them."""
-    parts: tuple[StepPart, ...]
-    allocated: tuple[tuple[float, int], ...]
-    """(seconds, bytes), thinned; the peak is one of these points."""
-    reserved: tuple[tuple[float, int], ...]
-    slices: tuple[Slice, ...] = ()
-    """Of all streams; only for a trace."""
-
-    @property
-    def peak(self) -> tuple[float, int]:
-        """When most bytes are allocated (seconds), and how many."""
-        return max(self.allocated, key=itemgetter(1))
-
-
 @dataclass(frozen=True)
 class RankRehearsal:
     """The memory of a rank's steps, as the allocator counts it, in bytes, and their time."""
@@ -118,12 +65,12 @@ class RankRehearsal:
     time_s: dict[str, float] = field(default_factory=dict)
     """Virtual seconds of a step by part, with eager blocks; empty if the chip is unknown, for a pipeline, whose stages
     wait for one another, and if memory ran out."""
-    timeline: Timeline | None = None
-    """None if the chip is unknown. If memory ran out, it ends there."""
     failed: LiveTensors | None = None
     """The tensor that did not fit; `peak` is then the moment of the failure."""
     seconds: float = 0.0
     """Duration of the rehearsal."""
+    timeline: Timeline | None = None
+    """The last step, or what there was of it when memory ran out; None without virtual time."""
 
 
 REHEARSE = Tool(
@@ -158,11 +105,11 @@ def distinct(plan: Plan) -> list[int]:
     return [stage * per_stage + along_cp for stage in range(layout.pp)]
 
 
-def rehearse(plan: Plan, rank: int, steps: int, capacity_bytes: float, *, with_slices: bool = False) -> RankRehearsal:
+def rehearse(plan: Plan, rank: int, steps: int, capacity_bytes: float) -> RankRehearsal:
     """Rehearse a rank on a device whose allocator has this capacity. Raises MachineError, Interrupted."""
     settings = f"sizes=1,memory_gib={capacity_bytes / GIB!r}"
     where = one_process({DEVICE: KIND, EMULATED: settings, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"})
-    return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps, with_slices), where)
+    return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps), where)
 
 
 def read_ranks(text: str, plan: Plan) -> list[int]:

@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.reporter.diagnosis.trace import process_names
 from trainspec_cli.wings.emulated.planned import Rehearsal
-from trainspec_cli.wings.emulated.rehearsal import COMPUTE, RankRehearsal, Slice, Timeline
+from trainspec_cli.wings.emulated.rehearsal import RankRehearsal
+from trainspec_cli.wings.emulated.timeline import COMPUTE, Slice, Timeline
 
 US = 1e6
-MOST_SLICES = 60_000
-"""More slices than this would make a file of more than 20 MB. The longest ones are kept."""
 PARTS_THREAD = 0
 
 
 def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
     """Return the trace of the last step of each rank, and the numbers of its slices and of those that are left out. The
-    times of `ts` and `dur` are in microseconds, rounded to nanoseconds."""
+    times of `ts` and `dur` are in microseconds, rounded to nanoseconds. Raises RecipeError without virtual time."""
     timelines = [(one.rehearsed, one.rehearsed.timeline) for one in done.ranks if one.rehearsed.timeline is not None]
-    found = [one for _, timeline in timelines for one in timeline.slices]
-    lengths_s = sorted((one.end_s - one.begin_s for one in found), reverse=True)
-    least_s = lengths_s[MOST_SLICES] if len(lengths_s) > MOST_SLICES else -1.0
-    left_out = sum(length_s <= least_s for length_s in lengths_s)
+    if not timelines:
+        message = "a trace needs virtual time, and the rates of this device are unknown"
+        raise RecipeError(Problem("unsupported", message, "--trace", "name a cluster with a known chip: cluster=h100"))
     drawn: list[JsonValue] = []
     for rank, timeline in timelines:
-        drawn += _draw_rank(rank, timeline, least_s)
+        drawn += _draw_rank(rank, timeline)
+    left_out = sum(timeline.slices_left_out for _, timeline in timelines)
     about: JsonObject = {
         "layout": done.layout,
         "devices": f"{done.world_size:,} {done.device}",
         "micro_batches": done.micro_batches,
-        "micro_batches_drawn": max((timeline.micro_batches for _, timeline in timelines), default=0),
+        "micro_batches_drawn": max(timeline.micro_batches for _, timeline in timelines),
         "slices": "operations that follow one another and come from the same line of the engine are one slice",
         "slices_left_out": left_out,
         "time": "virtual: kernels take the chip's planned time, and the host takes none",
     }
     trace: JsonObject = {"traceEvents": drawn, "displayTimeUnit": "ms", "otherData": about}
-    return trace, len(found) - left_out, left_out
+    return trace, sum(len(timeline.slices) for _, timeline in timelines), left_out
 
 
-def _draw_rank(found: RankRehearsal, timeline: Timeline, least_s: float) -> Iterator[JsonObject]:
+def without_slices(done: Rehearsal) -> Rehearsal:
+    """Return the same without the slices, of which there are tens of thousands."""
+    ranks = []
+    for one in done.ranks:
+        found = one.rehearsed
+        if found.timeline is not None:
+            found = replace(found, timeline=replace(found.timeline, slices=()))
+        ranks.append(replace(one, rehearsed=found))
+    return replace(done, ranks=tuple(ranks))
+
+
+def _draw_rank(found: RankRehearsal, timeline: Timeline) -> Iterator[JsonObject]:
     streams = [COMPUTE, *sorted({one.stream for one in timeline.slices} - {COMPUTE})]
     threads = {stream: number for number, stream in enumerate(streams, PARTS_THREAD + 1)}
     names = {PARTS_THREAD: "parts of the step", **{number: stream for stream, number in threads.items()}}
@@ -51,8 +63,6 @@ def _draw_rank(found: RankRehearsal, timeline: Timeline, least_s: float) -> Iter
     # Chrome's format connects the two ends of an arrow by a number.
     arrow = found.rank << 32
     for one in timeline.slices:
-        if one.end_s - one.begin_s <= least_s:
-            continue
         yield _slice(found.rank, threads[one.stream], one.name, one.begin_s, one.end_s, _about(one))
         if one.waits_for in threads:
             # An arrow starts in the last slice that the compute stream waited for, just before it ends.

@@ -17,6 +17,7 @@ from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.session.planning.plan import names_disturbance
 from trainspec_cli.wings.emulated.planned import Rehearsal, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
+from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
 
 Ranks = Annotated[
     str,
@@ -62,19 +63,13 @@ def rehearse(
         if file is not None:
             check_writable(file, option)
     planned = plan_to_rehearse(arguments, memory_gib)
-    if trace is not None and planned.plan.spec.cluster.accelerator is None:
-        message = "a trace needs virtual time, and the rates of this device are unknown"
-        raise RecipeError(Problem("unsupported", message, "--trace", "name a cluster with a known chip: cluster=h100"))
     numbers = read_ranks(ranks, planned.plan)
     with PrintableConsole(stderr=True).status("") as status:
-        done = rehearse_ranks(
-            *(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}")),
-            with_slices=trace is not None,
-        )
+        done = rehearse_ranks(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}"))
     model = planned.plan.spec.model
     written = _write(done, f"{model.name or model.family} on {planned.device}", html, trace)
     if as_json:
-        print(json_text(to_plain(done.without_slices)))
+        print(json_text(to_plain(without_slices(done))))
     else:
         _show(done)
         PrintableConsole(highlight=False).report(*written)
@@ -89,8 +84,6 @@ def _write(done: Rehearsal, title: str, html: Path | None, trace: Path | None) -
         write_page(html, render_rehearsal_page(done, title, page_origin()))
     if trace is None:
         return []
-    from trainspec_cli.wings.emulated.trace import trace_rehearsal
-
     drawn, slices, left_out = trace_rehearsal(done)
     write_page(trace, json_text(drawn, indent=None), "--trace")
     shorter = f"; {left_out:,} shorter ones are left out" if left_out else ""

@@ -33,8 +33,7 @@ from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, Lo
 from trainspec_cli.wings.emulated.engine.costs import TIME, ChipCosts
 from trainspec_cli.wings.emulated.engine.device import MEMORY, pin
 from trainspec_cli.wings.emulated.engine.memory import map_host_memory
-from trainspec_cli.wings.emulated.engine.streams import SCHEDULER
-from trainspec_cli.wings.emulated.engine.timeline import StepTimeline
+from trainspec_cli.wings.emulated.engine.timeline import TIMELINE
 from trainspec_cli.wings.emulated.rehearsal import (
     LiveTensors,
     MemoryMoment,
@@ -43,16 +42,12 @@ from trainspec_cli.wings.emulated.rehearsal import (
     refuse,
 )
 
-START = "start of the step"
-REST = "rest of the step"
-"""What runs between the named parts of a step."""
-
 
 def run(request: RehearsalRequest) -> RankRehearsal:
-    return rehearse_rank(request.plan, request.rank, request.steps, with_slices=request.with_slices)
+    return rehearse_rank(request.plan, request.rank, request.steps)
 
 
-def rehearse_rank(plan: Plan, rank: int, steps: int = 2, *, with_slices: bool = False) -> RankRehearsal:
+def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     """Build the rank's part of the plan, make steps, and copy its state to the host as a checkpoint does.
 
     Call it once, in a separate process whose TRAINSPEC_DEVICE is `emulated` and TRAINSPEC_EMULATED has `sizes=1`: the
@@ -66,43 +61,32 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2, *, with_slices: bool = 
     log = MEMORY.log = AllocationLog()
     found = RankRehearsal(rank, 0, 0, 0, 0, 0, MemoryMoment("", ()))
     chip = plan.spec.cluster.accelerator
-    timeline = None
-    if chip is not None:
+    if chip is not None and plan.layout.pp == 1:
         fabric = describe_fabric(plan.spec.cluster, None)
         costs = ChipCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
-        timeline = StepTimeline(log, with_slices=with_slices)
-        MEMORY.on_change = timeline.note_memory
-        SCHEDULER.on_work = timeline.note_work
+    TIMELINE.start(log)
     with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
-        found = run_steps(plan, device, log, steps, found, timeline)
+        found = run_steps(plan, device, log, steps, found)
+    found = replace(found, timeline=TIMELINE.result())
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
 
 
-def run_steps(
-    plan: Plan,
-    device: torch.device,
-    log: AllocationLog,
-    steps: int,
-    found: RankRehearsal,
-    timeline: StepTimeline | None = None,
-) -> RankRehearsal:
+def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
     """Build, step and copy as `rehearse_rank` does, on a device with or without values, and complete `found`."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     try:
         state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
         found = replace(found, state_bytes=MEMORY.allocated_bytes, build_peak_bytes=MEMORY.peak_bytes)
-        found = replace(found, time_s=_make_steps(plan, state, log, steps, timeline))
+        found = replace(found, time_s=_make_steps(plan, state, log, steps))
     except (torch.OutOfMemoryError, PassesOutOfMemory):
         failed = log.failed
         assert failed is not None, "this device raises no other error of this kind"
         last = LiveTensors(failed.shape, failed.origin, 1, failed.nbytes)
         moment = _moment(failed.part, log.live_at_failure)
-        ended = None if timeline is None else timeline.result()
-        return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, timeline=ended, failed=last)
+        return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, failed=last)
     live = log.at_peak
-    if timeline is not None:
-        found = replace(found, timeline=timeline.result())
+    TIMELINE.end()
     # A checkpoint's copy to the host
     log.part = "checkpoint"
     image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
@@ -115,11 +99,8 @@ def run_steps(
     )
 
 
-def _make_steps(
-    plan: Plan, state: TrainState, log: AllocationLog, steps: int, timeline: StepTimeline | None
-) -> dict[str, float]:
-    """Make the steps, and return the virtual seconds of one by part; empty without virtual time, and for a pipeline."""
-    has_time = TIME.costs is not None and plan.layout.pp == 1
+def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -> dict[str, float]:
+    """Make the steps, and return the virtual seconds of one by part; empty without virtual time."""
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, SpreadDispatch) and not MEMORY.has_values:
@@ -128,17 +109,16 @@ def _make_steps(
     holds_all = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
     run_batches = plan.grad_accum_steps if holds_all else max(traced_micro_batches(plan))
     # Their time follows from a step with fewer, which is made first so that the last step is the one that counts.
-    fewer = [1] if has_time and run_batches < plan.grad_accum_steps else []
+    fewer = [1] if TIME.costs is not None and run_batches < plan.grad_accum_steps else []
     times_s: dict[int, dict[str, float]] = {}
     for count in [*fewer, *[run_batches] * steps]:
         MEMORY.peak_bytes = MEMORY.allocated_bytes
         log.begin()
-        log.part = START
+        log.part = "start of the step"
         with state.device:
             batches = [fake_batch(plan, state) for _ in range(plan.grad_accum_steps)]
         state.clock.restart()
-        if timeline is not None:
-            timeline.begin(count)
+        TIMELINE.begin(count)
         with _noting_parts(state, log, count):
             outcome = train_step(
                 state,
@@ -150,7 +130,7 @@ def _make_steps(
         outcome.on_host()
         times_s[count] = state.clock.cut().parts_s()
         del batches, outcome
-    if not has_time:
+    if TIME.costs is None:
         return {}
     whole = times_s[run_batches]
     if not fewer:
@@ -169,9 +149,7 @@ def _noting_parts(state: TrainState, log: AllocationLog, micro_batches: int) -> 
     @contextmanager
     def part(name: str) -> Iterator[None]:
         outside = log.part
-        # A wait within a pass belongs to the pass.
-        if name != "exposed_comm" or outside in (START, REST):
-            log.part = name
+        log.part = name
         if name in ("forward", "backward"):
             action = next(passes)
             log.part = f"{action.kind.replace('_', ' ')} of micro-batch {action.micro_batch}, stage {action.stage}"
@@ -179,7 +157,7 @@ def _noting_parts(state: TrainState, log: AllocationLog, micro_batches: int) -> 
             with time_part(name):
                 yield
         finally:
-            log.part = REST if outside == START else outside
+            log.part = outside
 
     clock.part = part  # type: ignore[method-assign]
     try:
