@@ -137,11 +137,25 @@ def page_origin() -> PageOrigin:
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 
 
+def check_writable(file: Path, option: str) -> None:
+    """Raise RecipeError if a file cannot be written, before the work whose result it is for. It stays as it is."""
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise _not_writable(file, option, error) from error
+
+
+def _not_writable(file: Path, option: str, error: OSError) -> RecipeError:
+    message = f"{option} {file} cannot be written: {error.strerror}"
+    return RecipeError(Problem("output_exists", message, hint="choose a file in an existing folder"))
+
+
 def write_page(file: Path, page: str, option: str = "--html") -> None:
     """Write a page, and replace an existing file. Raises RecipeError if it cannot be written."""
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:
-        message = f"{option} {file} cannot be written: {error.strerror}"
-        hint = "choose a file in an existing folder"
-        raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
+        raise _not_writable(file, option, error) from error

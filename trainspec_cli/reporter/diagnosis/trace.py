@@ -65,6 +65,13 @@ def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float,
     return tuple(offsets)
 
 
+def process_names(pid: int, name: str, threads: Mapping[int, str]) -> Iterator[JsonObject]:
+    """Yield the events that name a process and its threads."""
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+    for thread, name_of_thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": name_of_thread}}
+
+
 def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> JsonObject:
     """Return the trace (a process for each node, a thread for each rank) and the clock offsets."""
     events = [list(read_sound(path)) for path in event_paths(run, shape)]
@@ -78,9 +85,8 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
         # `node 1 (clock +3.1 ms, within 0.4 ms)`; the trace uses the first node's clock.
         clock = f" (clock {one.offset_s * 1e3:+.3g} ms, within {(one.error_s or 0) * 1e3:.3g} ms)" * bool(one.exchanges)
         name = f"node {one.node}{' (clock unknown)' if one.error_s is None else clock}"
-        drawn.append({"ph": "M", "name": "process_name", "pid": one.node, "args": {"name": name}})
-    for rank, node in enumerate(shape.nodes):
-        drawn.append({"ph": "M", "name": "thread_name", "pid": node, "tid": rank, "args": {"name": f"rank {rank}"}})
+        threads = {rank: f"rank {rank}" for rank, node in enumerate(shape.nodes) if node == one.node}
+        drawn += process_names(one.node, name, threads)
     for rank, of_rank in enumerate(events):
         node = shape.nodes[rank]
         drawn += _draw_rank(of_rank, rank, node, ahead_s[node], newest - NEWEST_STEPS)

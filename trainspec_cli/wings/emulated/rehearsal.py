@@ -13,6 +13,7 @@ from trainspec_cli.core.printable import GIB
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.tools import Tool, one_process, run_tool
 from trainspec_cli.wings.emulated import KIND
+from trainspec_cli.wings.emulated.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class RankRehearsal:
     """The tensor that did not fit; `peak` is then the moment of the failure."""
     seconds: float = 0.0
     """Duration of the rehearsal."""
+    timeline: Timeline | None = None
+    """The last step, or what there was of it when memory ran out; None without virtual time."""
 
 
 REHEARSE = Tool(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, check_writable, page_origin, write_page
 from trainspec_cli.core.errors import PlanError, Problem, RecipeError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
@@ -16,6 +17,7 @@ from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.session.planning.plan import names_disturbance
 from trainspec_cli.wings.emulated.planned import Rehearsal, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
+from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
 
 Ranks = Annotated[
     str,
@@ -29,6 +31,10 @@ MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a trace of the ranks' last step, for ui.perfetto.dev."),
+]
 NEGLIGIBLE = 0.001
 SHOWN = 10
 """Groups of tensors to print for a rank."""
@@ -40,6 +46,8 @@ def rehearse(
     steps: Steps = 2,
     memory_gib: MemoryGib = None,
     as_json: AsJson = False,
+    html: Html = None,
+    trace: Trace = None,
 ) -> int:
     """Run steps of single ranks of a plan without GPUs: their peak memory, when it is reached, what fills it, and the
     time of a step.
@@ -51,15 +59,35 @@ def rehearse(
     if names_disturbance(arguments):
         message = "a rehearsal cannot be disturbed"
         raise RecipeError(Problem("usage", message, "disturb", "leave out disturb=; trainspec plan simulates it"))
+    for file, option in ((html, "--html"), (trace, "--trace")):
+        if file is not None:
+            check_writable(file, option)
     planned = plan_to_rehearse(arguments, memory_gib)
     numbers = read_ranks(ranks, planned.plan)
     with PrintableConsole(stderr=True).status("") as status:
         done = rehearse_ranks(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}"))
+    model = planned.plan.spec.model
+    written = _write(done, f"{model.name or model.family} on {planned.device}", html, trace)
     if as_json:
-        print(json_text(to_plain(done)))
+        print(json_text(to_plain(without_slices(done))))
     else:
         _show(done)
+        PrintableConsole(highlight=False).report(*written)
     return PlanError.exit_code if any(rank.rehearsed.failed for rank in done.ranks) else 0
+
+
+def _write(done: Rehearsal, title: str, html: Path | None, trace: Path | None) -> list[str]:
+    """Write the page and the trace; return what is in the trace, in lines for people."""
+    if html is not None:
+        from trainspec_cli.wings.emulated.page import render_rehearsal_page  # loads charts, which text does not need
+
+        write_page(html, render_rehearsal_page(done, title, page_origin()))
+    if trace is None:
+        return []
+    drawn, slices, left_out = trace_rehearsal(done)
+    write_page(trace, json_text(drawn, indent=None), "--trace")
+    shorter = f"; {left_out:,} shorter ones are left out" if left_out else ""
+    return ["", f"trace   {trace}: {slices:,} slices, each of operations from one line of the engine{shorter}"]
 
 
 def _show(done: Rehearsal) -> None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from trainspec_cli.core.environment_names import EMULATED
-from trainspec_cli.core.printable import GIB
+from trainspec_cli.core.printable import GIB, format_bytes
 from trainspec_cli.engine.accelerators import DeviceKind
 from trainspec_cli.wings.emulated import KIND, read_settings
 from trainspec_cli.wings.emulated.engine.allocation_log import note_forward
@@ -382,7 +382,8 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if MEMORY.has_values:
         _queue(lambda: into.copy_(value), copy_s)
     else:
-        current_stream().spend(copy_s)
+        ends = "to the host" if to_host else "from the host" if from_host else "on the device"
+        current_stream().spend(copy_s, f"copy {ends}", format_bytes(nbytes_of(source)))
         if to_host and extent(target) * target.dtype.itemsize <= READ_BYTES:
             target.zero_()
     if to_host:

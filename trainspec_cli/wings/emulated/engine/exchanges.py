@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainspec_cli.core.environment_names import EMULATED
+from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.wings.emulated import read_settings
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
-from trainspec_cli.wings.emulated.engine.streams import HOST, QueuedWork, Stream, StreamEvent, current_stream
+from trainspec_cli.wings.emulated.engine.streams import HOST, STREAMS, QueuedWork, Stream, StreamEvent, current_stream
 
 _kept: list[DeviceExchange] = []
 """Exchanges in progress: torch's part of a handle does not keep the Python part alive."""
@@ -235,6 +236,16 @@ def communicator_of(group: Any) -> Communicator:
     return found
 
 
+def stream_names() -> dict[Stream, str]:
+    """Return the streams of this process, with names for a trace."""
+    names = {stream: f"stream {stream.number}" for stream in STREAMS}
+    for communicator in _communicators.values():
+        described = communicator.group.group_desc.removeprefix("mesh_")
+        for channel, stream in communicator.streams.items():
+            names[stream] = f"exchanges, {described} {channel}".strip()
+    return names
+
+
 LATE_S = 1.0
 """Real time after which a waiting rank reports in the store that it has arrived."""
 
@@ -379,7 +390,9 @@ def queue(communicator: Communicator, channel: str, exchange: QueuedWork) -> Str
 
 def without_peers(kind: str, ranks: Sequence[int], mine: Arrival) -> QueuedWork:
     """Return an exchange without values: the other ranks are assumed to arrive at the same time."""
-    return QueuedWork(duration_s=0.0 if TIME.costs is None else TIME.costs.exchange_s(kind, ranks, mine.nbytes))
+    duration_s = 0.0 if TIME.costs is None else TIME.costs.exchange_s(kind, ranks, mine.nbytes)
+    about = f"{format_bytes(mine.nbytes)}, {mine.text.rpartition(' at ')[0]}"
+    return QueuedWork(duration_s=duration_s, name=kind, about=about, is_exchange=True)
 
 
 def _lacks_values(tensors: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,8 @@ class EmulatedMemory:
         self.has_values = True
         """False: blocks are counted, but no host memory is behind them."""
         self.log: AllocationLog | None = None
+        self.on_change: Callable[[int, int], None] | None = None
+        """Called with the allocated and the reserved bytes after each allocation and release."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -103,6 +106,8 @@ class EmulatedMemory:
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
             entry = self.log.add(int(block.size), shape) if self.log is not None else None
+            if self.on_change is not None:
+                self.on_change(self.allocated_bytes, self.reserved_bytes)
             return Allocation(self, allocator, block, stream, entry)
 
     def _try(self, allocator: CachingAllocator, nbytes: int) -> MemoryBlock | None:
@@ -137,6 +142,8 @@ class EmulatedMemory:
         allocation.allocator.free(allocation.block)
         if allocation.entry is not None and self.log is not None:
             self.log.end(allocation.entry)
+        if self.on_change is not None:
+            self.on_change(self.allocated_bytes, self.reserved_bytes)
 
     def arena(self, block: MemoryBlock) -> Tensor:
         """Return the host memory behind a block's pool, as bytes."""

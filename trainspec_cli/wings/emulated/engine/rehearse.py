@@ -33,6 +33,7 @@ from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, Lo
 from trainspec_cli.wings.emulated.engine.costs import TIME, ChipCosts
 from trainspec_cli.wings.emulated.engine.device import MEMORY, pin
 from trainspec_cli.wings.emulated.engine.memory import map_host_memory
+from trainspec_cli.wings.emulated.engine.timeline import TIMELINE
 from trainspec_cli.wings.emulated.rehearsal import (
     LiveTensors,
     MemoryMoment,
@@ -64,8 +65,10 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         fabric = describe_fabric(plan.spec.cluster, None)
         costs = ChipCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
+    TIMELINE.start(log)
     with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
         found = run_steps(plan, device, log, steps, found)
+    found = replace(found, timeline=TIMELINE.result())
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
 
 
@@ -83,6 +86,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
         moment = _moment(failed.part, log.live_at_failure)
         return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, failed=last)
     live = log.at_peak
+    TIMELINE.end()
     # A checkpoint's copy to the host
     log.part = "checkpoint"
     image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
@@ -114,6 +118,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -
         with state.device:
             batches = [fake_batch(plan, state) for _ in range(plan.grad_accum_steps)]
         state.clock.restart()
+        TIMELINE.begin(count)
         with _noting_parts(state, log, count):
             outcome = train_step(
                 state,

@@ -113,6 +113,11 @@ class QueuedWork:
     queued_s: float = 0.0
     """Virtual time at which the host queued it."""
     handle: Any = None
+    name: str = ""
+    """The operation or exchange, for a trace."""
+    about: str = ""
+    """Its sizes, for a trace."""
+    is_exchange: bool = False
 
 
 class Stream:
@@ -146,9 +151,9 @@ class Stream:
     def run(self, start: Callable[[], object], duration_s: float = 0.0) -> None:
         self.add(QueuedWork(start, duration_s=duration_s))
 
-    def spend(self, duration_s: float) -> None:
+    def spend(self, duration_s: float, name: str = "", about: str = "") -> None:
         """Queue work that has already run on the host, and lasts this long on the device."""
-        self.add(QueuedWork(duration_s=duration_s))
+        self.add(QueuedWork(duration_s=duration_s, name=name, about=about))
 
     def has_done(self, number: int) -> bool:
         with LOCK:
@@ -160,6 +165,7 @@ class Stream:
         if not self._queue:
             return False
         work = self._queue[0]
+        before_s = self.now_s
         if work.handle is None:
             if work.after is not None:
                 if not work.after.is_reached:
@@ -177,7 +183,10 @@ class Stream:
                 return False
             work.handle.wait()  # raises the error of an exchange that failed
             self.now_s = max(self.now_s, work.handle.end_s)
+        began_s = self.now_s
         self.now_s += work.duration_s
+        if SCHEDULER.on_work is not None:
+            SCHEDULER.on_work(self, work, before_s, began_s)
         if work.moment is not None:
             work.moment.host_s = time.perf_counter()
             work.moment.device_s = self.now_s
@@ -263,6 +272,8 @@ class Scheduler:
     def __init__(self) -> None:
         self.random: random.Random | None = None
         """The random generator of order mode."""
+        self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
+        """Called after a piece of work, with the stream's times before it and when it started."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
 

@@ -1,0 +1,71 @@
+"""What a rehearsed rank does in its last step, in virtual time. The process records it (engine/timeline.py); a trace
+and a page show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+COMPUTE = "compute stream"
+WAIT = "wait"
+"""The name of a slice in which the compute stream waits for another one."""
+MOST_SLICES = 40_000
+"""Slices of a rank to keep: about 12 MB of a trace. A rank of Llama 3 70B on 256 devices has 11,600."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Operations of a stream that follow one another without a pause and come from the same line of the engine, or an
+    exchange, or a wait. Times are virtual seconds since the step began."""
+
+    stream: str
+    part: str
+    """The part of the step that queued it."""
+    name: str
+    begin_s: float
+    end_s: float
+    operations: int
+    longest: str
+    """The longest of its operations, with the shapes that it reads."""
+    waits_for: str = ""
+    """The stream that a wait is for."""
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """Work of the compute stream for a part of the step, such as `forward of micro-batch 3, stage 0`."""
+
+    part: str
+    begin_s: float
+    end_s: float
+    waited_s: float
+    """The time in it during which the stream waited for another one."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    micro_batches: int
+    """Those that were run; later ones repeat them."""
+    parts: tuple[StepPart, ...]
+    allocated: tuple[tuple[float, int], ...]
+    """(seconds, bytes), thinned; the peak is one of these points."""
+    reserved: tuple[tuple[float, int], ...]
+    slices: tuple[Slice, ...] = ()
+    """Of all streams; empty in `--json`, because only a trace needs them."""
+    slices_left_out: int = 0
+    """Number of short ones that were left out, to keep a trace small."""
+
+    @property
+    def peak(self) -> tuple[float, int]:
+        """When most bytes are allocated (seconds), and how many."""
+        return max(self.allocated, key=itemgetter(1))
+
+
+def keep_longest(slices: Sequence[Slice]) -> list[Slice]:
+    """Return the slices, or only the longest ones if there are too many for a viewer, in the same order."""
+    if len(slices) <= MOST_SLICES:
+        return list(slices)
+    by_length = sorted(range(len(slices)), key=lambda place: slices[place].begin_s - slices[place].end_s)
+    return [slices[place] for place in sorted(by_length[:MOST_SLICES])]
