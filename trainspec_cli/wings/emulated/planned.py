@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Interrupted, Problem, RecipeError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.capacity import as_plan, pin_layout, setup_of
 from trainspec_cli.planner.hardware.cluster import (
@@ -26,8 +28,12 @@ from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
 from trainspec_cli.recipe.results.plan import MemoryBreakdown, Plan, StepTime
 from trainspec_cli.recipe.rules.check import check_built
+from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 from trainspec_cli.wings.emulated.rehearsal import PipelineSeconds, RankRehearsal, equal_ranks, refuse, rehearse
+
+AT_ONCE = 2
+"""Ranks that are rehearsed at the same time: one needs up to 1 GB of host memory."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +163,31 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
 def rehearse_ranks(
     planned: PlanToRehearse, ranks: Sequence[int], steps: int, on_rank: Callable[[int], None]
 ) -> Rehearsal:
-    """Rehearse ranks one after another; `on_rank` is called before each. Raises MachineError, Interrupted."""
+    """Rehearse ranks, as many at a time as there are cores, up to `AT_ONCE`; `on_rank` is called before each, in any
+    thread. Raises MachineError, Interrupted."""
     plan = planned.plan
-    done = []
-    for rank in ranks:
+    requests = StopRequests()
+
+    def run(rank: int) -> RehearsedRank:
+        if requests.count:
+            raise Interrupted("the rehearsal was interrupted", code="interrupted")
         on_rank(rank)
         stage = rank * plan.layout.pp // plan.world_size
-        found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes)
+        try:
+            found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, requests)
+        except BaseException:
+            requests.add()  # the other ranks' processes end, too
+            raise
         expected = (planned.tensors_bytes, planned.allocator_bytes, planned.fused_saves_bytes)
-        done.append(RehearsedRank(found, equal_ranks(plan), *(sizes[stage] for sizes in expected)))
+        return RehearsedRank(found, equal_ranks(plan), *(sizes[stage] for sizes in expected))
+
+    with on_stop_signal(requests.add), ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(run, rank) for rank in ranks]
+        errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        # The first error interrupted the other ranks.
+        raise min(errors, key=lambda error: isinstance(error, Interrupted))
+    done = [future.result() for future in futures]
     return Rehearsal(
         plan.layout.describe(),
         plan.world_size,

@@ -13,6 +13,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.pipeline import Kind
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.tools import Tool, one_process, run_tool
 from trainspec_cli.wings.emulated import KIND
 
@@ -128,11 +129,14 @@ def distinct(plan: Plan) -> list[int]:
     return [stage * per_stage + along_cp for stage in range(layout.pp)]
 
 
-def rehearse(plan: Plan, rank: int, steps: int, capacity_bytes: float) -> RankRehearsal:
-    """Rehearse a rank on a device whose allocator has this capacity. Raises MachineError, Interrupted."""
+def rehearse(
+    plan: Plan, rank: int, steps: int, capacity_bytes: float, requests: StopRequests | None = None
+) -> RankRehearsal:
+    """Rehearse a rank on a device whose allocator has this capacity. `requests`: to stop. Raises MachineError,
+    Interrupted."""
     settings = f"sizes=1,memory_gib={capacity_bytes / GIB!r}"
     where = one_process({DEVICE: KIND, EMULATED: settings, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"})
-    return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps), where)
+    return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps), where, requests=requests)
 
 
 def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
