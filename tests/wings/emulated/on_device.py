@@ -74,7 +74,7 @@ def bits() -> dict[str, Any]:
     """Compare with a CPU, work as soon as it may and in random orders."""
     on_cpu, weights = train(3, "cpu")
     found = {}
-    for seed in (None, 1, 2, 3):
+    for seed in (None, 1, 2):
         order(seed)
         losses, there = train(3, "emulated")
         equal = all(torch.equal(one, other) for one, other in zip(weights, there, strict=True))
@@ -194,6 +194,36 @@ def rehearsed(case: str, rank: str, world: str) -> dict[str, Any]:
     found = run_steps(plan, there, log, 2, RankRehearsal(int(rank), 0, 0, 0, 0, 0, MemoryMoment("", ())))
     torch.distributed.barrier()
     return to_plain(replace(found, reserved_bytes=MEMORY.peak_reserved_bytes))
+
+
+STAGES = Case("dense", Layout(dp_shard=2, pp=2, pipeline_schedule="interleaved", virtual_stages=2))
+
+
+def pools() -> int:
+    """Return the number of the allocator's pools for a rank with two stages."""
+    rehearse_rank(build_plan(STAGES, "cpu"), 0)
+    return len(MEMORY._allocators)
+
+
+def several_stages() -> list[list[float]]:
+    """Train a pipeline with two stages per rank, sharded, in several orders of the streams; return the last loss and
+    the sums of squares of this rank's weights for each."""
+    plan = build_plan(STAGES, "cpu")
+    there = join_processes("cpu")
+    mesh = build_mesh(plan.layout, there.type)
+    found = []
+    for seed in (None, 1, 2):
+        order(seed)
+        state = build_train_state(plan, there, mesh)
+        generator = torch.Generator().manual_seed(mesh.data_rank)
+        for _ in range(3):
+            tokens = torch.randint(0, 64, (4, plan.spec.data.seq_len), generator=generator).to(there)
+            batches = [(one, one) for one in tokens.split(1)]
+            outcome = train_step(state, batches, global_tokens=2 * tokens.numel(), clip_norm=1.0)
+        assert outcome is not None
+        weights = [share.local.double().square().sum().item() for share in state.shares]
+        found.append([outcome.loss.item(), *weights])
+    return found
 
 
 def memory() -> dict[str, Any]:
