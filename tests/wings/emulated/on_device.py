@@ -97,6 +97,16 @@ def mixing() -> dict[str, Any]:
     return {"refused": refused, "number": (there + torch.tensor(2.0)).cpu().tolist()}
 
 
+def gathering() -> dict[str, Any]:
+    """Copy shards to their place in FSDP2's buffer."""
+    shards = [torch.full((2,), 3.0, device="emulated"), torch.full((1,), 4.0, device="emulated")]
+    buffer = torch.zeros(9, device="emulated")
+    allocated = MEMORY.allocated_bytes
+    own, whole = torch.ops.fsdp.all_gather_copy_in(shards, buffer, [2, 1], 3, 1)
+    values = [] if not MEMORY.has_values else buffer.tolist()
+    return {"values": values, "own": [own.storage_offset(), *own.shape], "new": MEMORY.allocated_bytes - allocated}
+
+
 def counting() -> dict[str, Any]:
     """Count what a training step does that makes the host wait."""
     model = nn.Linear(8, 8, device="emulated")
@@ -223,6 +233,8 @@ def several_stages() -> list[list[float]]:
         assert outcome is not None
         weights = [share.local.double().square().sum().item() for share in state.shares]
         found.append([outcome.loss.item(), *weights])
+    torch.accelerator.synchronize()
+    dist.barrier()  # no rank leaves before the others have ended their exchanges
     return found
 
 

@@ -86,6 +86,13 @@ def test_tensors_of_host_and_device_do_not_mix_and_numbers_may() -> None:
     assert found["number"] == [3.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize("sizes", slow_after(1, ["0", "1"]))
+def test_shards_are_copied_into_the_buffer_of_an_all_gather_without_new_memory(sizes: str) -> None:
+    found = run("gathering", TRAINSPEC_EMULATED=f"sizes={sizes}")
+    assert found["values"] == ([] if sizes == "1" else [0.0, 0.0, 0.0, 3.0, 3.0, 4.0, 0.0, 0.0, 0.0])
+    assert (found["own"], found["new"]) == ([3, 3], 0)
+
+
 def test_what_makes_the_host_wait_is_counted() -> None:
     found = run("counting")
     assert set(found["silent"]) == {"operations"}
