@@ -73,6 +73,7 @@ PARTS: dict[str, str] = {
     f"{FSDP_PARAM}._orig_size": "engine/parallel/data_parallel.py",
     f"{FSDP_PARAM}._param_fqn": "engine/parallel/data_parallel.py",
     f"{FSDP_PARAM}._unsharded_param": "engine/parallel/data_parallel.py",
+    f"{FSDP_STATE}._comm_ctx": "engine/parallel/data_parallel.py",
     f"{FSDP_STATE}._fsdp_param_group": "engine/parallel/data_parallel.py",
     f"{FSDP_STATE}._root_post_backward_final_callback": "engine/parallel/data_parallel.py",
     "torch.nn.Module._parameters": "engine/parallel/pipeline.py",

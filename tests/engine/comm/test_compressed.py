@@ -15,6 +15,7 @@ import torch
 from lab.ranks import outputs
 from torch import Tensor
 
+from trainspec_cli.engine.comm import compressed
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.compressed import RETURNED, CompressedSum, Compression, Feedback
 
@@ -132,6 +133,37 @@ def test_each_rank_gets_the_sum_of_its_row(name: str) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < {"bf16": 0.005, "int8": 0.02, "int4": 0.2}[name]
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("part", [compressed.ALIGNED, 3 * compressed.ALIGNED])
+def test_sums_in_parts_are_those_of_the_whole(name: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of rows, and several rows at once: the bits of the sums and of what is left for the next step are equal."""
+    values = 5000
+
+    def of_rank(hall: Hall, rank: int) -> list[Tensor]:
+        found = []
+        for length in (3 * values, values):
+            feedback = Feedback(length, CPU) if GRADIENT_CODECS[name].feeds_back else None
+            exchange = CompressedSum(GRADIENT_CODECS[name], feedback)
+            for step in range(2):
+                x = gradient(step, rank, length)
+                if length == values:
+                    exchange.all_reduce_(x, ThreadWire(hall, rank))
+                else:
+                    x = exchange.reduce_scatter(x.view(3, values), ThreadWire(hall, rank))
+                found.append(x)
+            found += [] if feedback is None else [feedback.newest]
+        return found
+
+    def sums() -> list[list[Tensor]]:
+        hall = Hall(3)
+        return hall.run(lambda rank: of_rank(hall, rank))
+
+    whole = sums()
+    monkeypatch.setattr(compressed, "PART_VALUES", part)
+    for one, other in zip(whole, sums(), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def test_a_sum_does_not_round_in_the_format_of_the_wire() -> None:
     """One large value and many small ones: added up in bf16, the small ones would be lost."""
     hall = Hall(8)
@@ -159,15 +191,15 @@ def test_an_exchange_of_one_value() -> None:
 
 def test_a_step_that_does_not_count_leaves_the_feedback_as_it_was() -> None:
     feedback = Feedback(3, CPU)
-    feedback.keep(torch.tensor([1.0, 2.0, 3.0]))
+    feedback.keep(0, torch.tensor([1.0, 2.0, 3.0]))
     assert feedback.newest.tolist() == [1.0, 2.0, 3.0], "the step's next exchange takes it"
     assert feedback.committed.tolist() == [0.0] * 3, "a checkpoint of the step's beginning does not hold it"
     feedback.end_step(torch.zeros(()))
     assert feedback.committed.tolist() == [1.0, 2.0, 3.0]
-    feedback.keep(torch.tensor([float("nan"), 0.0, 0.0]))
+    feedback.keep(0, torch.tensor([float("nan"), 0.0, 0.0]))
     feedback.end_step(torch.ones(()))
     assert feedback.newest.tolist() == [1.0, 2.0, 3.0], "skipped"
-    feedback.keep(torch.zeros(3))
+    feedback.keep(0, torch.zeros(3))
     feedback.discard()
     assert feedback.newest.tolist() == [1.0, 2.0, 3.0], "made again"
     feedback.end_step(torch.zeros(()))

@@ -46,7 +46,7 @@ def test_a_step_that_is_not_committed_leaves_no_gradient_and_no_visit(monkeypatc
 
     monkeypatch.setattr(step, "compute_gradients", compute_gradients)
     feedback = Feedback(2, torch.device("cpu"))
-    feedback.keep(torch.ones(2))
+    feedback.keep(0, torch.ones(2))
     compression = Compression(feedbacks={"exchange": feedback})
     state = SimpleNamespace(shares=[share], routers=[router], compression=compression)
     assert step.train_step(state, [], global_tokens=4, clip_norm=None, groups=Refused()) is None
@@ -153,7 +153,7 @@ def state_of(share):
 
 def kept_feedback():
     feedback = Feedback(2, torch.device("cpu"))
-    feedback.keep(torch.ones(2))
+    feedback.keep(0, torch.ones(2))
     return feedback
 
 

@@ -74,7 +74,7 @@ def bits() -> dict[str, Any]:
     """Compare with a CPU, work as soon as it may and in random orders."""
     on_cpu, weights = train(3, "cpu")
     found = {}
-    for seed in (None, 1, 2, 3):
+    for seed in (None, 1, 2):
         order(seed)
         losses, there = train(3, "emulated")
         equal = all(torch.equal(one, other) for one, other in zip(weights, there, strict=True))
@@ -95,6 +95,16 @@ def mixing() -> dict[str, Any]:
     except RuntimeError as error:
         refused = str(error)
     return {"refused": refused, "number": (there + torch.tensor(2.0)).cpu().tolist()}
+
+
+def gathering() -> dict[str, Any]:
+    """Copy shards to their place in FSDP2's buffer."""
+    shards = [torch.full((2,), 3.0, device="emulated"), torch.full((1,), 4.0, device="emulated")]
+    buffer = torch.zeros(9, device="emulated")
+    allocated = MEMORY.allocated_bytes
+    own, whole = torch.ops.fsdp.all_gather_copy_in(shards, buffer, [2, 1], 3, 1)
+    values = [] if not MEMORY.has_values else buffer.tolist()
+    return {"values": values, "own": [own.storage_offset(), *own.shape], "new": MEMORY.allocated_bytes - allocated}
 
 
 def counting() -> dict[str, Any]:
@@ -194,6 +204,38 @@ def rehearsed(case: str, rank: str, world: str) -> dict[str, Any]:
     found = run_steps(plan, there, log, 2, RankRehearsal(int(rank), 0, 0, 0, 0, 0, MemoryMoment("", ())))
     torch.distributed.barrier()
     return to_plain(replace(found, reserved_bytes=MEMORY.peak_reserved_bytes))
+
+
+STAGES = Case("dense", Layout(dp_shard=2, pp=2, pipeline_schedule="interleaved", virtual_stages=2))
+
+
+def pools() -> int:
+    """Return the number of the allocator's pools for a rank with two stages."""
+    rehearse_rank(build_plan(STAGES, "cpu"), 0)
+    return len(MEMORY._allocators)
+
+
+def several_stages() -> list[list[float]]:
+    """Train a pipeline with two stages per rank, sharded, in several orders of the streams; return the last loss and
+    the sums of squares of this rank's weights for each."""
+    plan = build_plan(STAGES, "cpu")
+    there = join_processes("cpu")
+    mesh = build_mesh(plan.layout, there.type)
+    found = []
+    for seed in (None, 1, 2):
+        order(seed)
+        state = build_train_state(plan, there, mesh)
+        generator = torch.Generator().manual_seed(mesh.data_rank)
+        for _ in range(3):
+            tokens = torch.randint(0, 64, (4, plan.spec.data.seq_len), generator=generator).to(there)
+            batches = [(one, one) for one in tokens.split(1)]
+            outcome = train_step(state, batches, global_tokens=2 * tokens.numel(), clip_norm=1.0)
+        assert outcome is not None
+        weights = [share.local.double().square().sum().item() for share in state.shares]
+        found.append([outcome.loss.item(), *weights])
+    torch.accelerator.synchronize()
+    dist.barrier()  # no rank leaves before the others have ended their exchanges
+    return found
 
 
 def memory() -> dict[str, Any]:

@@ -65,6 +65,13 @@ def test_training_gives_the_bits_of_a_cpu_in_any_order_of_the_streams() -> None:
     assert run("bits") == {"None": True, "1": True, "2": True, "3": True}
 
 
+@pytest.mark.slow
+def test_a_rank_with_several_stages_trains_with_the_same_bits_in_any_order_of_the_streams() -> None:
+    for first, *others in run_ranks(4, "several_stages"):
+        assert len(first) > 10
+        assert others == [first] * 2
+
+
 def test_an_unknown_device_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSPEC_DEVICE", "emulatd")
     with pytest.raises(RecipeError) as error:
@@ -77,6 +84,13 @@ def test_tensors_of_host_and_device_do_not_mix_and_numbers_may() -> None:
     found = run("mixing")
     assert "emulated:0 and cpu" in found["refused"]
     assert found["number"] == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("sizes", slow_after(1, ["0", "1"]))
+def test_shards_are_copied_into_the_buffer_of_an_all_gather_without_new_memory(sizes: str) -> None:
+    found = run("gathering", TRAINSPEC_EMULATED=f"sizes={sizes}")
+    assert found["values"] == ([] if sizes == "1" else [0.0, 0.0, 0.0, 3.0, 3.0, 4.0, 0.0, 0.0, 0.0])
+    assert (found["own"], found["new"]) == ([3, 3], 0)
 
 
 def test_what_makes_the_host_wait_is_counted() -> None:

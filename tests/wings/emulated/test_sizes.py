@@ -31,6 +31,11 @@ def test_allocations_are_the_same_with_and_without_values(families: str) -> None
         assert len(sizes["sizes"]) > 1000
 
 
+def test_the_stages_of_a_rank_share_the_streams_of_fsdp2_and_thus_their_memory() -> None:
+    """The pools are those of the compute stream, and of the streams for gathering and for reducing."""
+    assert run("pools", **SIZES) == 3
+
+
 def test_the_host_reads_zeros_and_what_depends_on_values_is_refused() -> None:
     found = run("without_values", TRAINSPEC_EMULATED="sizes=1,memory_gib=300")
     assert found["numbers"] == [0.0, 0, False]

@@ -25,7 +25,7 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
 from trainspec_cli.engine.optim.own import build_own_optimizer
 from trainspec_cli.engine.parallel.context import RingCore, UlyssesCore, apply_tensor_parallel, held_positions
-from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
+from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel, share_streams
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel, apply_float8, apply_recompute
 from trainspec_cli.engine.parallel.noise import Held as HeldGradient
 from trainspec_cli.engine.parallel.noise import NoiseProbe
@@ -279,6 +279,8 @@ def build_train_state(
             start_buffers(part, device, plan.spec.train.seed, positions_S)
         shares += held
         partials += [share for share in held if share.name in partial_names and share.is_trained]
+    if device.type != "cpu":
+        share_streams(parts.values())
     trained = [share for share in shares if share.is_trained]
     zeros = torch.zeros_like if fill else without_memory
     optimizer: torch.optim.Optimizer

@@ -58,6 +58,16 @@ class Codec(Protocol):
         """Return whether its error in a gradient is worth adding to the next gradient."""
         ...
 
+    @property
+    def splits_rows(self) -> bool:
+        """Return whether parts of a row, cut between blocks, can be encoded separately."""
+        ...
+
+    def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return where a row of `values` holds those from `start` to `end`, in bytes. These parts, one after another,
+        are a row by themselves. `start` is a multiple of `block`, and so is `end` unless it is the row's."""
+        ...
+
     def encode(self, x_RN: Tensor) -> Tensor:
         """Return the rows as bytes, (R, B) of uint8; `x_RN` is fp32. A block that contains a non-finite value is
         non-finite when decoded."""
@@ -77,6 +87,10 @@ class Bf16:
     block: int = 1
     feeds_back: bool = False
     """Rounding to an 8-bit mantissa is unbiased, and its error is at most 1/256 of each value."""
+    splits_rows: bool = True
+
+    def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
+        return [(2 * start, 2 * end)]
 
     def encode(self, x_RN: Tensor) -> Tensor:
         return x_RN.to(torch.bfloat16).view(torch.uint8)
@@ -94,6 +108,15 @@ class EightBits:
 
     block: int
     feeds_back: bool = True
+    splits_rows: bool = True
+
+    def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
+        blocks, first, last = (-(-place // self.block) for place in (values, start, end))
+        codes = SCALE_BYTES * blocks
+        return [
+            (SCALE_BYTES * first, SCALE_BYTES * last),
+            (codes + first * self.block, codes + last * self.block),
+        ]
 
     def encode(self, x_RN: Tensor) -> Tensor:
         rows, values = x_RN.shape
@@ -127,6 +150,17 @@ class FourBits:
 
     block: int = 64
     feeds_back: bool = True
+    splits_rows: bool = False
+    """All blocks of a row need its largest step."""
+
+    def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
+        blocks, first, last = (-(-place // self.block) for place in (values, start, end))
+        packed = STEP_BYTES + blocks
+        return [
+            (0, STEP_BYTES),
+            (STEP_BYTES + first, STEP_BYTES + last),
+            (packed + first * self.block // 2, packed + last * self.block // 2),
+        ]
 
     def encode(self, x_RN: Tensor) -> Tensor:
         rows, values = x_RN.shape

@@ -13,7 +13,7 @@ small. Adam counts this as part of the squared gradients, and makes smaller upda
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +27,11 @@ from trainspec_cli.engine.comm.exchange import all_gather
 
 RETURNED = 1 / 8
 """The fraction of the error that an exchange sends (a)."""
+PART_VALUES = 2**24
+"""Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding holds up to 20 bytes per
+value, and runs in a stream whose memory no other stream can use."""
+ALIGNED = 2048
+"""Rows are split at multiples of this, which is one of every codec's block."""
 
 
 class RowExchange(Protocol):
@@ -89,12 +94,14 @@ class Feedback:
     def newest(self) -> Tensor:
         return self._running if self._is_running else self.committed
 
-    def keep(self, lost: Tensor) -> None:
-        self._running.copy_(lost)
+    def keep(self, start: int, lost: Tensor) -> None:
+        """Replace the errors from `start` on; anything beyond the end is padding."""
+        place = self._running[start : start + len(lost)]
+        place.copy_(lost[: len(place)])
         self._is_running = True
 
     def add(self, start: int, lost: Tensor) -> None:
-        """Add to the last argument of `keep`, from `start` on; anything beyond the end is padding."""
+        """Add to what `keep` was given, from `start` on; anything beyond the end is padding."""
         place = self._running[start : start + len(lost)]
         place += lost[: len(place)].to(place.dtype)
 
@@ -124,37 +131,91 @@ class CompressedSum:
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
         """Return the sum over the ranks of this rank's row, (N,) in fp32; `x_RN` is a row for each rank."""
-        return self._sum_rows(x_RN, x_RN.numel(), wire)
+        return self._sum_rows(x_RN.reshape(-1), x_RN.shape[1], wire)
 
     def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:
         """Sum over the ranks, in place; all ranks get the same bits."""
-        values = x.numel()
-        row = -(-values // (wire.size * self.codec.block)) * self.codec.block
-        sum_N = self._sum_rows(pad(x.flatten(), (0, wire.size * row - values)).view(wire.size, row), values, wire)
+        row = -(-x.numel() // (wire.size * self.codec.block)) * self.codec.block
+        sum_N = self._sum_rows(x.reshape(-1), row, wire)
         sent_1B = self.codec.encode(sum_N[None])
         if self.feedback is not None:
             self.feedback.add(wire.rank * row, sum_N - self.codec.decode(sent_1B, row)[0])
-        x.copy_(self.codec.decode(wire.gather_rows(sent_1B[0]), row).view(-1)[:values].view_as(x))
+        flat = x.reshape(-1)
+        for start, values in decode_parts(self.codec, wire.gather_rows(sent_1B[0]), row):
+            place = flat[start : start + len(values)]
+            place.copy_(values[: len(place)])
+        if not x.is_contiguous():
+            x.copy_(flat.view_as(x))
 
-    def _sum_rows(self, x_RN: Tensor, values: int, wire: RowExchange) -> Tensor:
-        """`values`: number of values of `x_RN` that are not padding."""
-        rows, row = x_RN.shape
-        x_RN = x_RN.float()
-        if self.feedback is None:
-            return self._sum_received(x_RN[wire.rank], self.codec.encode(x_RN), wire)
-        lost_RN = pad(self.feedback.newest, (0, rows * row - values)).view(rows, row).float()
-        wanted_RN = torch.add(x_RN, lost_RN, alpha=RETURNED)
-        sent_RB = self.codec.encode(wanted_RN)
-        given_RN = self.codec.decode(sent_RB, row)
-        given_RN[wire.rank] = wanted_RN[wire.rank]
-        self.feedback.keep(lost_RN.add_(x_RN).sub_(given_RN).view(-1)[:values])
-        return self._sum_received(wanted_RN[wire.rank], sent_RB, wire)
+    def _sum_rows(self, x: Tensor, row: int, wire: RowExchange) -> Tensor:
+        """`x`: a row for each rank; the last one may be shorter."""
+        sent_RB = x.new_empty((wire.size, self.codec.ranges(row, 0, row)[-1][1]), dtype=torch.uint8)
+        own_N = x.new_empty(row, dtype=torch.float32)
+        lost = None if self.feedback is None else self.feedback.newest
+        for rows, columns in _parts(self.codec, wire.size, row, splits_rows=self.codec.splits_rows):
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            start = rows.start * row + columns.start
+            wanted_RN = _padded(x, start, shape).float()
+            if lost is not None:
+                lost_RN = _padded(lost, start, shape).float()
+                gradient_RN = wanted_RN
+                wanted_RN = torch.add(gradient_RN, lost_RN, alpha=RETURNED)
+                lost_RN += gradient_RN
+            encoded_RB = self.codec.encode(wanted_RN)
+            first = 0
+            for begin, end in self.codec.ranges(row, columns.start, columns.stop):
+                sent_RB[rows, begin:end] = encoded_RB[:, first : first + end - begin]
+                first += end - begin
+            is_own = wire.rank in range(rows.start, rows.stop)
+            own = wire.rank - rows.start
+            if is_own:
+                own_N[columns] = wanted_RN[own]
+            if self.feedback is not None:
+                given_RN = self.codec.decode(encoded_RB, shape[1])
+                if is_own:
+                    given_RN[own] = wanted_RN[own]
+                self.feedback.keep(start, lost_RN.sub_(given_RN).view(-1))
+        return self._sum_received(own_N, sent_RB, wire)
 
     def _sum_received(self, own_N: Tensor, sent_RB: Tensor, wire: RowExchange) -> Tensor:
-        """Exchange rows and sum those for this rank; its own row does not travel and is not encoded."""
+        """Exchange rows and sum those for this rank, in place; its own row does not travel and is not encoded."""
         received_RB = wire.swap_rows(sent_RB)
-        others_RB = torch.cat([received_RB[: wire.rank], received_RB[wire.rank + 1 :]])
-        return self.codec.sum(others_RB, len(own_N)).add_(own_N)
+        row = len(own_N)
+        width = max(1, PART_VALUES // wire.size // ALIGNED) * ALIGNED
+        for start in range(0, row, width):
+            end = min(start + width, row)
+            ranges = self.codec.ranges(row, start, end)
+            others = (received_RB[: wire.rank], received_RB[wire.rank + 1 :])
+            others_RB = torch.cat([torch.cat([rows[:, first:last] for first, last in ranges], 1) for rows in others])
+            own_N[start:end] += self.codec.sum(others_RB, end - start)
+        return own_N
+
+
+def decode_parts(codec: Codec, encoded_RB: Tensor, row: int) -> Iterator[tuple[int, Tensor]]:
+    """Decode rows of `row` values part by part: yield (number of values before the part, its values in fp32)."""
+    for rows, columns in _parts(codec, len(encoded_RB), row, splits_rows=True):
+        ranges = codec.ranges(row, columns.start, columns.stop)
+        part_RB = torch.cat([encoded_RB[rows, begin:end] for begin, end in ranges], 1)
+        yield rows.start * row + columns.start, codec.decode(part_RB, columns.stop - columns.start).reshape(-1)
+
+
+def _parts(codec: Codec, rows: int, row: int, *, splits_rows: bool) -> Iterator[tuple[slice, slice]]:
+    """Split rows into parts of at most `PART_VALUES` values: several rows, or a part of one. Each part's values are
+    adjacent in memory."""
+    if row <= PART_VALUES or not splits_rows:
+        number = max(1, PART_VALUES // max(1, row))
+        yield from ((slice(first, min(first + number, rows)), slice(0, row)) for first in range(0, rows, number))
+        return
+    for number in range(rows):
+        for first in range(0, row, PART_VALUES):
+            yield slice(number, number + 1), slice(first, min(first + PART_VALUES, row))
+
+
+def _padded(x: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
+    """Return the values of `x` from `start` on in this shape, with zeros beyond its end."""
+    part = x[start : start + shape[0] * shape[1]]
+    missing = shape[0] * shape[1] - len(part)
+    return (pad(part, (0, missing)) if missing else part).view(shape)
 
 
 @dataclass(frozen=True)

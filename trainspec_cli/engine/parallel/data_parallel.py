@@ -9,7 +9,7 @@ backward pass, which is exact however samples are divided over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.codec import Codec
-from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, Feedback, GroupWire
+from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, Feedback, GroupWire, decode_parts
 from trainspec_cli.engine.comm.exchange import (
     Peers,
     Purpose,
@@ -193,7 +193,9 @@ def _gather_compressed(
     encoded_1B = codec.encode(matrices.float()[None])
     gathered_RB = GroupWire(group).gather_rows(torch.cat([encoded_1B[0], others.view(torch.uint8)]))
     encoded_RB, others_RB = gathered_RB.split([encoded_1B.shape[1], others.nbytes], dim=1)
-    of_matrices = codec.decode(encoded_RB.contiguous(), len(matrices)).to(own.dtype)
+    of_matrices = own.new_empty((group.size(), len(matrices)))
+    for start, values in decode_parts(codec, encoded_RB, len(matrices)):
+        of_matrices.view(-1)[start : start + len(values)] = values
     of_others = others_RB.contiguous().view(own.dtype)
     starts = {True: 0, False: 0}
     for part, (size, is_matrix) in zip(output.view(group.size(), -1).split(sizes, dim=1), columns, strict=True):
@@ -351,6 +353,30 @@ def _time_waits(module: FSDPModule, time_wait: TimeCollective) -> None:
         group.wait_for_unshard = after_waiting(group.wait_for_unshard, partial(gathered, group))
         group.post_backward = after_waiting(group.post_backward, partial(reduced, group))
         group.finalize_backward = after_waiting(group.finalize_backward, partial(all_reduced, group))
+
+
+def share_streams(stages: Iterable[nn.Module]) -> None:
+    """Let FSDP2 exchange the parameters and gradients of a rank's pipeline stages in the same streams.
+
+    Each stage is a root of FSDP2, which makes streams for it in its first forward pass, and the caching allocator keeps
+    the buffers of each stream in a pool that no other stream can use. torch's `share_comm_ctx` shares more than
+    streams: the next stage's first pass then resets the lists of exchanges in progress and of the order of the
+    backward pass (as of torch 2.13).
+    """
+    streams: dict[str, torch.Stream] = {}
+
+    def share(context: Any, lazy_init: Callable[[torch.device], None]) -> Callable[[torch.device], None]:
+        def init(device: torch.device) -> None:
+            lazy_init(device)
+            made = {name: value for name, value in vars(context).items() if isinstance(value, torch.Stream)}
+            for name, stream in made.items():
+                setattr(context, name, streams.setdefault(name, stream))
+
+        return init
+
+    for stage in stages:
+        context = fully_shard.state(stage)._comm_ctx  # type: ignore[attr-defined]
+        context.lazy_init = share(context, context.lazy_init)
 
 
 def trained(module: nn.Module) -> list[Any]:

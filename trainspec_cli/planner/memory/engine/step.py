@@ -253,6 +253,7 @@ class Sharding:
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
+        self.prefetch(part)
         self._copy_out(part, size)
         if part.prefetched:
             self.account.add("collectives", -size)
@@ -498,6 +499,12 @@ class _Replay:
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account, sharding = self.account, stage.sharding
+        if not stage.last and stage.blocks:
+            # The last block's output is that of the stage, whose hooks run in the order in which FSDP2 added them.
+            sharding.gather_again(stage.blocks[-1].own)
+            sharding.prefetch(stage.before[id(stage.blocks[-1].own)])
+        # An earlier micro-batch's backward has freed the parameters outside the blocks, unless a forward came between.
+        sharding.gather_again(stage.outside)
         sharding.prefetch(stage.blocks[-1].own if stage.blocks else None)
         if stage.last:
             self._loss_backward(stage)
@@ -555,8 +562,11 @@ class _Replay:
         account, hidden, width = self.account, self.model.hidden_size, self.width
         table = self._trains_head * (self.model.vocab_size // self.layout.tp) * hidden
         states = self.shape.tokens * hidden * width
-        scaled = table * (4.0 + (width if width < 4.0 else 0.0))
-        account.touch(states + scaled, "gradients")
+        narrow = table * width if width < 4.0 else 0.0
+        # First the head's gradient is scaled in fp32 and cast; the fp32 product is freed before the gradient of the
+        # hidden states is scaled. What the forward kept is freed when both have been returned.
+        account.touch(table * 4.0 + narrow, "gradients")
+        account.touch(states + (narrow or table * 4.0), "gradients")
         account.add("gradients", -table * 4.0)
         account.touch(states)
         account.add("activations", -states)

@@ -277,7 +277,7 @@ class Tape:
         x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
-        if self.put_off is None or out.node is None:
+        if self.put_off is None or out.node is None or not self.is_saving:
             return out
         put_off, inner = self.put_off, x.elements
 

@@ -14,7 +14,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -139,6 +139,8 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         op = torch.ops.aten.view.default
     if name in ATTENTION:
         return ATTENTION[name](*args, **kwargs)
+    if name == "all_gather_copy_in":
+        return _copy_in(*args)
     if name in INDEXING:
         args = (args[0], [_on_device(index) for index in args[1]], *args[2:])
     _refuse_host_tensors(name, args, kwargs)
@@ -393,6 +395,16 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     elif from_host and not non_blocking and HOST.is_virtual:
         current_stream().finish()
     return target
+
+
+def _copy_in(
+    inputs: Sequence[Tensor], output: Tensor, sizes: Sequence[int], numel: int, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Copy FSDP2's shards to their place in the buffer of an all-gather. It is an operation of its own, whose schema
+    does not say that it returns its argument and a view of it."""
+    own = output.narrow(0, numel * rank, numel)
+    torch._foreach_copy_(own.split(sizes), inputs)
+    return own, output
 
 
 # Attention: torch asks a device of this kind for one kernel, while a CPU has its own; the values must be the same.
