@@ -53,6 +53,8 @@ class DisturbedJob:
     devices_per_node: int
     shares_change: bool = True
     """True if the scheduler may change the ranks' and groups' shares."""
+    late_steps: int = 0
+    """Steps by which changes apply later than from the next step."""
     layouts: JobLayouts | None = None
     """The cuts and layouts that the run may change to; None if it keeps its own."""
 
@@ -105,6 +107,8 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
         shares_change="shares" in spec.scheduler.may_change,
+        # Replica groups wait for one another's figures in each step, so that they are recorded before the next one.
+        late_steps=int(spec.cluster.device != "cpu" and replica_groups == 1),
     )
 
 
