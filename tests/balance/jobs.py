@@ -26,6 +26,7 @@ def parts_of(pp: int = 1, launch_s: float = 0.0, **changes: object) -> StepParts
         "gradients_each_s": 0.0,
         "gradients_once_s": 0.2,
         "gradients_tier": "network",
+        "optimizer_s": 0.0,
         "rest_s": 0.05,
     }
     return StepParts(**values | changes)  # type: ignore[arg-type]

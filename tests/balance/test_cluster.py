@@ -85,6 +85,32 @@ def test_ranks_that_share_experts_wait_for_the_slowest_of_them() -> None:
     assert seconds.passes_s.tolist() == [[4.0] * 4 + [8.0] * 4]
 
 
+def test_a_rank_measures_its_own_computing_without_exchanges_and_waits() -> None:
+    """Exchanges of tokens take 0.5 s a sample, and four ranks wait for the slow one among them."""
+    stage = StageTime(Speed(0.1, 0.9), Speed(0.0, 0.5), NONE, 0.0)
+    cluster = Cluster(parts_of(stages=(stage,), gradients_once_s=0.2), Layout(dp_shard=8, ep=4), 1, 8, 1)
+    events = [SlowDevice(device=5, factor=2), NarrowLink(node=0, tier="scaleup", factor=3)]
+    seconds = cluster.seconds(cluster.condition(events), *np.full((2, 8), 4.0))
+    assert seconds.computed_s.tolist() == [[4.0] * 5 + [8.0] + [4.0] * 2]
+    assert seconds.passes_s[0] == pytest.approx([10.0] * 4 + [14.0] * 4)
+    # Of the ranks 0 to 3 each exchanges for 6 s; rank 5 does so too, and its neighbours also wait for it.
+    assert seconds.waited_s(slice(0, 8)) == pytest.approx(6.2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "seconds"), [(Layout(dp_replicate=2), 4 * 2 + 2 * 0.5), (Layout(dp_shard=2), 10.0 + 2 * 0.5)]
+)
+def test_a_slow_device_updates_slowly_and_others_wait_for_that_if_they_gather_parameters(
+    layout: Layout, seconds: float
+) -> None:
+    """The slow rank has 4 s of passes and 0.5 s of the update at twice the time, the other 10 s and 0.5 s."""
+    cluster = Cluster(parts_of(optimizer_s=0.5, gradients_once_s=0.0, rest_s=0.0), layout, 1, 2, 1)
+    slow = cluster.condition([SlowDevice(device=0, factor=2)])
+    counts = np.array([4.0, 10.0])
+    total_s = cluster.seconds(slow, counts, counts).total_s
+    assert total_s == pytest.approx(max(seconds, 10.5))
+
+
 def test_more_samples_for_one_rank_take_longer_by_its_own_speed() -> None:
     cluster = job_of(ranks=4).cluster
     counts = np.array([1.0, 5, 5, 5])

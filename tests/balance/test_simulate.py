@@ -1,5 +1,7 @@
 """Disturbed runs in simulation: what the live decisions win back, and when they leave all as it is."""
 
+from dataclasses import replace
+
 import pytest
 from balance.jobs import job_of
 from lab.drawing import slow_after
@@ -50,6 +52,13 @@ def test_fail_slows_of_some_minutes_are_won_back_where_a_change_costs_little() -
     assert cheap.won_back >= 0.85 > dear.won_back
     begun = [next(one.step for one in cheap.decisions if one.step >= event.from_step) for event in events]
     assert all(event.from_step + 2 < step <= event.from_step + 5 for event, step in zip(events, begun, strict=True))
+
+
+@pytest.mark.parametrize("events", [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}])
+def test_on_an_accelerator_changes_apply_one_step_later(events: dict[str, object]) -> None:
+    host, chip = (run(replace(job_of(64), late_steps=late), noise=0.0, **events).decisions for late in (0, 1))
+    assert chip[0].step == host[0].step + 1
+    assert [one.expected_s for one in chip] == [one.expected_s for one in host]
 
 
 def test_what_a_decision_achieves_is_near_what_was_expected() -> None:

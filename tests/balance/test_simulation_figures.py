@@ -151,6 +151,19 @@ def test_a_plain_run_is_one_group_and_a_recipe_may_bound_the_micro_batch() -> No
     assert job.largest_micro_batch == 77
 
 
+@pytest.mark.parametrize(
+    ("device", "mode", "late_steps"),
+    [("cuda", "none", 1), ("auto", "none", 1), ("cpu", "none", 0), ("cuda", "elastic", 0)],
+)
+def test_a_job_on_accelerators_follows_a_decision_one_step_later(device: str, mode: str, late_steps: int) -> None:
+    """Steps of replica groups are recorded before the next one there too, because the groups wait for one another."""
+    candidate = plan_capacity(SPEC, None).candidates[0]
+    groups = 2 if mode == "elastic" else "auto"
+    resilience = ResilienceSpec(mode=mode, replica_groups=groups)  # type: ignore[arg-type]
+    cluster = replace(SPEC.cluster, device=device)  # type: ignore[arg-type]
+    assert describe_job(replace(SPEC, resilience=resilience, cluster=cluster), candidate, None).late_steps == late_steps
+
+
 def test_an_undisturbed_step_of_the_job_takes_what_was_planned() -> None:
     candidate = plan_capacity(SPEC, None).candidates[0]
     simulation = simulate(describe_job(SPEC, candidate, None), Disturbance(steps=1), "x")

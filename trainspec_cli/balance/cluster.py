@@ -29,24 +29,24 @@ class Condition:
     """Factors on the messages in each data-parallel rank's pipeline."""
     gradients: float
 
-    @property
-    def over_usual_links(self) -> Condition:
-        """Return the same condition, with exchanges at their usual speed."""
-        usual = np.ones(self.compute.shape)
-        return Condition(self.compute, usual, usual, usual[0], 1.0)
-
 
 @dataclass(frozen=True)
 class StepSeconds:
     """The true durations of a step's parts."""
 
+    computed_s: Floats
+    """(stages, ranks): compute over all micro-batches, as a rank measures it: without exchanges and waits."""
     passes_s: Floats
-    """(stages, ranks): compute and exchanges inside layers, over all micro-batches."""
+    """The same with the exchanges inside layers."""
     ranks_s: Floats
-    """Time of each data-parallel rank's pipeline, including filling and draining."""
+    """Each data-parallel rank's pipeline, including filling and draining, and its update if no rank waits for it."""
     exchanged_s: float
     """Duration of the exchanges between ranks."""
     total_s: float
+
+    def waited_s(self, rows: slice) -> float:
+        """Return the time in exchanges of the rank in `rows` that waits least."""
+        return self.exchanged_s + float((self.passes_s - self.computed_s)[:, rows].min())
 
 
 class Cluster:
@@ -123,21 +123,29 @@ class Cluster:
         first. Otherwise they wait at the end of the step, as if each rank's micro-batches all took the same time."""
         parts = self.parts
         factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
+        computed_s = condition.compute * (self._fixed_s[:, :1] * micro_batches + self._per_sample_s[:, :1] * counts)
         fixed_s = np.einsum("skr,sk->sr", factors, self._fixed_s)
         growing_s = np.einsum("skr,sk->sr", factors, self._per_sample_s)
         device_s = fixed_s * micro_batches + growing_s * counts
         device_s = self._with_experts(device_s)
-        # However fast the device is, kernels cannot run before they are launched.
-        passes_s = np.maximum(device_s, self._launch_s * micro_batches)
+        # Kernels cannot run before they are launched, however fast the device is.
+        computed_s, passes_s = (np.maximum(own_s, self._launch_s * micro_batches) for own_s in (computed_s, device_s))
         # An absent rank has 0 micro-batches; avoid dividing by 0.
         turns = np.maximum(micro_batches, 1)
         waits_s = (device_s.sum(0) - device_s.max(0)) / turns * parts.bubble
         sends_s = condition.sends * (parts.sends.fixed_s * micro_batches + parts.sends.per_sample_s * counts)
-        ranks_s = passes_s.max(0) + waits_s + sends_s
+        updates_s = parts.optimizer_s * condition.compute * (micro_batches > 0)
+        gathered_s = 0.0
+        if in_step or self._layout.dp_shard > 1:
+            # The next step begins with gathering the updated parameters, which waits for the slowest update.
+            gathered_s = float(updates_s.max())
+            updates_s = np.zeros_like(passes_s)
+        ranks_s = (passes_s + updates_s).max(0) + waits_s + sends_s
         most = float(micro_batches.max())
         exchanged_s = condition.gradients * (most * parts.gradients_each_s + parts.gradients_once_s)
         slowest_s = self._in_step_s(fixed_s, growing_s, counts, micro_batches) if in_step else float(ranks_s.max())
-        return StepSeconds(passes_s, ranks_s, exchanged_s, slowest_s + exchanged_s + parts.rest_s)
+        total_s = slowest_s + exchanged_s + gathered_s + parts.rest_s
+        return StepSeconds(computed_s, passes_s, ranks_s, exchanged_s, total_s)
 
     def _in_step_s(self, fixed_s: Floats, growing_s: Floats, counts: Floats, micro_batches: Floats) -> float:
         """Return the sum of the slowest rank's times over all micro-batches, for a pipeline with one stage."""

@@ -53,6 +53,8 @@ class DisturbedJob:
     devices_per_node: int
     shares_change: bool = True
     """Whether the scheduler may change the sample shares of ranks and groups."""
+    late_steps: int = 0
+    """Steps by which changes apply later than from the next step."""
     layouts: JobLayouts | None = None
     """The layer splits and layouts that the run may change to; None if it keeps the current ones."""
 
@@ -105,6 +107,8 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
         shares_change="shares" in spec.scheduler.may_change,
+        # Replica groups wait for one another's figures in each step, so that they are recorded before the next one.
+        late_steps=int(spec.cluster.device != "cpu" and replica_groups == 1),
     )
 
 

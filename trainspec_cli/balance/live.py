@@ -1,17 +1,20 @@
 """Simulate the live run: the decisions of `balance.decisions`, based on noisy measured times.
 
-Each rank's tracker measures its compute times. The scheduler of each replica group reads the confirmed speeds as often
-as the engine exchanges them. As in the engine's `StepScheduler`, a change takes effect in the next step."""
+Every rank's tracker measures the rank's compute times. The scheduler of each replica group reads the confirmed speeds
+as often as the engine exchanges them, and a change applies from the next step, as in the engine's `StepScheduler`. On
+accelerators it applies one step later, because a step is recorded when the next one has been queued.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trainspec_cli.balance.batch.division import Division, Portion, weighted_counts
-from trainspec_cli.balance.cluster import Condition, Floats, StepSeconds
+from trainspec_cli.balance.cluster import Condition, StepSeconds
 from trainspec_cli.balance.decisions.shares import (
     COST_STEPS,
     ShareChange,
@@ -125,34 +128,37 @@ class LiveGroup:
             job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
         )
         self.division = self._scheduler.division
-        """The current division; a decision takes effect in the next step."""
-        self.due: ShareChange | None = None
+        """The current division."""
+        self._due = deque[ShareChange | None]([None] * (1 + job.late_steps))
+        """The changes that the next steps begin with."""
         self.rate = 0.0
 
     def begin_step(self) -> ShareChange | None:
         """Return the change that takes effect at the start of this step."""
-        change = self.due
-        self.due = None
-        self.division = self._scheduler.division
+        change = self._due.popleft()
+        if change is not None:
+            self.division = change.division
         return change
 
-    def end_step(self, taken: RankCounts, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
+    def end_step(self, taken: RankCounts, measured_s: list[list[float]], waited_s: float, *, reports: bool) -> None:
         """Record the times measured by each stage (inner) of each rank (outer). The speeds exchanged in a step are
-        those known before it."""
+        those from before it. `waited_s`: time in exchanges of the rank that waits least."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
+        due = None
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
             for tracker, own_s in zip(trackers, row_s, strict=True):
-                tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + exchanged_s)
+                tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + waited_s)
         if reports and self._job.shares_change:
             speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
             settled = all(speed is not None and speed.is_settled for row in stages for speed in row)
             self.rate = samples_per_s(speeds) if settled else 0.0
-            each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
+            each_s = exchange_each_s(self._job.layout, waited_s / taken.micro_batches)
             samples = sum(taken.counts)
             steps = self._interval
             change_s = self._job.change_s
-            self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
+            due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
+        self._due.append(due)
 
     def stage_speeds(self) -> list[list[Speed | None]]:
         """Return the settled speed of each stage (inner) of each data-parallel rank (outer)."""
@@ -174,7 +180,7 @@ class LiveRun:
         self._weights: tuple[float, ...] = ()
         self._present: tuple[int, ...] = tuple(self._groups)
         self._conditions: dict[tuple[Event, ...], Condition] = {}
-        self._made: tuple[tuple[object, ...], list[RankCounts], StepSeconds, Floats] | None = None
+        self._made: tuple[tuple[object, ...], list[RankCounts], StepSeconds] | None = None
         self.decisions: list[SimulatedDecision] = []
 
     def make_step(self, step: int, situation: Situation) -> float:
@@ -188,8 +194,8 @@ class LiveRun:
         portions = job.portions(self._weigh(step, situation))
         changes = {group: self._groups[group].begin_step() for group in present}
         divisions = [self._groups[group].division for group in present]
-        taken, seconds, computed_s = self._make(situation, portions, divisions)
-        self._measure(step, situation, taken, seconds, computed_s)
+        taken, seconds = self._make(situation, portions, divisions)
+        self._measure(step, situation, taken, seconds)
         paid_s = 0.0
         if moved is not None:
             self.decisions.append(moved.decision(step, seconds))
@@ -231,38 +237,34 @@ class LiveRun:
 
     def _make(
         self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
-    ) -> tuple[list[RankCounts], StepSeconds, Floats]:
-        """Return the samples of each group, the step's true durations, and the compute times of each stage and rank
-        with links at their usual speed. The latest result is cached, because most steps are like the previous one."""
+    ) -> tuple[list[RankCounts], StepSeconds]:
+        """Return the samples of each group and the step's true times. The latest result is cached, because most steps
+        are like the one before."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
             if situation.events not in self._conditions:
                 self._conditions[situation.events] = self._job.cluster.condition(situation.events)
             taken = assign_samples(portions, divisions)
             condition = self._conditions[situation.events]
-            seconds = seconds_of(self._job, condition, situation.present, taken)
-            computed = seconds_of(self._job, condition.over_usual_links, situation.present, taken)
-            self._made = key, taken, seconds, computed.passes_s
+            self._made = key, taken, seconds_of(self._job, condition, situation.present, taken)
         return self._made[1:]
 
-    def _measure(
-        self, step: int, situation: Situation, taken: Sequence[RankCounts], seconds: StepSeconds, computed_s: Floats
-    ) -> None:
-        noise = self._random.normal(1.0, self._noise, computed_s.shape)
-        measured_s = (computed_s * noise).T
+    def _measure(self, step: int, situation: Situation, taken: Sequence[RankCounts], seconds: StepSeconds) -> None:
+        noise = self._random.normal(1.0, self._noise, seconds.computed_s.shape)
+        measured_s = (seconds.computed_s * noise).T
         reports = step % self._interval == 0
         if self._layouts is not None:
             self._layouts.measure_links(step, seconds.total_s, situation.events)
             if reports:
                 self._layouts.note_step(step, self._groups[0], taken[0], seconds)
         for group, own in zip(situation.present, taken, strict=True):
-            own_s = measured_s[self._job.groups[group].rows].tolist()
-            self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
+            rows = self._job.groups[group].rows
+            self._groups[group].end_step(own, measured_s[rows].tolist(), seconds.waited_s(rows), reports=reports)
 
     def _note(self, step: int, group: int, change: ShareChange, taken: RankCounts, seconds: StepSeconds) -> None:
         rows = self._job.groups[group].rows
         micro_batches = taken.micro_batches
-        each_s = exchange_each_s(self._job.layout, seconds.exchanged_s / micro_batches)
+        each_s = exchange_each_s(self._job.layout, seconds.waited_s(rows) / micro_batches)
         self.decisions.append(
             SimulatedDecision(
                 step=step,
@@ -273,6 +275,6 @@ class LiveRun:
                 micro_batches=micro_batches,
                 before_s=change.before_s,
                 expected_s=change.after_s,
-                achieved_s=float(seconds.passes_s[:, rows].max()) + micro_batches * each_s,
+                achieved_s=float(seconds.computed_s[:, rows].max()) + micro_batches * each_s,
             )
         )

@@ -6,6 +6,7 @@ its usual time, and a slowed device has the measured time of its group."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,7 +54,7 @@ class Moved:
         if isinstance(change, LayerChange):
             layers = ", ".join(map(str, change.stage_layers))
             reason = f"{change.reason}; stages of {layers} layers"
-            times_s = change.before_s, change.after_s, float(seconds.passes_s.max())
+            times_s = change.before_s, change.after_s, float(seconds.computed_s.max())
             return SimulatedDecision(step, "layers", None, reason, None, None, *times_s)
         return SimulatedDecision(
             step=step,
@@ -80,12 +81,13 @@ class LiveLayouts:
         self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
         self._pause_s: float | None = None
         """Duration of the last change."""
-        self._due: Moved | None = None
         self._begin(job)
 
     def _begin(self, job: DisturbedJob) -> None:
         assert job.layouts is not None, "a run that keeps its layout has nothing to follow"
         self._job = job
+        self._due = deque[Moved | None]([None] * (1 + job.late_steps))
+        """The changes that the next steps begin with."""
         self._layouts = job.layouts
         self._layers = job.layouts.layer_scheduler(job)
         self._timing = LayoutScheduler()
@@ -98,8 +100,8 @@ class LiveLayouts:
 
     def begin_step(self) -> Moved | None:
         """Return the change that takes effect at the start of this step."""
-        due = self._due
-        self._due = None
+        due = self._due.popleft()
+        self._due.append(None)
         if due is not None:
             self._pause_s = due.pause_s
             self._begin(due.job)
@@ -131,20 +133,20 @@ class LiveLayouts:
 
     def _move(self, job: DisturbedJob, change: LayerChange | LayoutProposal, step_s: float) -> None:
         assert job.layouts is not None, "it may change its layout again"
-        self._due = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
+        if not any(self._due):
+            self._due[-1] = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
 
     def _want(self, speeds: Sequence[Sequence[Speed]], taken: RankCounts) -> None:
         """Search for the best layout at the current paces of devices and links, if these have changed."""
         cluster = self._job.cluster
         number = taken.micro_batches
-        # A device's own pace shows only in its compute time with even sample shares. The exchanges in layers are
-        # therefore subtracted, and devices that only wait for others keep their usual time.
+        # A device's own pace shows only in its compute time with even sample shares. Devices that only wait for others keep
+        # their usual time.
         share = sum(taken.counts) / cluster.ranks
-        exchanged_s = [stage.exchanges_s(share, number) for stage in cluster.parts.stages]
         measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T
         division = np.array([[share], [number]]) * np.ones(cluster.ranks)
-        usual_s = cluster.seconds(self._undisturbed, *division).passes_s
-        own_s = [cluster.of_devices(passes_s - np.array([exchanged_s]).T) for passes_s in (usual_s, measured_s)]
+        usual_s = cluster.seconds(self._undisturbed, *division).computed_s
+        own_s = [cluster.of_devices(computed_s) for computed_s in (usual_s, measured_s)]
         times_s: list[float] = np.maximum(np.where(self._waiting, *own_s), LEAST_S).tolist()
         paces = self._paces.note(self._job.layout, times_s)
         known = tuple(round(pace / STEP) * STEP for pace in paces), self._links.paces

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import Allowance, Throttle
+from trainspec_cli.engine.parallel.pipeline import Mailbox, Message
 from trainspec_cli.engine.run import pipeline_run
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.step import compute_gradients
@@ -69,3 +70,29 @@ def test_parameters_that_are_kept_over_micro_batches_are_let_go_of_with_the_step
         compute_gradients(state, [fake_batch(plan, state)] * 4, plan.tokens_per_step)
         assert all(isinstance(share.parameter, DTensor) and share.gradient is not None for share in state.shares)
         assert all(isinstance(one, DTensor) for part in state.parts for one in part.parameters())
+
+
+def test_a_gradient_is_sent_within_the_backward_pass_at_whose_end_the_stage_sums_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    backward = torch.Tensor.backward
+    send = Mailbox.send
+
+    def noting_backward(tensor: torch.Tensor) -> None:
+        backward(tensor)
+        seen.append("backward")
+
+    def noting_send(mail: Mailbox, message: Message, tensor: torch.Tensor) -> None:
+        seen.append("sent")
+        assert message.is_gradient
+        send(mail, message, tensor)
+
+    monkeypatch.setattr(torch.Tensor, "backward", noting_backward)
+    monkeypatch.setattr(Mailbox, "send", noting_send)
+    layout = Layout(dp_replicate=2, pp=2)
+    plan = build_plan(Case("dense", layout, micro_batch_size=1), "cpu")
+    with fake_world(layout.rank_of_stage(1) * 2, layout.world_size):
+        state = build_train_state(plan, torch.device("cpu"))
+        compute_gradients(state, [fake_batch(plan, state)] * 3, plan.tokens_per_step)
+    assert seen == ["sent", "backward"] * 3

@@ -31,10 +31,12 @@ from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
 from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.engine.tools.trace import fake_batch, fake_world
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.emulated import KIND
 from trainspec_cli.wings.emulated.engine import device, streams
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 from trainspec_cli.wings.emulated.engine.costs import TIME
@@ -45,6 +47,7 @@ from trainspec_cli.wings.emulated.rehearsal import MemoryMoment, RankRehearsal
 MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 512)
 SEQ_LEN = 32
 SCHEDULES = 40
+LAYOUTS_OF_MARKS = {"dp": Layout(dp_replicate=2), "zero3": Layout(dp_shard=2, zero_stage=3), "tp": Layout(tp=2)}
 ROWS = 1 << 12
 
 
@@ -235,6 +238,26 @@ def several_stages() -> list[list[float]]:
         found.append([outcome.loss.item(), *weights])
     torch.accelerator.synchronize()
     dist.barrier()  # no rank leaves before the others have ended their exchanges
+    return found
+
+
+def marks() -> dict[str, int]:
+    """Count the moments that a step records for its times, by layout, layers and micro-batches."""
+    there = enter("cpu")
+    found = {}
+    for name, layout in LAYOUTS_OF_MARKS.items():
+        for layers, micro_batches in ((2, 1), (3, 2)):
+            plan = build_plan(Case("dense", layout, micro_batch_size=1), "cpu")
+            plan = replace(plan, spec=replace(plan.spec, model=replace(plan.spec.model, num_layers=layers)))
+            with fake_world(0, plan.world_size, f"cpu:fake,{KIND}:fake"):
+                state = build_train_state(plan, there, build_mesh(layout, there.type))
+                recorded = state.clock.mark
+                seen: list[None] = []
+                state.clock.mark = lambda: (seen.append(None), recorded())[1]  # type: ignore # noqa: B023
+                with there:
+                    batches = [fake_batch(plan, state)] * micro_batches
+                train_step(state, batches, global_tokens=plan.tokens_per_step, clip_norm=1.0)
+                found[f"{name} {layers} {micro_batches}"] = len(seen)
     return found
 
 

@@ -45,6 +45,19 @@ def test_the_host_reads_zeros_and_what_depends_on_values_is_refused() -> None:
     assert found["allocated"] == 512
 
 
+def test_a_step_records_a_few_events_for_each_wait_of_a_layer() -> None:
+    """A layer that gathers parameters does so in each pass; with tensor parallelism it exchanges four times in each.
+    Two events are around every wait and, in another stream, around every exchange."""
+    expected = {
+        "dp": lambda layers, micro_batches: 14 + 6 * layers + 4 * micro_batches,
+        "zero3": lambda layers, micro_batches: 10 + (14 * layers + 12) * micro_batches,
+        "tp": lambda layers, micro_batches: 14 + 4 * layers + (16 * layers + 16) * micro_batches,
+    }
+    for case, number in run("marks", **SIZES).items():
+        name, layers, micro_batches = case.split()
+        assert number == expected[name](int(layers), int(micro_batches)), case
+
+
 def test_the_log_knows_what_is_live_at_the_peak() -> None:
     log = AllocationLog()
     kept = log.add(100, "kept")

@@ -91,16 +91,19 @@ class PipelineRun:
 
     def _backpropagate(self, action: Action) -> None:
         leaving = self._outputs.pop(_place(action))
+        entering = self._inputs.pop(_place(action), None)
+        if entering is not None:
+            # At the end of a backward pass, FSDP2 makes the compute stream wait for the sums of the stage's gradients.
+            # A message that is sent after that waits with it, and so do all earlier stages.
+            entering.register_post_accumulate_grad_hook(lambda own: self._send(action, own.grad))
         if action.stage == self._last:
             leaving.backward()
         else:
             torch.autograd.backward(leaving, self._mail.receive(Message(*_place(action), is_gradient=True)))
-        if action.stage > 0:
-            gradient = self._inputs.pop(_place(action)).grad
-            assert gradient is not None, "a stage's output depends on its input"
-            self._send(action, gradient)
+        assert entering is None or entering.grad is not None, "a stage's output depends on its input"
 
-    def _send(self, action: Action, tensor: Tensor) -> None:
+    def _send(self, action: Action, tensor: Tensor | None) -> None:
+        assert tensor is not None, "it has been computed"
         message = message_after(self.stages.layout, action)
         assert message is not None, "the ends of the pipeline send nothing"
         self._mail.send(message, tensor)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
 
 from trainspec_cli.core.environment_names import GROUP
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.reading.files import read_field
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
@@ -18,6 +21,8 @@ from trainspec_cli.engine.run.shortage import recall_reliefs
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.run.training_run import TrainingRun
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.layout import joined
 from trainspec_cli.run.channel.worker import SupervisorConnection
 from trainspec_cli.run.folder.files import read_versioned
 from trainspec_cli.run.folder.own_code import check_code
@@ -32,6 +37,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
     digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)
+    refuse_buckets(plan, device)
     group = int(os.environ[GROUP]) if plan.replica_groups > 1 else None
     rank = (group or 0) * plan.group_size + dist.get_rank()
     supervisor = SupervisorConnection.of_worker(rank)  # connect now, so that messages arrive before the first step
@@ -45,3 +51,10 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     source = open_source(run, data_dir)
     Trainer(run, source, open_coordinator(run, source)).train()
     leave_processes()
+
+
+def refuse_buckets(plan: Plan, device: torch.device) -> None:
+    """Raise RecipeError if the recipe sets a bucket size that has no effect, because a device plugin is used in place
+    of the CPUs for which the plan was checked."""
+    if on_chip(device) and (problems := list(joined(plan.spec, plan.layout, "cuda"))):
+        raise RecipeError(problems)

@@ -41,11 +41,6 @@ class StageTime:
     launch_s: float
     """Time to launch the kernels, which is a lower bound on the stage's time."""
 
-    def exchanges_s(self, samples: float, micro_batches: int) -> float:
-        """Return the time in seconds for which its layers exchange data in a step with these samples and
-        micro-batches."""
-        return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
-
 
 @dataclass(frozen=True)
 class StepParts:
@@ -63,8 +58,10 @@ class StepParts:
     gradients_once_s: float
     """Time in seconds of data-parallel exchanges that happen once per step."""
     gradients_tier: Tier
+    optimizer_s: float
+    """Time of the update on a device of usual speed."""
     rest_s: float
-    """Time in the optimizer and between steps."""
+    """Time between steps, and of the sends that fill and drain the pipeline."""
 
 
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
@@ -99,8 +96,8 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
         gradients_each_s=scale * each_s,
         gradients_once_s=scale * once_s,
         gradients_tier=_tier(groups["dp"]),
-        rest_s=scale * (optimizer_s(slowest, setup, once.rates, groups, eff) + fill_sends_s)
-        + between_steps_s(setup, eff),
+        optimizer_s=scale * optimizer_s(slowest, setup, once.rates, groups, eff),
+        rest_s=scale * fill_sends_s + between_steps_s(setup, eff),
     )
 
 

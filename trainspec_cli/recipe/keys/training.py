@@ -303,8 +303,8 @@ class CommSpec:
     across_nodes: WireFormat | Auto | None = None
     """Gradients in exchanges between ranks on several nodes; null: the same as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
-    """On CPUs, the minimum number of gradient bytes per exchange (GPUs always exchange block by block); 0: block by
-    block. null: the run tries a few sizes in its first steps, or exchanges block by block if `scheduler` is off."""
+    """On CPUs, the minimum gradient bytes per exchange; refused on GPUs, which always exchange block by block. 0: block
+    by block. null: on CPUs the run tries a few sizes in its first steps, unless `scheduler` is off."""
 
     @property
     def fixed(self) -> WireFormats:

@@ -75,11 +75,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             assert self.division.counts(SAMPLES) == ranks.shares[-1], f"step {ranks.step}"
             return change
 
-        def end_step(
-            self, taken: RankCounts, measured_s: list[list[float]], exchanged_s: float, *, reports: bool
-        ) -> None:
-            super().end_step(taken, measured_s, exchanged_s, reports=reports)
-            ranks.end_step(taken.micro_batches, measured_s, exchanged_s)
+        def end_step(self, taken: RankCounts, measured_s: list[list[float]], waited_s: float, *, reports: bool) -> None:
+            super().end_step(taken, measured_s, waited_s, reports=reports)
+            ranks.end_step(taken.micro_batches, measured_s, waited_s)
 
     monkeypatch.setattr(live, "LiveGroup", Both)
     return ranks
