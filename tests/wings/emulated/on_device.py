@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
 from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
-from trainspec_cli.engine.accelerators import enter
+from trainspec_cli.engine.accelerators import enter, host_work
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.data import loader
@@ -35,6 +36,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.emulated import Disturbance
 from trainspec_cli.wings.emulated.engine import device, streams
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 from trainspec_cli.wings.emulated.engine.costs import TIME
@@ -413,8 +415,36 @@ def virtual_time() -> dict[str, Any]:
     assert TIME.costs is not None
     plain = durations()
     found = {"host": host, "durations": plain, "overlap": overlap()}
-    TIME.costs.slowness = 2.0
-    return {**found, "slow": durations()}
+    TIME.costs.disturbances = (Disturbance(slowness=2.0),)
+    slow = durations()
+    TIME.costs.disturbances = (Disturbance(read_ms=4.0),)
+    return {**found, "slow": slow, "host work": host_work_times()}
+
+
+def host_work_times() -> list[float]:
+    """Return how far the host's clock moves: while it reads, while it sleeps, and when it uses an event that another
+    thread has recorded after 1.5 s of work."""
+    device = torch.device("emulated")
+    times = [streams.HOST.now_s]
+    host_work(device, "read")
+    times.append(streams.HOST.now_s)
+    host_work(device, seconds=0.25)
+    times.append(streams.HOST.now_s)
+    begun = torch.Event()
+    begun.record()
+    ended = torch.Event()
+
+    def work() -> None:
+        begun.wait()
+        host_work(device, seconds=1.5)
+        ended.record()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    ended.wait()
+    times.append(streams.HOST.now_s)
+    return [after - before for before, after in pairwise(times)]
 
 
 # Exchanges: one process per rank

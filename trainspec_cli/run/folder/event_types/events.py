@@ -385,6 +385,8 @@ class CountersEvent(Event):
     latency."""
     left_at: Seconds
     """Unix time at which this rank left the last of them, by its node's clock."""
+    starved_s: Seconds | Absent = ABSENT
+    """Time of passes and optimizer in which an accelerator waited for the host to queue work; absent on a CPU."""
     connections: tuple[ConnectionCounts, ...]
     """The connections that sent the most data."""
 
