@@ -31,6 +31,7 @@ from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
+from trainspec_cli.engine.observe import clock
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
@@ -484,6 +485,64 @@ def late_rank() -> dict[str, Any]:
     exchange("message", lambda: dist.send(own, 0) if rank == size - 1 else dist.recv(own, size - 1) if not rank else 0)
     found["value"] = own[0].item()
     found["host"] = streams.HOST.now_s
+    return found
+
+
+def exposed(case: str) -> list[dict[str, float]]:
+    """Make steps of a case of certify; return, as shares of each step, the exposed communication that the engine
+    reports and the true one: the time in which the compute stream does nothing while an exchange is in progress, or a
+    copy into or out of its buffers in another stream. `transfers`: the same without these copies."""
+    family, layout = json.loads(case)
+    plan = build_plan(Case(family, Layout(**layout), micro_batch_size=2), "cpu")
+    there = join_processes("cpu")
+    exchanging: list[clock.Interval] = []
+    copying: list[clock.Interval] = []
+    computing: list[clock.Interval] = []
+    run_first = streams.Stream.step
+
+    def note(stream: streams.Stream) -> bool:
+        work = stream._queue[0] if stream._queue else None
+        done = stream.done
+        changed = run_first(stream)
+        if work is not None and stream.done > done:
+            if work.handle is not None:
+                exchanging.append((work.handle._mine.at_s, stream.now_s))
+            elif work.duration_s:
+                of_stream = computing if stream is streams.DEFAULT else copying
+                of_stream.append((stream.now_s - work.duration_s, stream.now_s))
+        return changed
+
+    state = build_train_state(plan, there, build_mesh(plan.layout, there.type))
+    batches = [torch.randint(0, 64, (2, plan.spec.data.seq_len), device=there) for _ in range(plan.grad_accum_steps)]
+    streams.Stream.step = note
+    state.clock.restart()
+    found = []
+    for _ in range(4):
+        pairs = [(tokens, tokens) for tokens in batches]
+        outcome = train_step(state, pairs, global_tokens=4 * len(pairs) * batches[0].numel(), clip_norm=1.0)
+        assert outcome is not None
+        outcome.on_host()
+        segments = state.clock.cut()
+        parts_s = segments.parts_s()
+        reported = segments.exchange_time()
+        torch.accelerator.synchronize()
+        bounds = [one.at.device_s for one in (segments.marks[0][1], segments.end)]
+
+        def inside(intervals: list[clock.Interval], low: float, high: float) -> list[clock.Interval]:
+            return [(max(begin, low), min(end, high)) for begin, end in intervals if end > low and begin < high]
+
+        busy = inside(computing, *bounds)
+        _, exposed_s = clock.exchange_time(inside([*exchanging, *copying], *bounds), busy)
+        _, transfers_s = clock.exchange_time(inside(exchanging, *bounds), busy)
+        step_s = bounds[1] - bounds[0]
+        found.append(
+            {
+                "true": exposed_s / step_s,
+                "transfers": transfers_s / step_s,
+                "reported": (reported[1] if reported else parts_s["exposed_comm"]) / step_s,
+                "part": parts_s["exposed_comm"] / step_s,
+            }
+        )
     return found
 
 

@@ -329,6 +329,29 @@ def test_an_exchange_starts_when_the_last_rank_arrives(late: list[Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("dense", {"dp_replicate": 2}),
+        ("dense", {"dp_shard": 2, "zero_stage": 3}),
+        ("dense", {"tp": 2}),
+        ("dense", {"pp": 2}),
+        ("dense", {"pp": 2, "pipeline_schedule": "zbv"}),
+        ("moe", {"dp_shard": 2, "ep": 2}),
+    ],
+)
+def test_the_exposed_communication_of_a_step_is_the_true_one(family: str, layout: dict[str, Any]) -> None:
+    of_ranks = run_ranks(
+        2, "exposed", json.dumps([family, layout]), TRAINSPEC_EMULATED=f"{VIRTUAL},launch_us=0,jitter=0.05"
+    )
+    for steps in of_ranks:
+        for step in steps[1:]:  # in the first one, groups connect
+            assert step["true"] > 0
+            assert step["reported"] == pytest.approx(step["true"], abs=1e-3)
+            assert step["part"] == pytest.approx(step["true"], abs=1e-3)
+
+
+@pytest.mark.slow
 def test_virtual_time_is_the_same_in_every_run(late: list[Any]) -> None:
     again = run_ranks(4, "late_rank", TRAINSPEC_EMULATED=f"{VIRTUAL},launch_us=0,jitter=0.1")
     assert again == late
