@@ -140,8 +140,8 @@ class LiveLayouts:
         """Search for the best layout at the current paces of devices and links, if these have changed."""
         cluster = self._job.cluster
         number = taken.micro_batches
-        # A device's own pace shows only in its compute time with even sample shares. Devices that only wait for others keep
-        # their usual time.
+        # A device's own pace shows only in its compute time with even sample shares. Devices that only wait for others
+        # keep their usual time.
         share = sum(taken.counts) / cluster.ranks
         measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T
         division = np.array([[share], [number]]) * np.ones(cluster.ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -137,6 +138,34 @@ def keep_busy(device: torch.device, seconds: float) -> None:
         time.sleep(seconds)
     else:
         sleep(round(seconds * _cycles_per_s(device)))
+
+
+# The host's own time
+
+
+def host_clock(device: torch.device) -> Callable[[], float]:
+    """Return a clock of the host in seconds: Unix time or, if the device emulates the host's time, that time."""
+    return _emulated_clock(device) or time.time
+
+
+def host_is_emulated(device: torch.device) -> bool:
+    """Return True if the host's work takes emulated time, so that what the system counts says nothing about it."""
+    return _emulated_clock(device) is not None
+
+
+def _emulated_clock(device: torch.device) -> Callable[[], float] | None:
+    clock: Callable[[], float] | None = getattr(torch.get_device_module(device), "host_time", None)
+    return clock
+
+
+def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
+    """Let the host spend time that only an emulated clock has to be told of: `read` is for reading a batch, `write`
+    for writing a checkpoint. `seconds` pass on any clock."""
+    work = getattr(torch.get_device_module(device), "host_work", None) if on_chip(device) else None
+    if work is not None:
+        work(name, seconds)
+    elif seconds:
+        time.sleep(seconds)
 
 
 MEASURED_CYCLES = 10**7

@@ -13,7 +13,7 @@ from lab.telemetry import Telemetry
 from trainspec_cli.recipe.results.verdict import CAUSES, RunVerdict
 from trainspec_cli.reporter.diagnosis.conclude import ADVICE, conclude
 from trainspec_cli.reporter.diagnosis.evidence import RunEvidence
-from trainspec_cli.run.folder.event_types.events import StallEvent
+from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
 
 
 def heaviest(telemetry: Telemetry) -> RunVerdict:
@@ -35,6 +35,7 @@ def longer(seconds: float) -> dict[str, float]:
         ({}, "slow_device", "the system counts no reason"),
         ({"throttled_s": 0.1, "queued_s": 0.1}, "slow_device", "a quota"),
         ({"queued_s": 0.1}, "stolen_cores", "other processes"),
+        ({"starved_s": 0.1}, "host_bound", "to queue work"),
         ({"major_faults": 300.0}, "memory_pressure", "pages back from disk"),
         ({"tokens": 2048.0, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
         ({"attended": 2048.0 * 512, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
@@ -222,6 +223,31 @@ def test_links_are_told_apart():
     assert (delayed.cause, delayed.link) == ("delayed_link", (5, 6))
     lossy = Telemetry(resent={(0, 1): 20.0}).narrow([], 3.0)
     assert (heaviest(lossy).cause, heaviest(lossy).link) == ("lossy_link", (0, 1))
+
+
+def on_accelerators(telemetry: Telemetry, *changes: LinkEvent) -> RunEvidence:
+    """Return the evidence of accelerators, whose connections are unknown."""
+    evidence = telemetry.evidence()
+    counters = {**evidence.counters, "host_queued_s": evidence.counters["queued_s"]}
+    counters["queued_s"] = np.zeros_like(counters["queued_s"])
+    return replace(evidence, counters=counters, connections=(), link_changes=changes)
+
+
+def test_a_slow_link_of_accelerators_is_found_by_the_times_of_exchanges():
+    def change(step: int, *ranks: int) -> LinkEvent:
+        return LinkEvent(
+            step=step + 2, since_step=step, axis="dp", ranks=ranks, before_bytes_per_s=2e9, now_bytes_per_s=1e9
+        )
+
+    narrow = Telemetry().narrow([(2, 3)], 3)
+    (verdict,) = conclude(on_accelerators(narrow))
+    assert (verdict.cause, verdict.link, verdict.rank) == ("narrow_link", None, None)
+    # Of several changes, that of these steps says which link it is.
+    (verdict,) = conclude(on_accelerators(narrow, change(10, 0, 1), change(62, 2, 3)))
+    assert (verdict.cause, verdict.link) == ("narrow_link", (2, 3))
+    (verdict,) = conclude(on_accelerators(Telemetry().delay((2, 3), 5e-3)))
+    assert verdict.cause == "delayed_link"
+    assert not {"narrow_link", "delayed_link"} & {*names(on_accelerators(Telemetry()))}
 
 
 def test_a_narrow_link_is_named_on_a_loaded_machine_where_round_trips_are_long():

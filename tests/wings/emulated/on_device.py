@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,19 +25,20 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
 from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
-from trainspec_cli.engine.accelerators import enter
+from trainspec_cli.engine.accelerators import enter, host_work
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
+from trainspec_cli.engine.observe import clock
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.trace import fake_batch, fake_world
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.wings.certify.cases import Case, build_plan
-from trainspec_cli.wings.emulated import KIND
+from trainspec_cli.wings.emulated import KIND, Disturbance
 from trainspec_cli.wings.emulated.engine import device, streams
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 from trainspec_cli.wings.emulated.engine.costs import TIME
@@ -478,8 +480,36 @@ def virtual_time() -> dict[str, Any]:
     assert TIME.costs is not None
     plain = durations()
     found = {"host": host, "durations": plain, "overlap": overlap()}
-    TIME.costs.slowness = 2.0
-    return {**found, "slow": durations()}
+    TIME.costs.disturbances = (Disturbance(slowness=2.0),)
+    slow = durations()
+    TIME.costs.disturbances = (Disturbance(read_ms=4.0),)
+    return {**found, "slow": slow, "host work": host_work_times()}
+
+
+def host_work_times() -> list[float]:
+    """Return how far the host's clock moves: while it reads, while it sleeps, and when it uses an event that another
+    thread has recorded after 1.5 s of work."""
+    device = torch.device("emulated")
+    times = [streams.HOST.now_s]
+    host_work(device, "read")
+    times.append(streams.HOST.now_s)
+    host_work(device, seconds=0.25)
+    times.append(streams.HOST.now_s)
+    begun = torch.Event()
+    begun.record()
+    ended = torch.Event()
+
+    def work() -> None:
+        begun.wait()
+        host_work(device, seconds=1.5)
+        ended.record()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    ended.wait()
+    times.append(streams.HOST.now_s)
+    return [after - before for before, after in pairwise(times)]
 
 
 # Exchanges: one process per rank
@@ -519,6 +549,64 @@ def late_rank() -> dict[str, Any]:
     exchange("message", lambda: dist.send(own, 0) if rank == size - 1 else dist.recv(own, size - 1) if not rank else 0)
     found["value"] = own[0].item()
     found["host"] = streams.HOST.now_s
+    return found
+
+
+def exposed(case: str) -> list[dict[str, float]]:
+    """Make steps of a case of certify; return, as shares of each step, the exposed communication that the engine
+    reports and the true one: the time in which the compute stream does nothing while an exchange is in progress, or a
+    copy into or out of its buffers in another stream. `transfers`: the same without these copies."""
+    family, layout = json.loads(case)
+    plan = build_plan(Case(family, Layout(**layout), micro_batch_size=2), "cpu")
+    there = join_processes("cpu")
+    exchanging: list[clock.Interval] = []
+    copying: list[clock.Interval] = []
+    computing: list[clock.Interval] = []
+    run_first = streams.Stream.step
+
+    def note(stream: streams.Stream) -> bool:
+        work = stream._queue[0] if stream._queue else None
+        done = stream.done
+        changed = run_first(stream)
+        if work is not None and stream.done > done:
+            if work.handle is not None:
+                exchanging.append((work.handle._mine.at_s, stream.now_s))
+            elif work.duration_s:
+                of_stream = computing if stream is streams.DEFAULT else copying
+                of_stream.append((stream.now_s - work.duration_s, stream.now_s))
+        return changed
+
+    state = build_train_state(plan, there, build_mesh(plan.layout, there.type))
+    batches = [torch.randint(0, 64, (2, plan.spec.data.seq_len), device=there) for _ in range(plan.grad_accum_steps)]
+    streams.Stream.step = note
+    state.clock.restart()
+    found = []
+    for _ in range(4):
+        pairs = [(tokens, tokens) for tokens in batches]
+        outcome = train_step(state, pairs, global_tokens=4 * len(pairs) * batches[0].numel(), clip_norm=1.0)
+        assert outcome is not None
+        outcome.on_host()
+        segments = state.clock.cut()
+        parts_s = segments.parts_s()
+        reported = segments.exchange_time()
+        torch.accelerator.synchronize()
+        bounds = [one.at.device_s for one in (segments.marks[0][1], segments.end)]
+
+        def inside(intervals: list[clock.Interval], low: float, high: float) -> list[clock.Interval]:
+            return [(max(begin, low), min(end, high)) for begin, end in intervals if end > low and begin < high]
+
+        busy = inside(computing, *bounds)
+        _, exposed_s = clock.exchange_time(inside([*exchanging, *copying], *bounds), busy)
+        _, transfers_s = clock.exchange_time(inside(exchanging, *bounds), busy)
+        step_s = bounds[1] - bounds[0]
+        found.append(
+            {
+                "true": exposed_s / step_s,
+                "transfers": transfers_s / step_s,
+                "reported": (reported[1] if reported else parts_s["exposed_comm"]) / step_s,
+                "part": parts_s["exposed_comm"] / step_s,
+            }
+        )
     return found
 
 

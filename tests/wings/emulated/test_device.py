@@ -21,8 +21,8 @@ from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.accelerators import enter
 from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
-from trainspec_cli.wings.emulated import Settings, read_settings
-from trainspec_cli.wings.emulated.engine.costs import costs_of, traffic_bytes
+from trainspec_cli.wings.emulated import Disturbance, Settings, read_settings
+from trainspec_cli.wings.emulated.engine.costs import ChipCosts, costs_of, traffic_bytes
 from trainspec_cli.wings.emulated.engine.streams import Stream
 
 TESTS = Path(__file__).parents[2]
@@ -240,10 +240,69 @@ def test_a_rank_is_slow_for_a_while() -> None:
     assert factors == [1.0, 3.0, 3.0, 1.0]
 
 
-def test_the_slow_rank_alone_is_slow() -> None:
-    settings = Settings(time="h100_sxm", slowness=2.0, slow_rank=3)
-    found = [costs_of(settings, {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) for rank in (2, 3)]
-    assert [costs and costs.slowness for costs in found] == [1.0, 2.0]
+def test_a_disturbance_returns() -> None:
+    costs = costs_of(read_settings(f"{VIRTUAL};slowness=3,slow_from_s=1,slow_until_s=2,slow_every_s=8"), {})
+    assert costs is not None
+    factors = [costs.factor(Stream(), at_s) for at_s in (0.5, 1.5, 2.5, 8.5, 9.5, 17.5)]
+    assert factors == [1.0, 3.0, 1.0, 1.0, 3.0, 3.0]
+
+
+def costs_on(settings: str, ranks: int = 8) -> list[ChipCosts]:
+    """Return the costs of ranks on two nodes."""
+    job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks // 2)}
+    found = [costs_of(read_settings(f"{VIRTUAL},{settings}"), {"RANK": str(rank), **job}) for rank in range(ranks)]
+    return [costs for costs in found if costs is not None]
+
+
+def test_a_disturbance_concerns_its_place_and_several_add_up() -> None:
+    several = costs_on("slowness=2,slow_rank=3;slowness=1.5,slow_node=1;read_ms=4;host_slowness=3,slow_rank=3")
+    assert [costs.factor(Stream(), 0.0) for costs in several] == [1, 1, 1, 2, 1.5, 1.5, 1.5, 1.5]
+    assert [costs.host_s(0.0, work="read") for costs in several[2:4]] == [close(0.004), close(0.012)]
+    assert [costs.host_s(0.0, 1.0, "write") for costs in several[2:4]] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("place", "slow"),
+    [
+        ("", {(0, 4), (1, 5), (0, 1, 4, 5)}),
+        ("slow_node=1", {(0, 4), (1, 5), (0, 1, 4, 5)}),
+        ("slow_node=2", set()),
+        ("slow_rank=1", {(0, 1), (1, 5), (0, 1, 4, 5)}),
+    ],
+)
+def test_a_slow_link_lengthens_the_exchanges_that_use_it(place: str, slow: set[tuple[int, ...]]) -> None:
+    groups = [(0, 1), (4, 5), (0, 4), (1, 5), (0, 1, 4, 5)]
+    costs = costs_on(f"link_slowness=3,{place}".strip(","))[0]
+    longer = {}
+    for ranks in groups:
+        latency_s, usual_s = (costs.exchange_s("allreduce", ranks, nbytes) for nbytes in (1, 2**24))
+        longer[ranks] = (costs.disturbed_exchange_s("allreduce", ranks, 2**24, 0.0, "") - latency_s) / (
+            usual_s - latency_s
+        )
+    assert longer == {ranks: close(3.0 if ranks in slow else 1.0) for ranks in groups}
+
+
+def test_a_delayed_link_lengthens_an_exchange_by_its_messages_in_a_row() -> None:
+    costs = costs_on("link_delay_us=100")[0]
+    for kind, messages in (("allreduce", 6), ("allgather", 3), ("send", 1)):
+        usual_s = costs.exchange_s(kind, (0, 1, 4, 5), 8)
+        assert costs.disturbed_exchange_s(kind, (0, 1, 4, 5), 8, 0.0, "") - usual_s == close(messages * 1e-4)
+
+
+def test_all_ranks_draw_the_same_noise_of_an_exchange() -> None:
+    found = [
+        costs.disturbed_exchange_s("allreduce", (0, 4), 2**20, 0.0, "7 of group 1")
+        for costs in costs_on("link_jitter=0.1")
+    ]
+    others = costs_on("link_jitter=0.1")[0].disturbed_exchange_s("allreduce", (0, 4), 2**20, 0.0, "8 of group 1")
+    assert len(set(found)) == 1
+    assert others != found[0]
+
+
+def test_host_work_takes_virtual_time_and_its_results_come_after_it(virtual: Any) -> None:
+    worked, slept, handed = virtual["host work"]
+    assert (worked, slept) == (close(0.004), close(0.25))
+    assert handed == close(1.5)
 
 
 def test_a_chip_that_the_catalogue_does_not_have_is_refused() -> None:
@@ -281,6 +340,29 @@ def test_an_exchange_starts_when_the_last_rank_arrives(late: list[Any]) -> None:
     computing_s, waiting_s = last["message"]
     assert waiting_s == close(EFF.collective_latency_s + own_bytes / link)
     assert [found["message"] for found in early] == [[0.0, close(computing_s + waiting_s)], [0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("dense", {"dp_replicate": 2}),
+        ("dense", {"dp_shard": 2, "zero_stage": 3}),
+        ("dense", {"tp": 2}),
+        ("dense", {"pp": 2}),
+        ("dense", {"pp": 2, "pipeline_schedule": "zbv"}),
+        ("moe", {"dp_shard": 2, "ep": 2}),
+    ],
+)
+def test_the_exposed_communication_of_a_step_is_the_true_one(family: str, layout: dict[str, Any]) -> None:
+    of_ranks = run_ranks(
+        2, "exposed", json.dumps([family, layout]), TRAINSPEC_EMULATED=f"{VIRTUAL},launch_us=0,jitter=0.05"
+    )
+    for steps in of_ranks:
+        for step in steps[1:]:  # in the first one, groups connect
+            assert step["true"] > 0
+            assert step["reported"] == pytest.approx(step["true"], abs=1e-3)
+            assert step["part"] == pytest.approx(step["true"], abs=1e-3)
 
 
 @pytest.mark.slow
@@ -335,7 +417,13 @@ def test_a_rank_that_never_comes_is_named_with_those_that_wait() -> None:
         ("", Settings()),
         ("order=7", Settings(order=7)),
         ("memory_gib=0.5,order=1", Settings(1, 0.5)),
-        ("time=h100_sxm,slowness=2,slow_rank=3", Settings(time="h100_sxm", slowness=2.0, slow_rank=3)),
+        (
+            "time=h100_sxm,slowness=2,slow_rank=3;link_slowness=4,slow_from_s=5",
+            Settings(
+                time="h100_sxm",
+                disturbances=(Disturbance(slowness=2.0, slow_rank=3), Disturbance(link_slowness=4.0, slow_from_s=5.0)),
+            ),
+        ),
         ("sizes=1", Settings(sizes=1)),
     ],
 )
@@ -353,6 +441,9 @@ def test_settings(text: str, settings: Settings) -> None:
             "time=h100_sxm,slowness=nan",
             "time=h100_sxm,slowness=-1",
             "slow_rank=1.5,time=h100_sxm",
+            "jitter=0.1;time=h100_sxm",
+            "time=h100_sxm,slowness=2,slow_from_s=3,slow_until_s=2",
+            "time=h100_sxm;slowness=2,slow_until_s=3,slow_every_s=2",
         ),
     ],
 )

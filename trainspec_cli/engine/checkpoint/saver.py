@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainspec_cli.core.errors import MachineError, TrainspecError
-from trainspec_cli.engine.accelerators import make_current, on_chip
+from trainspec_cli.engine.accelerators import host_work, make_current, on_chip
 from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.files import (
     Held,
@@ -205,6 +205,7 @@ class Saver:
         name = files.file_name(self._rank)
         error = None
         size = 0
+        host_work(self._device, "write")
         try:
             partial.mkdir(parents=True, exist_ok=True)
             digest = files.write_file(partial / name, stream)

@@ -18,7 +18,7 @@ from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.data.corpus.labelled import LabelledSamples
 from trainspec_cli.data.corpus.rows import Row, Rows, empty_row
 from trainspec_cli.data.corpus.samples import SampleOrder, locate
-from trainspec_cli.engine.accelerators import make_current, on_chip
+from trainspec_cli.engine.accelerators import host_work, make_current, on_chip
 from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.run.recovery.watch import READING_THREAD
 
@@ -69,6 +69,7 @@ class Slot:
         if self.on_gpu:
             self.copied.synchronize()
             self.used.wait()
+            host_work(self._device, "read")
         place = 0
         self.batch = []
         for part in micro_batches:

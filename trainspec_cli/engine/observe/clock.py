@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from trainspec_cli.engine.accelerators import on_chip
+from trainspec_cli.engine.accelerators import host_clock, host_is_emulated, on_chip
 from trainspec_cli.engine.digest import Mark, Span, elapsed_s, mark, wait_for
 from trainspec_cli.run.folder.event_types.events import PARTS
 
@@ -60,11 +60,13 @@ LINE_BYTES = 80
 
 
 class ProcessorClock:
-    """Opened by the process that it measures; a forked process opens its own. On systems other than Linux, all values
-    are 0."""
+    """Opened by the process that it measures; a forked process opens its own. On systems other than Linux, and
+    without `counts`, all values are 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool = True) -> None:
         self._descriptor = -1
+        if not counts:
+            return
         with suppress(OSError):
             self._descriptor = os.open(SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
             self._close = weakref.finalize(self, os.close, self._descriptor)
@@ -83,6 +85,10 @@ class ProcessorClock:
 
 
 COMPUTING = ("forward", "backward", "optimizer")
+LEAST_AHEAD_S = 2e-4
+"""A host that is ahead of its device by less than this does not keep it busy: both clocks agree to about 50 us."""
+LEAST_AHEAD = 0.1
+"""The same, as a fraction of the part of a step: a device that is slower than its host by more is its own limit."""
 
 
 class QueuedTime(NamedTuple):
@@ -102,9 +108,11 @@ class UnixClock:
     """The Unix time of a moment on the device: that of the last moment whose Unix time is known, plus the time between
     them. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
 
-    def __init__(self, moment: Mark):
+    def __init__(self, moment: Mark, now: Callable[[], float] = time.time):
+        """`now`: the clock, whose time the moments get."""
         wait_for(moment)
-        self._known = moment, time.time()
+        self.now = now
+        self._known = moment, now()
 
     def of(self, moment: Mark) -> float:
         """The device must have reached `moment`."""
@@ -113,13 +121,13 @@ class UnixClock:
 
     def wait_for(self, moment: Mark) -> None:
         """Wait until the device has reached `moment`."""
-        began_s = time.perf_counter()
+        began_s = self.now()
         wait_for(moment)
         if not isinstance(moment, torch.Event):
             late_s = time.perf_counter() - moment
-            self._known = moment, time.time() - late_s
-        elif time.perf_counter() - began_s > BLOCKED_S:
-            self._known = moment, time.time()
+            self._known = moment, self.now() - late_s
+        elif self.now() - began_s > BLOCKED_S:
+            self._known = moment, self.now()
 
 
 class StepClock:
@@ -131,12 +139,14 @@ class StepClock:
         self._stream = torch.accelerator.current_stream(device) if self.on_gpu else None
         self._running = ["other"]
         self._marks: list[tuple[str, Mark]] = []
+        self._queued_at: list[float] = []
+        """The host's time when it queued each mark, on an accelerator."""
         self._last = self.mark()
         self._beside: list[Span] = []
-        self._processor = ProcessorClock()
+        self._processor = ProcessorClock(counts=not host_is_emulated(device))
         self._queued_s = self._processor.read()[1]
         self._exposed_queued_s = 0.0
-        self._unix = UnixClock(self._last)
+        self._unix = UnixClock(self._last, host_clock(device))
         self._agreed: Span = self._last, self._last
 
     def mark(self) -> Mark:
@@ -147,6 +157,8 @@ class StepClock:
         now = self.mark()
         self._marks.append((self._running[-1], self._last))
         self._last = now
+        if self.on_gpu:
+            self._queued_at.append(self._unix.now())
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -196,6 +208,7 @@ class StepClock:
         """Discard the time since the last `cut`, for example that of an evaluation, which does not belong to any
         step."""
         self._marks.clear()
+        self._queued_at.clear()
         self._beside.clear()
         self._last = self.mark()
         self._cut_queued()
@@ -203,8 +216,11 @@ class StepClock:
     def cut(self) -> Segments:
         """End the step, start the next one, and return its marks."""
         self._close_segment()
-        segments = Segments(self._marks, self._last, self._beside, self._cut_queued(), self._agreed, self._unix)
+        segments = Segments(
+            self._marks, self._last, self._beside, self._cut_queued(), self._agreed, self._unix, self._queued_at
+        )
         self._marks = []
+        self._queued_at = []
         self._beside = []
         return segments
 
@@ -228,6 +244,8 @@ class Segments:
     queued: QueuedTime
     agreed: Span
     unix: UnixClock
+    queued_at: Sequence[float] = ()
+    """The host's time when it had queued each part, on an accelerator."""
 
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
@@ -251,6 +269,20 @@ class Segments:
         began, ended = self.agreed
         self.unix.wait_for(self.end)
         return elapsed_s(began, ended), self.unix.of(ended)
+
+    def starved_s(self) -> float | None:
+        """Return the time of passes and optimizer in which the device waited for the host, which had not queued enough:
+        at the end of such a part the device has nothing left to do. None on a CPU."""
+        if not self.queued_at:
+            return None
+        self.unix.wait_for(self.end)
+        starved_s = 0.0
+        for (name, begin, end), queued_at in zip(self._parts(), self.queued_at, strict=True):
+            lasted_s = elapsed_s(begin, end)
+            ahead_s = self.unix.of(end) - queued_at
+            if name in COMPUTING and ahead_s < max(LEAST_AHEAD_S, LEAST_AHEAD * lasted_s):
+                starved_s += lasted_s
+        return starved_s
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds by part; wait for the device to reach the step's end."""

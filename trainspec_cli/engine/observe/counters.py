@@ -28,7 +28,7 @@ import torch
 
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.printable import format_bytes
-from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip
+from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, host_is_emulated, on_chip
 from trainspec_cli.engine.comm.codec import Connection, borrow, open_connections, read_tcp_info
 from trainspec_cli.engine.digest import Mark, MicroBatch, elapsed_s, mark, wait_for
 from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime
@@ -105,6 +105,7 @@ class Window:
     """The shortest duration of the exchange that ends each step."""
     own_s: float = 0.0
     queued_s: float = 0.0
+    starved_s: float | None = None
 
     def add_work(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add the work of this rank's batches."""
@@ -124,6 +125,8 @@ class StepCounters:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._is_emulated = host_is_emulated(device)
+        """True if the system's counters are not those of the emulated host."""
         self.garbage = GarbageClock()
         self._connections = ConnectionCounter()
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -137,10 +140,12 @@ class StepCounters:
         queued: QueuedTime,
         micro_batches: Sequence[MicroBatch],
         agreement: tuple[float, float],
+        starved_s: float | None = None,
     ) -> CountersEvent | None:
         """Record a step; return the counts of the window that ends with it, if any.
 
         `agreement`: the seconds of the exchange that ends each step, and the Unix time when this rank left it.
+        `starved_s`: as `Segments.starved_s`.
         """
         agreed_s, left_at = agreement
         window = self._window
@@ -149,6 +154,8 @@ class StepCounters:
         window.add_work(micro_batches)
         window.agreed_s = min(window.agreed_s, agreed_s)
         window.queued_s += queued.exposed_s
+        if starved_s is not None:
+            window.starved_s = (window.starved_s or 0.0) + starved_s
         window.own_s += sum(seconds for part, seconds in parts_s.items() if part != "exposed_comm")
         if step % window_steps(median(self._recent_s)):
             return None
@@ -172,10 +179,14 @@ class StepCounters:
             attended=window.attended,
             agreed_s=window.agreed_s,
             left_at=left_at,
-            connections=self._connections.cut(),
+            starved_s=ABSENT if window.starved_s is None else window.starved_s,
+            connections=() if self._is_emulated else self._connections.cut(),
         )
 
     def _counts(self) -> Counts:
+        retries = allocator_count(self._device, "num_alloc_retries")
+        if self._is_emulated:
+            return Counts(allocator_retries=retries)
         ticks = _read("/proc/stat").partition("\n")[0].split()
         stalls = _read("/proc/pressure/memory").partition("\n")[0]  # of any process on the node
         dynamo = sys.modules.get("torch._dynamo.utils")  # not imported for this: it takes seconds
@@ -188,7 +199,7 @@ class StepCounters:
             gc_s=self.garbage.seconds,
             gc_runs=self.garbage.runs,
             compiles=int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0,
-            allocator_retries=allocator_count(self._device, "num_alloc_retries"),
+            allocator_retries=retries,
         )
 
     def close(self) -> None:

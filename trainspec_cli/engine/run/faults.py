@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.core.environment_names import GROUP
+from trainspec_cli.engine.accelerators import host_work
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.recipe.keys.training import Fault, parse_faults
 from trainspec_cli.recipe.results.plan import Plan
@@ -50,7 +51,7 @@ class Faults:
             if fault.above is not None:
                 continue
             if fault.kind == "slow" and fault.lasts_at(step):
-                time.sleep(fault.seconds)
+                host_work(state.device, seconds=fault.seconds)
             elif fault.kind == "disk_full" and step == fault.step + fault.steps:
                 _limit_files(resource.RLIM_INFINITY)
             elif fault.kind in INJECTED and fault.step == step and self._is_first(number, fault):

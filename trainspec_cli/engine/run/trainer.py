@@ -328,7 +328,12 @@ class Trainer:
         self.journal.write(event)
         self.tally.steps.append(event)
         if counted := self.counters.note_step(
-            done.step, parts_s, done.segments.queued, taken.micro_batches, done.segments.agreement()
+            done.step,
+            parts_s,
+            done.segments.queued,
+            taken.micro_batches,
+            done.segments.agreement(),
+            done.segments.starved_s(),
         ):
             self.journal.write(counted)
         self.checkpoints.note_step(done.step, step_time_s, writing=done.outcome.writing.item() > 0)

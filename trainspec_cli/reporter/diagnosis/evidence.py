@@ -35,6 +35,7 @@ COUNTERS = (
     "tokens",
     "attended",
     "agreed_s",
+    "starved_s",
     "rss_bytes",
     "swap_bytes",
     "available_bytes",
@@ -87,6 +88,12 @@ class RunEvidence:
     """Planned time in seconds of each part of a step; empty without a plan."""
     parts_are_known: bool = True
     """False for a user command, whose entire step counts as `other`."""
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Return True if exchanges run on accelerators, whose connections are not counted and whose exchanges take the
+        same time whatever the host does."""
+        return "host_queued_s" in self.counters
 
     @property
     def ranks(self) -> int:

@@ -156,7 +156,7 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         return _delayed(evidence, episode, paths)
     measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
     worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
-    if worst is None and not evidence.link_changes:
+    if worst is None and not evidence.link_changes and not evidence.on_accelerator:
         return None
     text = f"exchanges take {episode.excess * 1e3:.3g} ms longer a step, on the rank that waits least too"
 
@@ -241,7 +241,8 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
     round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # in a ring's small all-reduce
     shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
-    may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay acknowledges instead of the other end
+    # A relay acknowledges instead of the other end, and the connections of accelerators are unknown.
+    may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths) or (evidence.on_accelerator and not paths)
     if not shows_rtt and (is_loaded or not may_hide_rtt):
         return None
     now_s = latency_s + usual_s
@@ -269,7 +270,10 @@ def _verdict(
             )
         elif cause == "delayed_link":
             sentences.append(f"round trips between ranks {_names(worst.ranks)} take {worst.rtt_s * 1e3:.3g} ms")
-    slowdowns = [one for one in evidence.link_changes if one.now_bytes_per_s < one.before_bytes_per_s]
+    begun = int(evidence.steps[max(0, episode.first - 1)])
+    until = int(evidence.steps[episode.last])
+    changes = [one for one in evidence.link_changes if begun <= one.since_step <= until] or evidence.link_changes
+    slowdowns = [one for one in changes if one.now_bytes_per_s < one.before_bytes_per_s]
     if slowdowns and link is None:
         slowest = max(slowdowns, key=lambda one: one.before_bytes_per_s / one.now_bytes_per_s)
         link = slowest.ranks

@@ -305,6 +305,10 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
     if np.isfinite(waited_s) and waited_s > EXPLAINS * excess_s:
         why = f"other processes have its host thread's processor for {milliseconds(waited_s)} more of each step"
         return Slow(rank, episode, "stolen_cores", why, is_counted=True)
+    starved_s = more("starved_s")
+    if np.isfinite(starved_s) and starved_s > EXPLAINS * excess_s:
+        why = f"its device waits for the host to queue work for {milliseconds(starved_s)} more of each step"
+        return Slow(rank, episode, "host_bound", why)
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
         why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"

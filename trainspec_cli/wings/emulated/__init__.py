@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from trainspec_cli.core.environment_names import EMULATED
@@ -10,6 +11,57 @@ from trainspec_cli.core.errors import Problem, RecipeError
 
 KIND = "emulated"
 """torch's name for the device: `torch.device("emulated", 0)`."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What is slow in virtual time, where, and when. Without a place it concerns all ranks."""
+
+    slowness: float = 1.0
+    """Operations last this many times as long as on the chip; exchanges and copies do not."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithm of an operation's duration. The noise is seeded by rank and stream."""
+    host_slowness: float = 1.0
+    """The host takes this many times as long to queue an operation, to read a batch and to write a checkpoint."""
+    read_ms: float = 0.0
+    """Host time to read a batch, in the loader's thread."""
+    write_ms: float = 0.0
+    """Host time to write a checkpoint, in the thread that writes it."""
+    link_slowness: float = 1.0
+    """Bytes of an exchange take this many times as long, if it uses the link of the place; without a place, if it
+    leaves a node, or any exchange in a run on one node."""
+    link_jitter: float = 0.0
+    """Standard deviation of the logarithm of such an exchange's duration."""
+    link_delay_us: float = 0.0
+    """Every message of such an exchange takes this much longer; a ring over N ranks sends N - 1 of them in a row."""
+    slow_rank: int | None = None
+    """The place: this rank. Its link is used by all of its exchanges."""
+    slow_node: int | None = None
+    """The place: the ranks of this node. Its link is used by exchanges with other nodes."""
+    slow_from_s: float = 0.0
+    """Virtual time of the host from which it lasts."""
+    slow_until_s: float = math.inf
+    """Virtual time of the host until which it lasts."""
+    slow_every_s: float = 0.0
+    """It returns after this time; 0: it does not."""
+
+    def lasts_at(self, at_s: float) -> bool:
+        since_s = at_s - self.slow_from_s
+        if since_s >= 0 and self.slow_every_s:
+            since_s %= self.slow_every_s
+        return 0 <= since_s < self.slow_until_s - self.slow_from_s
+
+    def concerns(self, rank: int, node_ranks: int) -> bool:
+        return self.slow_rank in (None, rank) and self.slow_node in (None, rank // node_ranks)
+
+    def is_crossed_by(self, ranks: Collection[int], node_ranks: int, world_size: int) -> bool:
+        """Return whether an exchange among these ranks uses the link of the place."""
+        if self.slow_rank is not None:
+            return self.slow_rank in ranks
+        nodes = {rank // node_ranks for rank in ranks}
+        if self.slow_node is not None:
+            return len(nodes) > 1 and self.slow_node in nodes
+        return len(nodes) > 1 or world_size <= node_ranks
 
 
 @dataclass(frozen=True)
@@ -22,53 +74,60 @@ class Settings:
     """1: tensors have shapes and allocated memory, but no values; one rank may stand for a world of any size."""
     time: str | None = None
     """The chip (a file in conf/accelerator) whose rates set the virtual time of operations; None: no virtual time."""
-    slowness: float = 1.0
-    """Operations last this many times as long as on the chip; exchanges and copies do not."""
-    slow_rank: int | None = None
-    """The only rank to which `slowness` applies; None: it applies to all ranks."""
-    slow_from_s: float = 0.0
-    """Virtual host time from which `slowness` applies."""
-    slow_until_s: float = math.inf
-    """Virtual host time until which it applies."""
-    jitter: float = 0.0
-    """Standard deviation of the logarithm of an operation's duration. The noise is seeded by rank and stream."""
     launch_us: float | None = None
     """Host time to queue one operation; None: the planner's figure for a chip without graphs or compilation."""
     timeout_s: float = 600.0
     """Real time after which an exchange that lacks a rank fails."""
+    disturbances: tuple[Disturbance, ...] = ()
 
 
-WHOLE = ("order", "sizes", "slow_rank")
+WHOLE = ("order", "sizes", "slow_rank", "slow_node")
 """Settings that are whole numbers."""
-NEED_TIME = {"slowness", "slow_rank", "slow_from_s", "slow_until_s", "jitter", "launch_us"}
 
 
 def read_settings(text: str) -> Settings:
-    """Read `name=value,name=value`. Raises RecipeError for other text."""
+    """Read `name=value,name=value`; more disturbances may follow, each after a semicolon. Raises RecipeError for other
+    text."""
     found: dict[str, float | str] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        try:
-            if name not in Settings.__annotations__ or not value:
-                raise ValueError
-            if name == "time":
-                found[name] = value
-                continue
-            number = int(value) if name in WHOLE else float(value)
-            if not 0 <= number < math.inf:
-                raise ValueError
-            found[name] = number
-        except ValueError:
-            message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
-            raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None
-    settings = Settings(**found)  # type: ignore[arg-type]
+    disturbances = []
+    for number, group in enumerate(text.split(";")):
+        disturbance: dict[str, float] = {}
+        for part in filter(None, group.split(",")):
+            name, _, value = part.partition("=")
+            try:
+                is_of_device = name in Settings.__annotations__ and name != "disturbances"
+                if not value or not (name in Disturbance.__annotations__ or (is_of_device and number == 0)):
+                    raise ValueError
+                if name == "time":
+                    found[name] = value
+                    continue
+                figure = int(value) if name in WHOLE else float(value)
+                if not 0 <= figure < math.inf:
+                    raise ValueError
+                if is_of_device:
+                    found[name] = figure
+                else:
+                    disturbance[name] = figure
+            except ValueError:
+                message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
+                raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None
+        if disturbance:
+            disturbances.append(Disturbance(**disturbance))  # type: ignore[arg-type]
+    settings = Settings(**found, disturbances=tuple(disturbances))  # type: ignore[arg-type]
     if settings.order is not None and settings.time is not None:
         message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"
         raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
-    if settings.time is None and (unused := sorted(found.keys() & NEED_TIME)):
-        message = f"{EMULATED}: `{unused[0]}` needs `time`"
+    if settings.time is None and (disturbances or settings.launch_us is not None):
+        message = f"{EMULATED}: `{text}`: durations need `time`"
         raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
     if settings.sizes not in (0, 1) or (settings.sizes and settings.order is not None):
         message = f"{EMULATED}: `{text}`: sizes is 0 or 1, and without values there is nothing to order"
         raise RecipeError(Problem("usage", message, EMULATED, "give sizes=1 without order="))
+    for one in disturbances:
+        span_s = one.slow_until_s - one.slow_from_s
+        if span_s <= 0 or (one.slow_every_s and span_s > one.slow_every_s):
+            message = f"{EMULATED}: a disturbance from {one.slow_from_s:g} s until {one.slow_until_s:g} s"
+            if one.slow_every_s:
+                message += f" does not fit into {one.slow_every_s:g} s"
+            raise RecipeError(Problem("usage", message, EMULATED, "slow_from_s=10,slow_until_s=20,slow_every_s=60"))
     return settings

@@ -385,7 +385,9 @@ class CountersEvent(Event):
     """Duration of the shortest of the small exchanges that end each step. The minimum over all ranks is the network's
     latency."""
     left_at: Seconds
-    """Unix time at which this rank left the last of them, according to its node's clock."""
+    """Unix time at which this rank left the last of them, by its node's clock."""
+    starved_s: Seconds | Absent = ABSENT
+    """Time of passes and optimizer in which an accelerator waited for the host to queue work; absent on a CPU."""
     connections: tuple[ConnectionCounts, ...]
     """The connections that sent the most data."""
 

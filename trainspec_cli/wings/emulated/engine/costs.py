@@ -35,7 +35,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, 
 from trainspec_cli.planner.time.step import Rates, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
-from trainspec_cli.wings.emulated import Settings
+from trainspec_cli.wings.emulated import Disturbance, Settings
 from trainspec_cli.wings.emulated.engine.streams import HOST, SCHEDULER, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
@@ -62,10 +62,9 @@ class ChipCosts:
     chip: AcceleratorSpec
     fabric: Fabric
     rank: int = 0
-    slowness: float = 1.0
-    slow_from_s: float = 0.0
-    slow_until_s: float = math.inf
-    jitter: float = 0.0
+    disturbances: tuple[Disturbance, ...] = ()
+    node_ranks: int = 1
+    world_size: int = 1
     eff: Efficiency = field(default_factory=Efficiency)
     sources: dict[int, random.Random] = field(default_factory=dict)
     """Number of a stream -> its source of noise: the streams' threads then do not disturb one another's noise."""
@@ -129,13 +128,47 @@ class ChipCosts:
             return send_s(group, nbytes, self.eff)
         return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
 
+    def disturbances_at(self, at_s: float) -> list[Disturbance]:
+        """Return what disturbs this rank at a time of its host."""
+        return [one for one in self.disturbances if one.lasts_at(at_s) and one.concerns(self.rank, self.node_ranks)]
+
     def factor(self, stream: Stream, at_s: float) -> float:
         """Return how many times its usual time a stream's next operation lasts, if it is queued at `at_s`."""
-        factor = self.slowness if self.slow_from_s <= at_s < self.slow_until_s else 1.0
-        if self.jitter:
+        present = self.disturbances_at(at_s)
+        factor = math.prod(one.slowness for one in present)
+        if jitter := max((one.jitter for one in present), default=0.0):
             source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
-            factor *= source.lognormvariate(0.0, self.jitter)
+            factor *= source.lognormvariate(0.0, jitter)
         return factor
+
+    def host_s(self, at_s: float, seconds: float = 0.0, work: str = "") -> float:
+        """Return how long the host takes for work that usually takes `seconds`, or for a named piece of work."""
+        slowness = 1.0
+        for one in self.disturbances_at(at_s):
+            slowness *= one.host_slowness
+            seconds += {"read": one.read_ms, "write": one.write_ms}.get(work, 0.0) / 1e3
+        return slowness * seconds
+
+    def disturbed_exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float, at_s: float, name: str) -> float:
+        """Return the time of an exchange that starts at `at_s`; it is the same on all ranks. `name` distinguishes the
+        exchanges of a run, and seeds their noise."""
+        seconds = self.exchange_s(kind, ranks, nbytes)
+        jitter = 0.0
+        for one in self.disturbances:
+            if not one.lasts_at(at_s) or not one.is_crossed_by(ranks, self.node_ranks, self.world_size):
+                continue
+            jitter = max(jitter, one.link_jitter)
+            if one.link_slowness != 1.0:  # of the bytes: the latency stays
+                seconds += (one.link_slowness - 1.0) * (seconds - self.exchange_s(kind, ranks, 1))
+            seconds += messages_in_a_row(kind, len(ranks)) * one.link_delay_us / 1e6
+        if jitter:
+            seconds *= random.Random(name).lognormvariate(0.0, jitter)
+        return seconds
+
+
+def messages_in_a_row(kind: str, ranks: int) -> int:
+    """Return how many messages of an exchange depend on one another, in a ring."""
+    return {"allreduce": 2 * (ranks - 1), "allgather": ranks - 1, "reducescatter": ranks - 1}.get(kind, 1)
 
 
 def nbytes_of(values: Any) -> int:
@@ -184,8 +217,7 @@ def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | 
     world_size = int(environment.get("WORLD_SIZE", "1"))
     per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     fabric = Fabric(chip, world_size, per_node, per_node, chip.link_gb_per_s, usual_gbit(chip))
-    slowness = settings.slowness if settings.slow_rank in (None, rank) else 1.0
-    return ChipCosts(chip, fabric, rank, slowness, settings.slow_from_s, settings.slow_until_s, settings.jitter)
+    return ChipCosts(chip, fabric, rank, settings.disturbances, per_node, world_size)
 
 
 class VirtualTime:
@@ -202,6 +234,7 @@ class VirtualTime:
         if self.costs is not None:
             HOST.is_virtual = True
             HOST.launch_s = self.costs.eff.launch_s if settings.launch_us is None else settings.launch_us / 1e6
+            HOST.duration_s = self.costs.host_s
 
     def spend(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Queue the time of an operation in the current stream."""

@@ -577,6 +577,13 @@ class DeviceModule:
         seconds = cycles / 1e9
         current_stream().run(partial(time.sleep, 0.0 if HOST.is_virtual else seconds), seconds)
 
+    def host_work(self, name: str, seconds: float) -> None:
+        """Let the host spend time on a named piece of work (trainspec_cli/engine/accelerators.py)."""
+        if HOST.is_virtual:
+            HOST.work(seconds, name)
+        elif seconds:
+            time.sleep(seconds)
+
     def synchronize(self, device: Any = None) -> None:
         counts["synchronisations"] += 1
         SCHEDULER.finish_all()
@@ -648,6 +655,8 @@ class EmulatedDevice:
         if settings.sizes:
             self.kind = replace(self.kind, collectives="fake")
         module: Any = DeviceModule()
+        if HOST.is_virtual:
+            module.host_time = lambda: HOST.now_s
         _setup_privateuseone_for_python_backend(KIND, backend_module=module)
         every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         every.fallback(lambda op, *args, **kwargs: run_operation(op, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]

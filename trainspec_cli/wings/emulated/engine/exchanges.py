@@ -290,7 +290,8 @@ class PendingExchange:
         self.end_s = max(arrival.at_s for arrival in arrivals.values())
         if TIME.costs is not None:
             nbytes = max(arrival.nbytes for arrival in arrivals.values())
-            self.end_s += TIME.costs.exchange_s(self._kind, sorted(arrivals), nbytes)
+            ranks = sorted(arrivals)
+            self.end_s += TIME.costs.disturbed_exchange_s(self._kind, ranks, nbytes, self.end_s, self._where)
 
     def _report(self) -> None:
         """Tell the other ranks that this one waits. Raises RuntimeError when they are too late."""

@@ -49,6 +49,8 @@ class HostClock:
         self.is_virtual = False
         self.launch_s = 0.0
         """Time to queue one operation."""
+        self.duration_s: Callable[..., float] = lambda _at_s, seconds, _work: seconds
+        """How long work that begins now takes, given the time that it usually takes, and its name."""
         self._shared = [0.0]
         self._own = threading.local()
 
@@ -66,8 +68,14 @@ class HostClock:
         return self._clock()[0] if self.is_virtual else 0.0
 
     def launch(self) -> None:
+        if self.launch_s:
+            self.work(self.launch_s)
+
+    def work(self, seconds: float, name: str = "") -> None:
+        """Let this thread work for a time, or for that of a named piece of work."""
         if self.is_virtual:
-            self._clock()[0] += self.launch_s
+            clock = self._clock()
+            clock[0] += self.duration_s(clock[0], seconds, name)
 
     def wait_until(self, moment_s: float) -> None:
         if self.is_virtual:
@@ -89,6 +97,8 @@ class Moment:
     """Real time at which the stream got there; NaN before."""
     device_s: float = 0.0
     """Virtual time at which the stream got there."""
+    queued_s: float = 0.0
+    """Virtual time at which a host thread recorded it."""
 
     @property
     def is_reached(self) -> bool:
@@ -144,6 +154,7 @@ class Stream:
             self.queued += 1
             if work.moment is not None:
                 work.moment.number = self.queued
+                work.moment.queued_s = work.queued_s
             SCHEDULER.progress()
             if work.exchange is not None:
                 SCHEDULER.progress_exchanges()
@@ -243,6 +254,10 @@ class StreamEvent:
         self.at = moment
 
     def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait. Another thread that recorded the event did so before: this is how the clocks of threads
+        that hand work to one another are brought together."""
+        if self.at is not None:
+            HOST.wait_until(self.at.queued_s)
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
