@@ -39,7 +39,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.emulated import KIND, Disturbance
-from trainspec_cli.wings.emulated.engine import device, streams
+from trainspec_cli.wings.emulated.engine import streams
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 from trainspec_cli.wings.emulated.engine.costs import TIME
 from trainspec_cli.wings.emulated.engine.device import MEMORY, PLUGIN
@@ -88,8 +88,7 @@ def bits() -> dict[str, Any]:
 
 
 def order(seed: int | None) -> None:
-    torch.accelerator.synchronize()
-    streams.SCHEDULER.random = None if seed is None else device.random.Random(seed)
+    streams.SCHEDULER.start_order(seed)
 
 
 def mixing() -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from trainspec_cli.core.environment_names import EMULATED
@@ -42,7 +40,6 @@ from trainspec_cli.wings.emulated.engine.memory import (
 )
 from trainspec_cli.wings.emulated.engine.streams import (
     HOST,
-    LOCK,
     SCHEDULER,
     Stream,
     StreamEvent,
@@ -94,6 +91,23 @@ class DeviceTensor(torch.Tensor):
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+
+
+def tree_map(act: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with `act` applied to its leaves, like torch.utils._pytree, which takes a quarter of the host's
+    time for an operation: its arguments are only nested lists."""
+    if isinstance(tree, tuple | list):
+        made = [tree_map(act, each) for each in tree]
+        return made if isinstance(tree, list) else tuple(made)
+    if isinstance(tree, dict):
+        return {key: tree_map(act, each) for key, each in tree.items()}
+    return act(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    tree_map(leaves.append, tree)
+    return leaves
 
 
 def memory_of(value: Any) -> Any:
@@ -197,8 +211,7 @@ def _is_view(op: Any) -> bool:
 def _view(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a view operation immediately, because it reads no memory."""
     base = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, DeviceTensor))
-    result = op(*tree_map(_described, args), **tree_map(_described, kwargs))
-    return tree_map(lambda leaf: DeviceTensor(leaf, base._storage, leaf.storage_offset()), result)
+    return tree_map(lambda leaf: DeviceTensor(leaf, base._storage, leaf.storage_offset()), _infer(op, args, kwargs))
 
 
 def _run_in_place(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -301,10 +314,37 @@ def _queue(work: Callable[[], Any], duration_s: float = 0.0) -> None:
 def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the operation's outputs as tensors without memory; None if they are known only by running it."""
     try:
-        given = {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
-        return op(*tree_map(_described, args), **tree_map(_described, given))
+        return _infer(
+            op, args, {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
+        )
     except (NotImplementedError, RuntimeError):
         return None
+
+
+_inferred: dict[Any, Any] = {}
+"""Results of `_infer`: torch's inference takes longer than the rest of an operation."""
+MOST_INFERRED = 50_000
+
+
+def _infer(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the operation's outputs as tensors without memory."""
+    key = op, _signature(args), _signature(kwargs)
+    if key not in _inferred:
+        if len(_inferred) == MOST_INFERRED:
+            _inferred.clear()
+        _inferred[key] = op(*tree_map(_described, args), **tree_map(_described, kwargs))
+    return _inferred[key]
+
+
+def _signature(value: Any) -> Any:
+    """Return what the shapes of an operation's outputs depend on; 1, 1.0 and True differ."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    if isinstance(value, tuple | list):
+        return tuple(map(_signature, value))
+    if isinstance(value, dict):
+        return tuple((key, _signature(each)) for key, each in value.items())
+    return type(value), value
 
 
 def _described(value: Any) -> Any:
@@ -668,9 +708,7 @@ class EmulatedDevice:
             )
         _libraries.extend((every, aten))
         _replace_in_torch(module)
-        if settings.order is not None:
-            with LOCK:
-                SCHEDULER.random = random.Random(settings.order)
+        SCHEDULER.start_order(settings.order)
 
 
 def _replace_in_torch(module: Any) -> None:

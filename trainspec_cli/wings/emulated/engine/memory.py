@@ -10,6 +10,7 @@ import mmap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock, find_origin
-from trainspec_cli.wings.emulated.engine.streams import LOCK, Stream, StreamEvent, current_stream
+from trainspec_cli.wings.emulated.engine.streams import LOCK, SCHEDULER, Stream, StreamEvent, current_stream
 
 
 def without_values(tensor: Tensor) -> Tensor:
@@ -108,7 +109,9 @@ class EmulatedMemory:
             entry = self.log.add(int(block.size), shape) if self.log is not None else None
             if self.on_change is not None:
                 self.on_change(self.allocated_bytes, self.reserved_bytes)
-            return Allocation(self, allocator, block, stream, entry)
+            allocation = Allocation(self, allocator, block, stream, entry)
+            self._overwrite(allocation)
+            return allocation
 
     def _try(self, allocator: CachingAllocator, nbytes: int) -> MemoryBlock | None:
         others_bytes = self.reserved_bytes - allocator.reserved_bytes
@@ -144,6 +147,15 @@ class EmulatedMemory:
             self.log.end(allocation.entry)
         if self.on_change is not None:
             self.on_change(self.allocated_bytes, self.reserved_bytes)
+
+    def _overwrite(self, allocation: Allocation) -> None:
+        """In order mode, fill a new block with NaN (-1 in integers), in its stream: nothing may rely on what is in it,
+        and another stream may still read it as part of a tensor that has been freed too early. Not at the release: a
+        stream often waits for the others before its next allocation, and only then is the memory written."""
+        if SCHEDULER.random is not None and self.has_values:
+            block = allocation.block
+            memory = self.arena(block)[block.address : block.address + int(block.size)]
+            allocation.stream.run(partial(memory.fill_, 255))
 
     def arena(self, block: MemoryBlock) -> Tensor:
         """Return the host memory behind a block's pool, as bytes."""

@@ -2,7 +2,9 @@
 waits.
 
 In order mode work runs late: when something waits for it, or when a seeded random scheduler picks it. A wait missing
-from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible.
+from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible. The scheduler
+gives streams random priorities and changes them at random moments (Burckhardt et al. 2010, "A randomized scheduler with
+probabilistic guarantees of finding bugs"), so that a stream may fall far behind the others.
 
 With virtual time, each stream and the host have a clock. A piece of work starts when the stream has finished the work
 before it, but not before the host queued it, and the host's clock moves when it queues something or waits. None of
@@ -31,8 +33,17 @@ counts: Counter[str] = Counter()
 LOCK = threading.RLock()
 """Held while work is queued or run: the main thread, autograd's and the loader's all use the device."""
 
-PICKED = 0.3
-"""In order mode: the probability of running a piece of queued work after another one is queued."""
+PICKED = (0.0, 0.1, 0.5)
+"""In order mode: the probabilities of running a piece of queued work after another one is queued; a schedule has one of
+them."""
+NEEDED = (0.0, 0.8, 1.0)
+"""In order mode: the probabilities that a wait runs only the work that it needs, and not what has priority."""
+CHANGED = 0.05
+"""In order mode: the probability that a stream gets another priority after a piece of its work."""
+QUERIED = 0.1
+"""In order mode: the probability that asking whether work is done runs a piece of it, so that polling ends."""
+IDLE_S = 0.01
+"""In order mode: real time without progress after which any work runs. Another rank may wait for it."""
 POLL_S = 2e-5
 BACKGROUND_S = 5e-4
 """Pause between two attempts to progress exchanges for which no thread waits."""
@@ -150,6 +161,8 @@ class Stream:
     def add(self, work: QueuedWork) -> None:
         with LOCK:
             work.queued_s = HOST.now_s
+            if not self._queue:
+                SCHEDULER.busy.append(self)
             self._queue.append(work)
             self.queued += 1
             if work.moment is not None:
@@ -171,10 +184,23 @@ class Stream:
             SCHEDULER.poll()
             return self.done >= number
 
+    @property
+    def needed(self) -> Stream:
+        """The stream whose next piece of work has to run before this one's: another one, if this one waits for it."""
+        after = self._queue[0].after
+        return self if after is None or after.is_reached else after.stream.needed
+
     def step(self) -> bool:
         """Run the first piece of work if it may start. Return whether anything changed."""
-        if not self._queue:
-            return False
+        if not self._queue or SCHEDULER.is_running:
+            return False  # work that frees tensors may queue more work, which must not run inside it
+        SCHEDULER.is_running = True
+        try:
+            return self._step()
+        finally:
+            SCHEDULER.is_running = False
+
+    def _step(self) -> bool:
         work = self._queue[0]
         before_s = self.now_s
         if work.handle is None:
@@ -202,6 +228,8 @@ class Stream:
             work.moment.host_s = time.perf_counter()
             work.moment.device_s = self.now_s
         self._queue.popleft()
+        if not self._queue:
+            SCHEDULER.busy.remove(self)
         self.done += 1
         return True
 
@@ -285,39 +313,69 @@ class Scheduler:
     """Decides which work runs when."""
 
     def __init__(self) -> None:
+        self.busy: list[Stream] = []
+        """The streams with queued work."""
+        self.is_running = False
+        """Whether a piece of work is running."""
         self.random: random.Random | None = None
         """The random generator of order mode."""
         self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
         """Called after a piece of work, with the stream's times before it and when it started."""
+        self._priorities: dict[Stream, float] = {}
+        self._picked = 0.0
+        self._needed = 0.0
+        self._progressed_s = 0.0
+        """Real time of the last progress, in order mode."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
+
+    def start_order(self, seed: int | None) -> None:
+        """Begin a schedule of order mode; None: end it, and run work as soon as possible."""
+        self.finish_all()
+        with LOCK:
+            self._priorities.clear()
+            self.random = None if seed is None else random.Random(seed)
+            if self.random is not None:
+                self._picked = self.random.choice(PICKED)
+                self._needed = self.random.choice(NEEDED)
 
     def progress(self) -> None:
         """Run what may run now: everything that can start or, in order mode, a random selection."""
         if self.random is None:
             self.poll()
             return
-        while self.random.random() < PICKED:
-            self._pick()
+        while self.random.random() < self._picked and self._pick():
+            pass
 
     def poll(self) -> None:
-        """Outside order mode, run all work that can start."""
+        """Run all work that can start; in order mode, sometimes a piece of it."""
         if self.random is None:
             while self._step_all():
                 pass
+        elif self.random.random() < QUERIED:
+            self._pick()
 
     def _step_all(self) -> bool:
         """Run the first piece of work in every stream, if it may start. Return whether anything changed."""
         changed = False
-        for stream in STREAMS:
+        for stream in tuple(self.busy):
             changed |= stream.step()
         return changed
 
     def _pick(self) -> bool:
+        """Run a piece of work of the stream that has the highest priority among those that may continue. Return whether
+        there was one."""
         assert self.random is not None
-        waiting = [stream for stream in STREAMS if stream._queue]
-        self.random.shuffle(waiting)
-        return any(stream.step() for stream in waiting)
+        for stream in self.busy:
+            if stream not in self._priorities:
+                self._priorities[stream] = self.random.random()
+        for stream in sorted(self.busy, key=self._priorities.__getitem__):
+            if stream.step():
+                self._progressed_s = time.monotonic()
+                if self.random.random() < CHANGED:
+                    self._priorities[stream] = self.random.random()
+                return True
+        return False
 
     def progress_exchanges(self) -> None:
         """Let exchanges progress while the host does something else, such as waiting for other ranks."""
@@ -330,12 +388,13 @@ class Scheduler:
         while True:
             self._has_exchanges.wait()
             with LOCK:
-                for stream in STREAMS:
-                    # In order mode, the random generator alone decides which exchange starts.
-                    if self.random is None or (stream._queue and stream._queue[0].handle is not None):
+                is_late = time.monotonic() - self._progressed_s > IDLE_S
+                for stream in tuple(self.busy):
+                    # In order mode, the random generator decides which exchange starts, until nothing else happens.
+                    if self.random is None or is_late or stream._queue[0].handle is not None:
                         with suppress(Exception):  # the thread that waits for the exchange gets the same error
                             stream.step()
-                if not any(work.exchange for stream in STREAMS for work in stream._queue):
+                if not any(work.exchange for stream in self.busy for work in stream._queue):
                     self._has_exchanges.clear()
             time.sleep(BACKGROUND_S)
 
@@ -346,9 +405,15 @@ class Scheduler:
                 while stream.done < number:
                     if self.random is None:
                         changed = self._step_all()
+                    elif self.random.random() < self._needed:
+                        changed = stream.needed.step()
+                        if not changed and time.monotonic() - self._progressed_s > IDLE_S:
+                            changed = self._pick()
                     else:
                         changed = self._pick()
-                    if not changed:
+                    if changed:
+                        self._progressed_s = time.monotonic()
+                    else:
                         break
                 if stream.done >= number:
                     return
