@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def cases_of(run: RunDir, placed: Sequence[Disturbed]) -> Iterator[tuple[Disturb
     for one in placed:
         # The host is up to a step ahead of the device, and a step is read when the next one has begun.
         yield one, part_of(evidence, first | ((ends > one.from_s) & (begins < one.until_s - lasted_s[2])))
-    for before, after in zip(placed, placed[1:], strict=False):
+    for before, after in pairwise(placed):
         yield None, part_of(evidence, first | ((begins > before.until_s + lasted_s[2]) & (ends < after.from_s)))
 
 
