@@ -253,7 +253,7 @@ FP8_FAMILY = "dense"
 
 
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
-    """Return the legal cases for each clause that has its own cases, on at most `max_processes` processes.
+    """Return the valid cases for each clause that has separate cases, on at most `max_processes` processes.
 
     `with_fp8`: whether torchao is installed, so that linear layers can compute in fp8."""
     by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}

@@ -227,7 +227,8 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a certification measures, and on which machine. All fields except `since` must match when it continues."""
+    """What a certification measures, and on which machine. All fields except `since` must match when it is
+    continued."""
 
     trainspec: str
     code_sha256: str

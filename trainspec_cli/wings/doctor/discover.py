@@ -72,7 +72,7 @@ class SourceText:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """What was found inside a node."""
+    """The hardware found inside a node."""
 
     name: str
     gpus: tuple[FoundGpu, ...]

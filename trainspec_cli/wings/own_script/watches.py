@@ -478,8 +478,8 @@ class SilenceWatch:
         """Time in seconds for which the command showed signs of work."""
 
     def poll(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
-        """Return the silent processes if none has shown work for longer than allowed; None otherwise. `members` returns
-        the command's running processes."""
+        """Return the silent processes if no process has shown signs of work within the allowed time; otherwise None.
+        `members` returns the command's running processes."""
         now_s = time.monotonic()
         passed_s = now_s - self._sampled_s
         if passed_s < min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, (now_s - self._began_s) / 20)):

@@ -2,8 +2,8 @@
 
 It does not compute with them: each site decodes all outer gradients and sums them in fp32 in the same order, so that
 the sums are bitwise identical at all sites. An outer gradient is forwarded on arrival to all sites that do not receive
-it directly; the decision carries the rest. `meeting.py` makes the decisions, and this module handles connections and
-files. It runs in a thread next to the supervisor of site 0, across restarts of its workers."""
+it directly; the others are sent with the decision. `meeting.py` makes the decisions, and this module handles
+connections and files. It runs in a thread next to the supervisor of site 0, across restarts of its workers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NEVER = -2
 
 @dataclass(frozen=True)
 class OuterShare:
-    """One share of a parameter with its shared weights and outer momentum."""
+    """One rank's part of a parameter, with its shared weights and outer momentum."""
 
     share: Share
     fragment: int

@@ -173,7 +173,8 @@ class SiteConnection:
 
 
 HELD_ROUNDS = 4
-"""Outer gradients that arrive before their decision are held for up to this many rounds after the newest one taken."""
+"""Outer gradients that arrive before their decision are held for up to this many rounds after the newest applied
+one."""
 
 
 @dataclass
