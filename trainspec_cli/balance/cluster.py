@@ -26,7 +26,7 @@ class Condition:
     scaleup: Floats
     network: Floats
     sends: Floats
-    """Factors on the messages in each data-parallel rank's pipeline."""
+    """Slowdown factors of the messages in each data-parallel rank's pipeline."""
     gradients: float
 
 

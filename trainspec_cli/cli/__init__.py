@@ -1,1 +1,1 @@
-"""The command line: one file per command. Parse, make one call, print."""
+"""The command line, with one file per command. Each parses its arguments, makes one call and prints."""

@@ -27,7 +27,7 @@ def backtest(
     profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies of this YAML file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
 ) -> None:
-    """Predict every row with exactly the layout it states; print the error by source, model and chip."""
+    """Predict every row with exactly the layout that it states, and print the error by source, model and chip."""
     eff = _read_profile(profile)
     result = run_backtest(read_rows(file), eff)
     if fit is not None:

@@ -1,4 +1,4 @@
-"""`trainspec budget`: the cost of a portfolio of runs on bought and on rented machines."""
+"""`trainspec budget`: the cost of a portfolio of runs on purchased and on rented machines."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def budget(
 ) -> None:
     """Compare buying machines with renting them by the hour, by the year and on spot, for a portfolio of runs.
 
-    Prints the number of devices by year, the cash flow of each year, the cost of a run and of a million tokens, the
-    break-even time, and the sensitivity to each price. A file has `years` and `runs`, each with `plan` (the arguments
-    of trainspec plan) and `per_year` (a list: by year).
+    Prints the number of devices per year, the cash flow of each year, the cost of a run and of a million tokens, the
+    break-even time, and the sensitivity to each price. A file has `years` and `runs`; each run has `plan` (the
+    arguments of trainspec plan) and `per_year` (as a list: one number for each year).
     """
     found = budget_portfolio(arguments, per_year, years)
     if html:

@@ -1,4 +1,4 @@
-"""`trainspec calibrate`: fit the planner to a cluster, for all later plans and launches there."""
+"""`trainspec calibrate`: fit the planner to a cluster, for all later plans and launches on it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ def calibrate(
     forget: Forget = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the planner to a cluster from a few measured steps; later plans and launches there use the profile and say
-    so.
+    """Fit the planner to a cluster from a few measured steps; later plans and launches on the cluster use the profile
+    and report it.
 
-    Parameters that the measurements do not determine keep the shipped values. cluster.profile=off ignores a profile.
-    """
+    Parameters that the measurements do not determine keep the shipped values. cluster.profile=off ignores a profile."""
     if show or forget:
         _list(cluster, forget=forget, as_json=as_json)
         return
@@ -63,7 +62,7 @@ def calibrate(
 
 
 def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_json: bool) -> ClusterProfile:
-    from trainspec_cli.session.calibration import calibrate as session  # takes half a second; the help does not need it
+    from trainspec_cli.session.calibration import calibrate as session  # takes half a second; not needed by the help
 
     # The form of a source determines its kind: key=value is a recipe, .csv a table, anything else a run folder.
     tables = [source for source in sources if source.endswith(".csv") and "=" not in source]

@@ -1,8 +1,8 @@
-"""`trainspec complete LINE`: print the possible last words of a command line, one per line; shells call it at each Tab.
+"""`trainspec complete LINE`: print the possible last words of a command line, one per line. Shells call it whenever Tab
+is pressed.
 
-It must be fast, so it does not import typer, hydra or rich: options are read from the source code of the commands, and
-keys from the recipe's dataclasses.
-"""
+It must be fast, so it does not import typer, hydra or rich: options are read from the commands' source code, and keys
+from the recipe's dataclasses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RUNS = "runs"
 RUN_FILE = "run.json"
 LAST = "last"
 MOST_FOLDERS = 2_000
-"""Maximum number of folders below ./runs to read."""
+"""Maximum number of folders below ./runs that are read."""
 
 
 def complete(line: str, commands: Mapping[str, Command]) -> list[str]:
-    """Return the completions of the last word of `line`, the text up to the cursor."""
+    """Return the completions for the last word of `line`, which is the text up to the cursor."""
     *before, word = line.split(" ")
     before = [other for other in before if other]
     found = _candidates(before[1:], word, commands)
@@ -32,7 +32,7 @@ def complete(line: str, commands: Mapping[str, Command]) -> list[str]:
 
 
 def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command]) -> Iterator[str]:
-    """Yield candidates for a word; `before` are the words between the program and that word."""
+    """Yield candidates for a word; `before` contains the words between the program and that word."""
     if not before:
         yield from commands
         return
@@ -71,7 +71,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
 
 def _runs(folder: Path) -> Iterator[str]:
     for number, (root, below, files) in enumerate(os.walk(folder)):
-        # A home folder may have millions of entries, and slow completion is worse than none.
+        # A home folder may have millions of entries, and slow completion is worse than no completion.
         if number >= MOST_FOLDERS:
             return
         if RUN_FILE in files:
@@ -80,7 +80,7 @@ def _runs(folder: Path) -> Iterator[str]:
 
 
 def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
-    """Yield recipe keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
+    """Yield recipe keys level by level: `optim=`, `optim.`, and below that `optim.lr=`."""
     from trainspec_cli.recipe.compose.folders import find_folders
     from trainspec_cli.recipe.keys.run import RunSpec
     from trainspec_cli.recipe.records import known_paths
@@ -119,7 +119,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _options(module: ast.Module, command: str) -> Iterator[str]:
-    """Yield the options of the function `command`: the explicit `--name` of an argument, or typer's default."""
+    """Yield the options of the function `command`: the explicit `--name` of an argument, or typer's default name."""
     shared = _parse(Path(__file__).with_name("options.py"))
     aliases = {
         target.id: node.value

@@ -1,4 +1,5 @@
-"""`trainspec completion SHELL`: print the script that makes a shell call `trainspec complete LINE` at each Tab."""
+"""`trainspec completion SHELL`: print the script that makes a shell call `trainspec complete LINE` whenever Tab is
+pressed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-# bash breaks words at `=`, and replaces only what follows it.
+# bash splits words at `=`, and replaces only the part after it.
 BASH = r"""_trainspec() {
     local line="${COMP_LINE:0:COMP_POINT}" word prefix IFS=$'\n'
     word="${line##*[[:space:]]}"

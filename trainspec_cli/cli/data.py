@@ -37,7 +37,7 @@ OPTIONS = {
     "data.tokenizer.path": "--tokenizer",
     "data.tokenizer.end_of_document": "--end-of-document",
 }
-"""Recipe keys, and the options that set them here."""
+"""Recipe keys, and the options that set them in this command."""
 
 
 Source = Literal[Documents, SampleSource]
@@ -75,9 +75,9 @@ def prepare(
     max_bytes: Annotated[int | None, typer.Option(help="Read at most this much text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Read text, train a tokenizer on it (or use yours), and write token shards: of one source to a folder, or of all
-    data of a recipe."""
-    # With a recipe, the data goes to the cache under the names that `launch` uses.
+    """Read text, train a tokenizer on it (or use yours), and write token shards: from one source to a folder, or for
+    all data of a recipe."""
+    # With a recipe, the data goes to the cache, under the names that `launch` uses.
     if arguments:
         options = {"--source": source, "--output": output, "--path": path}
         given = [name for name, value in options.items() if value is not None]
@@ -105,15 +105,15 @@ def prepare(
     try:
         with _progress() as on_progress:
             prepare_into(data, output, on_progress)
-    except FileExistsError as error:  # another process has filled the folder meanwhile
+    except FileExistsError as error:  # another process has filled the folder in the meantime
         raise not_empty(output) from error
-    except TrainspecError as error:  # it names recipe keys, which are options here
+    except TrainspecError as error:  # its recipe keys are options here
         raise type(error)([_as_option(problem) for problem in error.problems]) from error
     _print_folder(output, TokenFolder.open(output).manifest, as_json)
 
 
 def prepare_recipe(arguments: list[str], as_json: bool) -> None:
-    """Prepare a recipe's data as `launch` would: into the cache, where `launch` finds it."""
+    """Prepare a recipe's data as `launch` would, in the cache, where `launch` finds it."""
     data = load(arguments).spec.data
     if data.source in SAMPLE_SOURCES:
         _tell_ready(data.source, READY[data.source], as_json)
@@ -161,9 +161,9 @@ def _as_option(problem: Problem) -> Problem:
 
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
-    """Show a progress bar on stderr, so that stdout holds only JSON with `--json`."""
+    """Show a progress bar on stderr, so that with `--json` stdout contains only JSON."""
     console = PrintableConsole(stderr=True)
-    # In a log, a line per percent would hide the result.
+    # In a log, one line per percent would hide the result.
     if not console.is_terminal:
         yield lambda phase, done, rows: None
         return

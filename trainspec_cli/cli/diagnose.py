@@ -1,4 +1,4 @@
-"""`trainspec diagnose`: name what slows a run, where, since when, and the remedy."""
+"""`trainspec diagnose`: report what slows a run down, where, since when, and what to do about it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Trace = Annotated[
 def diagnose(
     run: RunArgument, as_json: AsJson = False, html: Html = None, watch: Watch = False, trace: Trace = None
 ) -> None:
-    """Name what slows a running or finished run: cause, place, cost, proof and remedy, most severe first."""
+    """Report what slows down a running or finished run: cause, place, cost, evidence and remedy, most severe first."""
     if trace is not None:
         trace_to(run, trace)
-    # Flush each line, so that a reader of a pipe sees a verdict as soon as it is found.
+    # Flush each line, so that a program reading from a pipe sees a verdict as soon as it is found.
     for event in follow_verdicts(run) if watch else ():
         shown = json_text(to_plain(event), indent=None) if as_json else describe_event(event)
         print(shown, flush=True)

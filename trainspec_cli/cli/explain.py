@@ -1,4 +1,4 @@
-"""`trainspec explain KEY`: print the meaning and the allowed values of a recipe's key."""
+"""`trainspec explain KEY`: print the meaning and the allowed values of a recipe key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def explain(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print the meaning of a recipe's key, with its unit, allowed values and default."""
+    """Print the meaning of a recipe key, with its unit, allowed values and default."""
     folders = find_folders(Path.cwd())
     options = folders.options(NAMED_SECTIONS.get(key, key))
     path = _path(key, folders)
@@ -55,8 +55,8 @@ def _hint(path: str) -> str:
 
 
 def _path(key: str, folders: Folders) -> str:
-    """Return the full key for one that begins with a group's name, such as `slurm.time` for `cluster.slurm.time`, or
-    that is the unique last word of a key, such as `lr` for `optim.lr`."""
+    """Return the full key for one that starts with the name of a group, such as `slurm.time` for `cluster.slurm.time`,
+    or that is the unique last word of a key, such as `lr` for `optim.lr`."""
     first, dot, rest = key.partition(".")
     # A key takes precedence over a group of the same name: `data` is both.
     is_group = first in folders.groups and not any(explain_key(RunSpec, first))

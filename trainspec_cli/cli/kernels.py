@@ -1,4 +1,4 @@
-"""`trainspec kernels`: measure which kernels are fastest on this machine, at a recipe's shapes."""
+"""`trainspec kernels`: measure which kernels are fastest on this machine, with a recipe's shapes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Again = Annotated[bool, typer.Option("--again", help="Measure again, even if res
 
 
 def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
-    """Measure every kernel that runs here, against fp64 and against torch's default, at the recipe's shapes.
+    """Measure every kernel that runs here, against fp64 and against torch's default, with the recipe's shapes.
 
-    kernels=auto uses the results. They are measured once.
-    """
+    kernels=auto uses the results. They are measured only once."""
     console = make_console(as_json=as_json)
     with on_stop_signal(interrupt):
         loaded = load(arguments)

@@ -42,21 +42,21 @@ def launch(
     notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
-    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once.
+    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops immediately.
 
-    On several nodes without Slurm, give the same command on each, with --node-rank and a shared run.dir.
-    With --sweep, one run per value trains on this node, and a table lists them, best first.
+    On several nodes without Slurm, type the same command on each of them, with --node-rank and a shared run.dir. With
+    --sweep, one run per value trains on this node, and a table lists the runs, best first.
     """
     if sweep:
         _check_sweepable(arguments, dry_run=dry_run, detach=detach, several=nnodes is not None)
         from trainspec_cli.session.launching.sweep import read_sweep
-        from trainspec_cli.session.launching.sweep_runs import launch_sweep  # as below
+        from trainspec_cli.session.launching.sweep_runs import launch_sweep  # see below
 
         sweeps = [read_sweep(one) for one in sweep]
         with on_stop_signal(interrupt):
             wanted = Notify(notify)
             return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
-    from trainspec_cli.session.launching import session as session  # takes half a second; the help does not need it
+    from trainspec_cli.session.launching import session as session  # takes half a second; not needed by the help
     from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
@@ -70,7 +70,7 @@ def launch(
 
 
 def _check_sweepable(arguments: Sequence[str], *, dry_run: bool, detach: bool, several: bool) -> None:
-    from trainspec_cli.recipe.rules.check import WING_KEYS  # as above
+    from trainspec_cli.recipe.rules.check import WING_KEYS  # the same
 
     keys = {argument.partition("=")[0] for argument in arguments}
     given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}

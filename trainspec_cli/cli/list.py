@@ -1,4 +1,4 @@
-"""`trainspec list`: list the options of every group, and the recipes; files in ./conf and ./recipes come first."""
+"""`trainspec list`: list the options of every group, and the recipes. Files in ./conf and ./recipes come first."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainspec_cli.recipe.keys.model import OwnModel
 Row = JsonObject
 RECIPE = "recipe"
 _FOR_PROGRAMS = re.compile(r"#\s*(@package|yaml-language-server)\b")
-"""Prefixes of comments at the top of a file that are meant for Hydra or editors."""
+"""Starts of comments at the top of a file that are meant for Hydra or editors."""
 
 
 def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
-    """Return the options of a group with description and file; user files come first."""
+    """Return the options of a group with description and file; the user's files come first."""
     names = folders.recipe_names() if group == RECIPE else folders.options(group)
     files = {name: folders.find_config(f"{group}/{name}") for name in names}
     rows: Sequence[Row] = [
@@ -37,14 +37,14 @@ def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
         for name, file in files.items()
         if file
     ]
-    # A user's file hides the shipped file with the same name, just as when a recipe is composed.
+    # A user's file hides the shipped file of the same name, just as when a recipe is composed.
     shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
     return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
 
 
 def _describe(file: Path, cwd: Path) -> str:
-    """Return a file's description: the first sentence of the comment at its top, or the name in it; if it cannot be
-    read, the reason."""
+    """Return a file's description: the first sentence of the comment at its top, or the name stated in it. If it cannot
+    be read, return the reason."""
     try:
         content = read_yaml(file, cwd)
         lines = read_text(file).splitlines()
@@ -61,12 +61,12 @@ def _describe(file: Path, cwd: Path) -> str:
     return content.description or sentence or (name if isinstance(name, str) and name != file.stem else "")
 
 
-# Figures of three groups
+# Key values for the options of three groups
 
 
 def _accelerator(values: JsonObject) -> Row:
     keys = ("bf16_tflops", "memory_gb", "memory_tb_per_s", "link_gb_per_s", "tdp_w", "price_usd_per_hour")
-    build_accelerator(values)  # an invalid file raises here, and gets no figures
+    build_accelerator(values)  # an invalid file raises here, and gets no values
     return {"label": values.get("name"), **{key: values.get(key) for key in keys}}
 
 
@@ -93,7 +93,7 @@ FIGURES: dict[str, Callable[[], dict[str, Row]]] = {
     "cluster": lambda: load_group("cluster", _cluster),
     "model": _models,
 }
-"""Group -> function that returns the figures of an option."""
+"""Group -> function that returns the key values of each option."""
 
 
 def list(

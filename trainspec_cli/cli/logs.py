@@ -13,7 +13,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new 
 
 
 def logs(run: RunArgument, follow: Follow = False) -> None:
-    """Print the output of a run since its launch. The output of each worker is in the run's folder `logs`."""
+    """Print the output of a run since its launch. The output of each worker is in the run's `logs` folder."""
     from trainspec_cli.session.runs.find import find_run
     from trainspec_cli.session.runs.follow import read_run_log
 

@@ -1,9 +1,9 @@
-"""The entry point of the command line: runs a command and exits with its code; also the table of commands and the help.
+"""The entry point of the command line: it runs a command and exits with its code. It also contains the table of
+commands and the help.
 
-A command's module is imported when it is called. User and machine errors are shown without a traceback. Exit codes in
-addition to those of `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if the reader
-of a pipe has closed it, as in a shell.
-"""
+A command's module is imported when the command is called. User and machine errors are shown without a traceback. Exit
+codes in addition to those in `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if
+the reader of a pipe has closed it, as in a shell."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
 SHOWN_CHARS = 200
 NEW_OBJECTS = 50_000
-"""Objects to allocate before Python's cyclic garbage collector runs: a plan allocates many, but creates hardly any
-cycles."""
+"""Number of objects to allocate before Python's cyclic garbage collector runs: a plan allocates many objects, but
+creates hardly any cycles."""
 GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
 """The headings of the help, in order."""
 _TRUNK = {
@@ -77,9 +77,9 @@ _OF_WINGS = {
 }
 _ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
-"""The commands by name, in the order that the help lists them."""
+"""The commands by name, in the order in which the help lists them."""
 COMPLETE = "complete"
-"""Print the possible last words of a command line; for shells (see `completion`), not for people."""
+"""Prints the possible last words of a command line. It is for shells (see `completion`), not for people."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
@@ -137,7 +137,7 @@ def _show_warning(
 
 
 def _drop_output() -> None:
-    """Redirect closed streams to /dev/null; otherwise Python would report the closed pipe again at exit."""
+    """Redirect closed streams to /dev/null, because Python would otherwise report the closed pipe again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -194,7 +194,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int:
 
     command = load_command(name)
     try:
-        # `command()` would end the process itself, and print errors in click's words.
+        # `command()` would end the process itself, and print errors in click's wording.
         with command.make_context(f"trainspec {name}", list(arguments)) as context:
             result = command.invoke(context)
     except typer.Exit as ended:
@@ -215,7 +215,7 @@ def load_command(name: str) -> Any:
     entry = COMMANDS[name]
     module = importlib.import_module(f"{entry.folder}.{entry.function or name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
-    # Without this, rich would also draw boxes into a pipe, which a program reads.
+    # Without this, rich would also draw boxes when writing to a pipe, from which a program reads.
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
@@ -224,7 +224,7 @@ def load_command(name: str) -> Any:
 
 
 def _usage_error() -> type[Exception]:
-    """Return click's class of usage errors, through a class that typer exports, because typer may bundle its own
+    """Return click's class of usage errors through a class that typer exports, because typer may bundle its own copy of
     click."""
     import typer
 
@@ -257,13 +257,13 @@ def _usage_problem(name: str, error: Any) -> Problem:
 def _meant_option(context: Any, option: str) -> str:
     """Return what to type instead of an option that a command does not have: another option, or a recipe value; empty
     if nothing is similar."""
-    from trainspec_cli.recipe.records import only_key_named  # not needed by the help
+    from trainspec_cli.recipe.records import only_key_named  # the help does not need it
 
     if option in FORMER_FLAGS:
         remedy = FORMER_FLAGS[option]
         return f"{'pass' if remedy.startswith('--') else 'set'} {remedy}"
     parameters = context.command.params
-    # The options come from the parser, so that a hint never names one that does not exist.
+    # The options come from the parser, so that a hint never names an option that does not exist.
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
     meant = f"did you mean {near}?" if near else ""
     if any(parameter.name == "arguments" for parameter in parameters):
@@ -295,7 +295,7 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
         return Problem(code="usage", message="a command comes first", hint=hint)
     from trainspec_cli.recipe.compose.folders import (
         RECIPE,
-        find_folders,  # not needed by the help
+        find_folders,  # the help does not need it
     )
 
     folders = find_folders(Path.cwd())

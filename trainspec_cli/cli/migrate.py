@@ -1,4 +1,4 @@
-"""`trainspec migrate`: bring files of earlier versions of the training spec to the current one."""
+"""`trainspec migrate`: convert files from earlier versions of the training spec to the current version."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ To = Annotated[str, typer.Option("--to", metavar="VERSION", help="The target ver
 
 
 def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT_VERSION, as_json: AsJson = False) -> None:
-    """Bring recipes and run folders of earlier versions of the training spec to the current one.
+    """Convert recipes and run folders from earlier versions of the training spec to the current version.
 
-    The old file is kept as FILE.VERSION.bak. Comments in recipes stay. Files under a digest (certificates,
-    checkpoints) remain readable, and are not changed.
-    """
-    from trainspec_cli.session.recipe.migrate import apply, find_migrations  # not needed by the help
+    The old file is kept as FILE.VERSION.bak. Comments in recipes are preserved. Files protected by a digest
+    (certificates, checkpoints) remain readable, and are not changed."""
+    from trainspec_cli.session.recipe.migrate import apply, find_migrations  # the help does not need it
 
     migrations = find_migrations(paths, to)
     backups = {} if dry_run else apply(migrations)

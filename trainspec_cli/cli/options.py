@@ -114,7 +114,7 @@ class CommandOptions:
     max_restarts: int
     grace_s: float
     hang_s: float | None
-    """None if not given; 0 means never."""
+    """None if not specified; 0 means never."""
     work_s: float
     join_timeout_s: float
 
@@ -131,8 +131,8 @@ def not_empty(output: Path) -> RecipeError:
 
 
 def page_origin() -> PageOrigin:
-    """Return the origin that a page made by this command states."""
-    # A page is read away from its terminal, so it states the command that recreates it.
+    """Return the origin to state on a page created by this command."""
+    # A page is read separately from its terminal, so it states the command that recreates it.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 
@@ -154,7 +154,7 @@ def _not_writable(file: Path, option: str, error: OSError) -> RecipeError:
 
 
 def write_page(file: Path, page: str, option: str = "--html") -> None:
-    """Write a page, and replace an existing file. Raises RecipeError if it cannot be written."""
+    """Write a page, replacing an existing file. Raises RecipeError if it cannot be written."""
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -31,7 +31,7 @@ Verbose = Annotated[
 ]
 
 PIPED_WIDTH = 150
-"""Columns to assume without a terminal."""
+"""Number of columns to assume without a terminal."""
 
 
 def plan(
@@ -44,9 +44,9 @@ def plan(
 ) -> None:
     """Rank the layouts of a recipe on a cluster, and forecast the run: time, goodput, energy, carbon, money.
 
-    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists changes that would fit. With
+    Needs no GPU and starts nothing. Exit code 3 means that nothing fits; the output lists changes that would help. With
     disturb=NAME|FILE the run is also simulated under a disturbance: its speed with and without the scheduler. Without a
-    recipe, model=NAME cluster=NAME is planned with usual values for the rest, which the plan states.
+    recipe, model=NAME cluster=NAME is planned with typical values for everything else, which the plan lists.
     """
     if not sweep:
         _plan_one(arguments, as_json, html, trace, verbose)
@@ -63,14 +63,14 @@ def plan(
 def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool, verbose: bool) -> None:
     planned = plan_recipe(arguments, trace=trace)
     if html:
-        from trainspec_cli.reporter.plan.page import render_plan_page  # loads charts, which text does not need
+        from trainspec_cli.reporter.plan.page import render_plan_page  # it loads charts, which text does not need
 
         write_page(html, render_plan_page(planned, page_origin()))
     if as_json:
         print(json_text(plan_as_json(planned)))
     else:
         _show(lambda width: render_plan(planned, width, verbose=verbose))
-    # The text is printed first, because it says what would fit.
+    # The text is printed first, because it states what would fit.
     if not planned.best:
         _refuse(planned, as_json)
 
@@ -83,7 +83,7 @@ def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, h
         tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
     )
     if html:
-        from trainspec_cli.reporter.plan.page import render_sweep_page  # as above
+        from trainspec_cli.reporter.plan.page import render_sweep_page  # the same
 
         write_page(html, render_sweep_page(swept, page_origin()))
     if as_json:
@@ -95,13 +95,13 @@ def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, h
 
 
 def _show(render: Callable[[int], RenderableType]) -> None:
-    # Without a terminal rich would assume 80 columns, and wrap the table of layouts.
+    # Without a terminal, rich would assume 80 columns and wrap the table of layouts.
     console = PrintableConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.show(render(console.width))
 
 
 def _refuse(planned: PlanReport, as_json: bool) -> None:
-    """Raise for a plan without a best layout; with `--json` the printed plan shows this."""
+    """Raise an error for a plan without a best layout; with `--json`, the printed plan shows this."""
     if as_json:
         raise typer.Exit(PlanError.exit_code)
     require_fit(planned)

@@ -38,9 +38,9 @@ def resume(
 ) -> int:
     """Continue a run in its own folder, from its newest complete checkpoint.
 
-    On several nodes without Slurm, give the same command on each, with --node-rank.
+    On several nodes without Slurm, type the same command on each of them, with --node-rank.
     """
-    from trainspec_cli.session.launching import resume as session  # takes half a second; the help does not need it
+    from trainspec_cli.session.launching import resume as session  # takes half a second; not needed by the help
     from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)

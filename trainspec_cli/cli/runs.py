@@ -1,4 +1,4 @@
-"""`trainspec runs`: list, compare or remove the runs of this folder; or list the state that runs keep in this node's
+"""`trainspec runs`: list, compare or remove the runs in this folder; or list the state that runs keep in this node's
 memory, and the memory limits that they have found."""
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def runs(
     clear_limits: ClearLimits = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs below this folder or launched from it, newest first, with the values that differ between runs of a
-    recipe."""
+    """List the runs below this folder or launched from it, newest first, with the values that differ between runs of
+    the same recipe."""
     # typer also calls this for `runs compare`.
     if context.invoked_subcommand:
         return
@@ -81,7 +81,7 @@ def runs(
         print(json_text([asdict(line) for line in lines]))
     elif lines:
         columns = zip(HEADINGS, *map(_cells, lines), strict=True)
-        filled = [column for column in columns if any(column[1:])]  # leave out empty columns
+        filled = [column for column in columns if any(column[1:])]  # omit empty columns
         print("\n".join(aligned(list(zip(*filled, strict=True)))))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
@@ -91,7 +91,7 @@ def runs(
 
 
 def _show_limits(*, clear: bool, as_json: bool) -> None:
-    """List the settings that runs on this machine fell back to after running out of memory; `clear` removes them."""
+    """List the settings that runs on this machine switched to after running out of memory; `clear` removes them."""
     found = [limits for _, limits in list_limits()]
     if clear:
         forget_limits()
@@ -177,7 +177,7 @@ def compare(runs: Runs, as_json: AsJson = False) -> None:
 
 @app.command()
 def rm(runs: Runs, yes: Yes = False, as_json: AsJson = False) -> None:
-    """Remove runs with all their files. A running run is refused."""
+    """Remove runs with all their files. A run that is still running is rejected."""
     _remove(removal.plan_removal(runs), yes=yes, as_json=as_json)
 
 
@@ -195,7 +195,7 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove runs below ./runs that failed or were killed, or checkpoints that are no longer needed."""
-    # By default, entire runs are removed only if they went wrong, but checkpoints also of finished runs.
+    # By default, entire runs are removed only if they went wrong, but checkpoints are also removed from finished runs.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
         message = f"--status is {', '.join(wrong)}"
@@ -209,7 +209,7 @@ def prune(
 
 
 def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) -> None:
-    """List what will be removed and the space that this frees, ask, and remove it."""
+    """List what will be removed and how much space that frees, ask for confirmation, and remove it."""
     freed = format_bytes(sum(one.bytes for one in removals))
     if not as_json:
         print("\n".join(map(_describe_removal, removals)) or "there is nothing to remove")

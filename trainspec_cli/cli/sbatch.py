@@ -64,10 +64,10 @@ OF_RECIPE, OF_COMMAND = (
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A checked job; nothing is written yet."""
+    """A checked job for which nothing has been written yet."""
 
     loaded: Sequence[Loaded]
-    """One per run of an array."""
+    """One for each run of an array."""
     warnings: Sequence[str]
     write: Callable[..., Submission]
     """Writes the submission; takes `dry_run`."""
@@ -75,7 +75,7 @@ class PreparedJob:
 
 PrepareCommand = Callable[[Sequence[str], Sequence[str], str | None, CommandOptions], PreparedJob]
 PREPARE_COMMAND: Point[PrepareCommand] = Point("prepare_command")
-"""Checks the job of a user's training command. Takes the command, `key=value` arguments for the cluster, the run
+"""Checks the job for a user's training command. Takes the command, `key=value` arguments for the cluster, the run
 folder, and the options."""
 
 
@@ -84,7 +84,7 @@ class CommandApart(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if "--" in args:
-            # click drops `--`, after which the options of the user's command look like options of sbatch.
+            # click drops `--`, after which the options of the user's command would look like options of sbatch.
             place = args.index("--")
             args, ctx.obj = args[:place], args[place + 1 :]
         return super().parse_args(ctx, args)
@@ -109,15 +109,14 @@ def sbatch(
     join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run's folder and the Slurm script that trains it, and print or submit the script.
+    """Create a run's folder and the Slurm script that trains it, and print or submit the script.
 
-    Every node must see the folder (run.dir; for a command --dir). cluster.slurm sets the options of the job.
-    With --sweep, the runs are the tasks of one array.
-    Shell lines of a recipe (cluster.slurm.setup) are shown on stderr.
-    Submitting the script again continues the run. --dry-run shows the script and makes nothing.
-    If the script was made but not submitted, the same command with --submit submits it.
+    Every node must see the folder (run.dir; for a command --dir). cluster.slurm sets the options of the job. With
+    --sweep, the runs are the tasks of one array. Shell lines of a recipe (cluster.slurm.setup) are shown on stderr.
+    Submitting the script again continues the run. --dry-run shows the script and creates nothing. If the script was
+    created but not submitted, the same command with --submit submits it.
     """
-    from trainspec_cli.session.slurm import submit as session  # takes half a second; the help does not need it
+    from trainspec_cli.session.slurm import submit as session  # it takes half a second, and the help does not need it
 
     command = context.obj
     if dry_run and submit:
@@ -157,7 +156,7 @@ def sbatch(
 
 
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> PreparedJob:
-    from trainspec_cli.session.slurm import submit as session  # as above
+    from trainspec_cli.session.slurm import submit as session  # the same
 
     _refuse_bare_command(arguments)
     if not arguments:
@@ -177,8 +176,8 @@ def _refuse_bare_command(arguments: Sequence[str]) -> None:
 
 
 def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:
-    """Raise RecipeError for options of the other kind of job, which would have no effect."""
-    # Otherwise the option would be ignored silently, and the user would notice only after the job.
+    """Raise RecipeError for options of the other kind of job, because they would have no effect."""
+    # Otherwise the option would be silently ignored, and the user would notice only after the job.
     for option in context.command.params:
         source = context.get_parameter_source(str(option.name))
         if option.name in others and source and source.name == "COMMANDLINE":

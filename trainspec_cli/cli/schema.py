@@ -35,12 +35,12 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a recipe, of the files in a folder of conf, or of a file that trainspec writes.
 
-    An editor with yaml-language-server uses the schema that a comment of the file names:
+    An editor with yaml-language-server uses the schema named in a comment in the file:
 
     # yaml-language-server: $schema=../conf/schema/recipe.json
     """
     groups = find_folders(Path.cwd()).groups
-    # A group and a file may have the same name; each schema is listed once.
+    # A group and a file may have the same name; each schema is listed only once.
     names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
         raise RecipeError(_unknown(group, names))
@@ -53,7 +53,7 @@ def schema(
 
 def _schema_of(name: str, groups: Sequence[str]) -> JsonObject:
     if name == DISTURB:
-        from trainspec_cli.session.planning.disturbance import disturbance_schema  # loads the planner
+        from trainspec_cli.session.planning.disturbance import disturbance_schema  # it loads the planner
 
         return disturbance_schema()
     if name in FILE_SCHEMAS and name not in groups:

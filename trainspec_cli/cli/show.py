@@ -1,4 +1,4 @@
-"""`trainspec show`: print the composed recipe, or its differences from another."""
+"""`trainspec show`: print the composed recipe, or its differences from another recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show(
 ) -> None:
     """Print the composed recipe, with the file:line of each value."""
     examined = examine(arguments)
-    # A program would mistake a partial recipe in JSON for a complete one; people can see where the problems are.
+    # A program would mistake a partial recipe in JSON for a complete one, while people can see where the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         print(_whole(examined.composed, as_json), end="")
@@ -44,7 +44,7 @@ def show(
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.recipe.compose.values import render_yaml  # loads hydra, which the help does not need
+    from trainspec_cli.recipe.compose.values import render_yaml  # it loads hydra, which the help does not need
 
     if not as_json:
         return render_yaml(composed.data, composed.origins, Style.of(sys.stdout).dim)
@@ -54,7 +54,7 @@ def _whole(composed: Composed, as_json: bool) -> str:
 
 
 def _compose_other(other: str) -> JsonObject:
-    """Return the values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
+    """Return the values in a run folder's composed.yaml, or those of a recipe. Raises RecipeError."""
     path = expand(other)
     inside = RunDir(path).composed_yaml
     file = inside if exists(inside) else path
@@ -90,7 +90,7 @@ _ABSENT = object()
 
 
 def _cell(values: JsonObject, path: str) -> str:
-    from trainspec_cli.recipe.compose.values import render_value  # as above
+    from trainspec_cli.recipe.compose.values import render_value  # the same
 
     text = render_value(values[path]) if path in values else "-"
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."

@@ -1,4 +1,4 @@
-"""`trainspec validate`: find all problems of a recipe, and with --here what this machine lacks for it."""
+"""`trainspec validate`: find all problems in a recipe and, with --here, anything that this machine lacks for it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ Here = Annotated[
 
 
 def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = False) -> None:
-    """Find all problems of a recipe: keys, types, sizes that do not divide, missing files.
+    """Find all problems in a recipe: keys, types, sizes that do not divide evenly, missing files.
 
-    The first 16 MiB of each data source are read. With --here, anything that this machine lacks is a problem too.
-    """
+    The first 16 MiB of each data source are read. With --here, anything that this machine lacks is also a problem."""
     examined = examine(arguments)
     spec = examined.draft
     found = machine_of_draft(spec) if here else None

@@ -6,7 +6,7 @@ from trainspec_cli.cli.options import RunArgument
 
 
 def watch(run: RunArgument) -> None:
-    """Show a running run like its own terminal does. Ctrl-C does not affect the run."""
+    """Show a running run as its own terminal does. Ctrl-C does not affect the run."""
     from trainspec_cli.reporter.console import PrintableConsole
     from trainspec_cli.session.runs.find import find_run
     from trainspec_cli.session.runs.follow import watch as follow

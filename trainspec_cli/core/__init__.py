@@ -1,1 +1,1 @@
-"""What every other part needs: errors, units, bounded readers, trust, and one authenticated channel."""
+"""What all other parts need: errors, units, bounded readers, trust, and one authenticated channel."""

@@ -1,55 +1,58 @@
-"""Names of environment variables, of trainspec's processes and of the user, and the process title of a worker."""
+"""Names of environment variables, both of trainspec's processes and of the user, and the process title of a worker."""
 
 CACHE = "TRAINSPEC_CACHE"
-"""Set by users: the folder for prepared data and measured figures."""
+"""Set by users: the folder for prepared data and measurements."""
 
 PROBE = "TRAINSPEC_PROBE"
-"""Set by users: `off` prevents measuring this machine after a run. A sweep sets it for its runs, and measures once at
-its end."""
+"""Set by users: `off` prevents this machine from being measured after a run. A sweep sets it for its runs, and measures
+once at the end."""
 
 HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
-"""Set by users: a folder that holds checkpoints of the Hugging Face Hub as ORG/NAME."""
+"""Set by users: a folder that contains checkpoints of the Hugging Face Hub as ORG/NAME."""
 
 RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
-"""Variables for the command of `--notify`: the run folder, its end (done, stopped or failed), and a line of text."""
+"""Variables for the command of `--notify`: the run folder, how the run ended (done, stopped or failed), and a line of
+text."""
 
 DEVICE = "TRAINSPEC_DEVICE"
-"""The name of a device that a wing provides (`engine.accelerators.DEVICES`): workers use it instead of the plan's
+"""The name of a device provided by a plug-in (`engine.accelerators.DEVICES`), which workers use instead of the plan's
 device."""
 EMULATED = "TRAINSPEC_EMULATED"
 """The settings of the emulated device, such as `order=7,memory_gib=2` (`wings.emulated`)."""
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
-"""The start that a process belongs to; it identifies all processes of a job."""
+"""The start to which a process belongs; it identifies all processes of a job."""
 GENERATION = "TRAINSPEC_GENERATION"
 """The number of that start among all starts of the run. A worker of an older start stops writing."""
 GROUP = "TRAINSPEC_GROUP"
-"""The number of a worker's replica group, from 0."""
+"""The number of a worker's replica group, starting at 0."""
 START = "TRAINSPEC_START"
-"""The number of that group's start, from 1."""
+"""The number of that group's start, starting at 1."""
 
 PROGRESS = "TRAINSPEC_PROGRESS"
-"""The start, and the folder where the processes of a user's command count their steps, as ID:FOLDER."""
+"""The start, and the folder in which the processes of a user's command count their steps, as ID:FOLDER."""
 
 OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEPATH"
-"""In a Slurm job, PYTHONPATH and PYTHONSAFEPATH for the user's command; trainspec's own processes use other values."""
+"""In a Slurm job, PYTHONPATH and PYTHONSAFEPATH for the user's command; trainspec's own processes use different
+values."""
 
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
-"""The file with the secret of the job's processes; the secret itself is not in any environment."""
+"""The file containing the secret of the job's processes. The secret itself is not in any environment."""
 SUPERVISOR = "TRAINSPEC_SUPERVISOR"
 """Address of the supervisor: HOST:PORT, or the path of a Unix socket on this node."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
 """Address of the job's rendezvous server, as HOST:PORT."""
 STORE_FILE = "TRAINSPEC_STORE_FILE"
-"""The file through which the processes of one node find each other."""
+"""The file through which the processes of a single node find each other."""
 
 RANK = "RANK"
-"""A worker's rank as set by torchrun. A forked worker has it too, but the system shows its parent's environment."""
+"""A worker's rank as set by torchrun. A forked worker also has it, but the system shows the environment of its
+parent."""
 _TITLE = "rank "
 
 
 def rank_title(rank: str) -> str:
-    """Return the process name of a forked worker, as `ps` and `top` show it."""
+    """Return the process name of a forked worker, as shown by `ps` and `top`."""
     return f"{_TITLE}{rank}"
 
 

@@ -1,12 +1,12 @@
-"""The errors that users see, and the exit code with which each ends the program.
+"""The errors that users see, and the exit code with which each of them ends the program.
 
     TrainspecError
     ├── RecipeError        2   the recipe or the command line is wrong (carries every problem found)
     ├── PlanError          3   the plan cannot fit
     ├── MachineError       4   the environment lacks something (a GPU, disk space, a package)
     ├── WorkerError        5   a worker failed
-    ├── Stopped            6   stopped on request, with a checkpoint written
-    └── Interrupted      130   interrupted before there was a checkpoint
+    ├── Stopped            6   stopped on request, after writing a checkpoint
+    └── Interrupted      130   interrupted before a checkpoint was written
 
 The command line catches `TrainspecError`, prints it for people (or as JSON) and exits with `exit_code`.
 """
@@ -31,7 +31,7 @@ class Problem:
     message: str
     """The value found, and the allowed values."""
     path: str = ""
-    """The dotted key with the problem, such as `optim.lr`."""
+    """The dotted key that has the problem, such as `optim.lr`."""
     hint: str = ""
     """The command or key to type next."""
     file: str | None = None
@@ -42,7 +42,7 @@ class Problem:
     excerpt: str = ""
     """The text of that line or argument, for display."""
     environment: bool = False
-    """True if the recipe is valid but the machine lacks something."""
+    """Whether the recipe is valid but the machine lacks something."""
 
     def as_json(self) -> JsonObject:
         fields = asdict(self)
@@ -55,7 +55,7 @@ class Problem:
 
 
 class TrainspecError(Exception):
-    """The root of all errors meant for users; never raised directly."""
+    """The base class of all errors meant for users; never raised directly."""
 
     exit_code = 1
 
@@ -65,11 +65,11 @@ class TrainspecError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__(str(self))
         for problem in self.problems:
-            if problem.hint:  # Python prints notes below the traceback, in a user's own script too
+            if problem.hint:  # Python prints notes below the traceback, also in a user's own script
                 self.add_note(problem.hint)
 
     def __str__(self) -> str:
-        """Return the messages, also for an error that is an OSError with a file name."""
+        """Return the messages, even for an error that is an OSError with a file name."""
         return "; ".join(problem.message for problem in self.problems)
 
 

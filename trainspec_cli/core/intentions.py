@@ -1,4 +1,4 @@
-"""The intended meaning of keys, values, options and commands that trainspec does not have; all hints come from here.
+"""The intended meaning of keys, values, options and commands that trainspec does not have. All hints come from here.
 
 Keys have other names in torch, Hugging Face's configurations and TrainingArguments (with TRL and PEFT), DeepSpeed,
 Megatron-LM, torchtitan, Lightning, nanoGPT, axolotl, torchrun and vLLM. `tests/core/mistypings.txt` has examples with
@@ -127,7 +127,7 @@ OTHER_WORDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adam"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adam8bit"), "adamw8bit"),
-    "linear": "wsd",  # falls linearly; over the whole run if decay_fraction is 1
+    "linear": "wsd",  # falls linearly, over the entire run if decay_fraction is 1
     **dict.fromkeys(("zero", "zero3", "deepspeed"), "fsdp deepspeed"),
     "llama3": "llama3_8b",
     "h100": "h100_sxm",
@@ -158,7 +158,7 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "collect_env", "health"), "doctor"),
     **dict.fromkeys(("options", "presets"), "list"),
 }
-"""A word from other programs -> the words here that it may mean; the first allowed one counts."""
+"""A word from other programs -> the words that it may mean here; the first allowed one counts."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Former:
     hint: str
     always: JsonValue = None
     """For a key: the value that trainspec always uses now. Recipes and plans composed by earlier versions state every
-    key, so a former key with this value is ignored; any other value is refused."""
+    key, so a former key with this value is ignored; any other value is rejected."""
 
 
 _LOW_RANK = Former("it changed the loss, and `auto` never chose it", "set comm=int8, or comm=bf16 to lose less")
@@ -206,14 +206,14 @@ FORMER_FLAGS: Mapping[str, str] = {
 """A former command option -> what to type instead."""
 
 CONTAINED_CHARS = 3
-"""The shortest word that is searched inside others: 4090 in rtx_4090."""
+"""Minimum length of a word that is searched for inside others, such as 4090 in rtx_4090."""
 
 _KEYS = {name: key for key, names in NAMES_BY_KEY.items() for name in names.split()}
 
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
-    """Return the member of `allowed` that is nearest to an unknown word, or None: a similar spelling, the same meaning,
-    the only one with the same letters (tyni for tiny), or the only one that contains the word."""
+    """Return the member of `allowed` that is closest to an unknown word, or None. It has a similar spelling or the same
+    meaning, or it is the only one with the same letters (tyni for tiny) or the only one that contains the word."""
     from difflib import get_close_matches
 
     by_shape = {_shape(word): word for word in allowed}
@@ -228,7 +228,7 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
 
 
 def closest_path(got: str, paths: Iterable[str]) -> str | None:
-    """Return the nearest dotted path that differs from `got` only in the spelling of its words, each as near as
+    """Return the closest dotted path that differs from `got` only in the spelling of its words, each as close as
     `closest` requires. If paths were compared as a whole, a long last word would hide a wrong section."""
     words = got.split(".")
     left = [path.split(".") for path in paths if path.count(".") == len(words) - 1]

@@ -36,7 +36,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def _cpu_line(key: str, cpuinfo: Path) -> str:
-    """Return the first value of `key`, or ""."""
+    """Return the first value of `key`; "" if there is none."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -44,20 +44,19 @@ def _cpu_line(key: str, cpuinfo: Path) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-# The user's cache (prepared data, measurements of machines, profiles of clusters, memory limits) and the folder of the
-# list of runs.
+# The user's cache (prepared data, machine measurements, cluster profiles, memory limits), and the folder for the list
+# of runs.
 
 
 CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured figures: {CACHE}=FOLDER"
 
 
 def cache_dir() -> Path:
-    """Return the first that is set of `$TRAINSPEC_CACHE`, `$XDG_CACHE_HOME/trainspec` and `~/.cache/trainspec`; it may
+    """Return the first of `$TRAINSPEC_CACHE`, `$XDG_CACHE_HOME/trainspec` and `~/.cache/trainspec` that is set; it may
     not exist yet.
 
-    Raises MachineError if it belongs to another user or is world-writable: a run would train on data that others put
-    there.
-    """
+    Raises MachineError if it belongs to another user or is world-writable, because a run would then train on data that
+    others put there."""
     folder = _location()
     if folder.exists():
         check_folder(folder, CHOOSE_ANOTHER)
@@ -65,8 +64,9 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Return the first that is set of `$TRAINSPEC_CACHE`, `$XDG_STATE_HOME/trainspec` and `~/.local/state/trainspec`,
-    for data that cannot be restored from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
+    """Return the first of `$TRAINSPEC_CACHE`, `$XDG_STATE_HOME/trainspec` and `~/.local/state/trainspec` that is set,
+    for data that cannot be restored from elsewhere; it may not exist yet. Raises MachineError in the same cases as
+    `cache_dir`."""
     if os.environ.get(CACHE):
         return cache_dir()
     base = os.environ.get("XDG_STATE_HOME")
@@ -77,10 +77,9 @@ def state_dir() -> Path:
 
 
 def make_cache() -> None:
-    """Create the cache, accessible to this user only, if it does not exist.
+    """Create the cache, accessible only to this user, if it does not exist.
 
-    Raises MachineError as `cache_dir` does, and if it cannot be written.
-    """
+    Raises MachineError in the same cases as `cache_dir`, and if it cannot be written to."""
     folder = _location()
     try:
         make_folder(folder, CHOOSE_ANOTHER)
@@ -113,20 +112,20 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
 # Which files can be trusted on a shared machine, and how files are made private to this user.
 #
 # A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
-# choice: group permissions are ignored.
+# choice, so group permissions are ignored.
 
 
 PRIVATE_UMASK = 0o077
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
 NEVER_READ = ("wandb",)
-"""Top-level folders of a run that another program writes and trainspec never reads. Weights & Biases puts links into
-its folder: `latest-run`, and `debug-core.log`, which leads to its cache in the user's home."""
+"""Top-level folders of a run that another program writes and trainspec never reads. Weights & Biases puts links in its
+folder: `latest-run`, and `debug-core.log`, which points to its cache in the user's home folder."""
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Make all files created in the block, by this process and its children, accessible to this user only."""
+    """Make all files created in the block, by this process and its children, accessible only to this user."""
     before = os.umask(PRIVATE_UMASK)
     try:
         yield
@@ -135,10 +134,9 @@ def private_files() -> Iterator[None]:
 
 
 def make_folder(folder: Path, hint: str) -> None:
-    """Create `folder`, accessible to this user only; leave an existing one unchanged.
+    """Create `folder`, accessible only to this user; leave an existing one unchanged.
 
-    Raises MachineError as `check_folder` does.
-    """
+    Raises MachineError in the same cases as `check_folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir(PRIVATE_FOLDER)
@@ -171,8 +169,8 @@ def check_private(folder: Path, hint: str) -> None:
 def check_tree(root: Path) -> None:
     """Raise MachineError if anything below `root` cannot be trusted, or is a link to a target outside it.
 
-    `root` itself may be a link of this user. The folders in `NEVER_READ` are checked, but not their content.
-    """
+    `root` itself may be a link that belongs to this user. The folders in `NEVER_READ` are checked, but their content is
+    not."""
     real = root.resolve()
     copy = f"use your own copy: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
     check_folder(root, f"if you trust everyone who can write it, {copy}")
@@ -191,7 +189,7 @@ def check_tree(root: Path) -> None:
 
 
 def create_private(path: Path, content: bytes) -> None:
-    """Write a new file, accessible to this user only, and flush it to disk. Raises OSError, also if the file exists."""
+    """Write a new file, accessible only to this user, and flush it to disk. Raises OSError, also if the file exists."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -200,7 +198,7 @@ def create_private(path: Path, content: bytes) -> None:
 
 
 def read_private(path: Path, max_bytes: int) -> bytes:
-    """Return up to `max_bytes` of a regular file. Raises OSError if it belongs to another user, or others can open
+    """Return up to `max_bytes` of a regular file. Raises OSError if it belongs to another user, or if others can open
     it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -218,8 +216,8 @@ def is_plain_name(name: object) -> bool:
 
 
 def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below `root`, a folder before its content. The content of the folders in `closed` is left
-    out."""
+    """Yield everything below `root`, with a folder before its content. The content of the folders in `closed` is
+    omitted."""
     folders = [str(root)]
     while folders:
         try:
@@ -232,7 +230,7 @@ def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_
 
 
 def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield a folder's entries; those that a live run has renamed or removed meanwhile are skipped."""
+    """Yield the entries of a folder. Entries that a live run has renamed or removed in the meantime are skipped."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):

@@ -1,9 +1,8 @@
-"""Text for terminals. Control characters, and characters that hide or reorder others, are escaped.
+"""Text for terminals, in which control characters, and characters that hide or reorder others, are escaped.
 
-Recipes, run folders, data and file names may be untrusted, and control characters make a terminal change its title,
-move the cursor, or hide and recolour text. So `printing_safely` replaces stdout and stderr by a `PrintableStream` for
-all output; the `LastingStream` below it survives the closing of its terminal.
-"""
+Recipes, run folders, data and file names may be untrusted, and control characters can make a terminal change its title,
+move the cursor, or hide and recolour text. `printing_safely` therefore replaces stdout and stderr with a
+`PrintableStream` for all output. The `LastingStream` below it survives the closing of its terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ _UNPRINTABLE = re.compile(
     "\ud800-\udfff"  # surrogates: bytes of a file name that are not UTF-8
     "]"
 )
-"""Joiners (U+200C, U+200D), which Persian, Hindi and emoji need, are kept: they neither hide nor reorder."""
+"""Joiners (U+200C, U+200D), which Persian, Hindi and emoji need, are kept, because they neither hide nor reorder
+text."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
@@ -37,7 +37,7 @@ def printable(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Escape as `printable` does, including newlines and tabs."""
+    """Escape in the same way as `printable`, but also newlines and tabs."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -62,19 +62,19 @@ def _escape(character: str) -> str:
 class PrintableStream:
     """A text stream that makes everything written to it printable, except for the program's own colours.
 
-    These begin with `escape` instead of ESC, a string that differs for every stream, so that no other text can contain
-    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping (reporter/console.py).
-    """
+    These start with `escape` instead of ESC. It is a string that differs for every stream, so that no other text can
+    contain it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping
+    (reporter/console.py)."""
 
     def __init__(self, stream: TextIO | LastingStream):
         self.rich_proxied_file = stream
         self.escape = f"\x1b{os.urandom(8).hex()}"
 
     def write(self, text: str) -> int:
-        # Only the program knows this stream's escape, so a colour code in foreign text stays visible text.
+        # Only the program knows this stream's escape, so a colour code in foreign text stays visible as text.
         safe = "\x1b".join(map(printable, text.split(self.escape)))
         encoding = self.rich_proxied_file.encoding or "utf-8"
-        # A terminal's encoding must not make a command fail because of a character.
+        # The encoding of a terminal must not make a command fail because of a character.
         self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
@@ -87,8 +87,9 @@ class PrintableStream:
 
 
 class LastingStream:
-    """A text stream that drops output after its terminal was closed, when a write fails with EIO; that must not end a
-    command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a stream."""
+    """A text stream that drops output once its terminal has been closed, when a write fails with EIO, because that must
+    not end a command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a
+    stream."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
         self._stream = stream
@@ -105,7 +106,7 @@ class LastingStream:
 
     @contextmanager
     def _discard_when_closed(self) -> Iterator[None]:
-        """Redirect the stream to /dev/null after the first failed write; its buffered output goes there too."""
+        """Redirect the stream, including its buffered output, to /dev/null after the first failed write."""
         try:
             yield
         except OSError as error:
@@ -121,7 +122,7 @@ class LastingStream:
 
 @contextmanager
 def printing_safely() -> Iterator[None]:
-    """Pass all output of the block through a `PrintableStream`, above a `LastingStream`."""
+    """Pass all output of the block through a `PrintableStream` on top of a `LastingStream`."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (PrintableStream(LastingStream(stream)) for stream in streams)
     try:
@@ -131,14 +132,14 @@ def printing_safely() -> Iterator[None]:
 
 
 def cut_middle(text: str, most_chars: int) -> str:
-    """Return a text of at most `most_chars` characters: the beginning and the end of `text`."""
+    """Return a text of at most `most_chars` characters, consisting of the start and the end of `text`."""
     if len(text) <= most_chars:
         return text
     kept = most_chars - len(" ... ")
     return f"{text[: kept - kept // 2]} ... {text[len(text) - kept // 2 :]}"
 
 
-# Constants and formatting of quantities. A GiB is 2**30 bytes, a GB 1e9.
+# Constants, and the formatting of quantities. A GiB is 2**30 bytes, and a GB is 1e9 bytes.
 
 
 KIB = 2**10
@@ -150,7 +151,7 @@ _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 
 
 def format_si(value: float, unit: str = "", digits: int = 3) -> str:
-    """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 have no prefix."""
+    """Format with an SI prefix: `1.25e12` -> `1.25 T`; values below 1,000 get no prefix."""
     for scale, prefix in _SI:
         if abs(value) >= scale:
             return f"{value / scale:.{digits}g} {prefix}{unit}".rstrip()
@@ -199,7 +200,8 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-# Colour and columns for terminals, plain text for pipes; without a library, so that help and errors appear at once.
+# Colour and columns for terminals, plain text for pipes. No library is used, so that help and errors appear
+# immediately.
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class Style:
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:
-        """Return the style for a stream; NO_COLOR (no-color.org) and dumb terminals get plain text."""
+        """Return the style for a stream. With NO_COLOR (no-color.org) and on dumb terminals, it is plain text."""
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         return cls(not plain and stream.isatty(), getattr(stream, "escape", "\x1b"))
 
@@ -234,7 +236,8 @@ class Style:
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Container[int] = ()) -> list[str]:
-    """Lay out rows of cells in columns, one line each; the columns with indices in `numbers` are right-aligned."""
+    """Lay out rows of cells in columns, with one line per row. Columns whose indices are in `numbers` are
+    right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -2,7 +2,7 @@
 
 The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
 shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
-clusters differ that were not used to fit the shipped values. Four runs therefore change only what they measure."""
+clusters differ if they were not used to fit the shipped values. Four runs therefore change only what they measure."""
 
 from __future__ import annotations
 

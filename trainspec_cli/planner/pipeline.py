@@ -217,7 +217,7 @@ class Chain:
 GAIN = 0.01
 """The search ignores improvements smaller than this fraction."""
 MAX_NODES = 4000
-"""The search tries at most this many borders, which takes about 10 ms; small models have fewer."""
+"""Maximum number of stage boundaries that the search tries, which takes about 10 ms; small models have fewer."""
 
 
 def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:

@@ -166,7 +166,7 @@ def _chart(budget: Budget) -> str:
 
 
 def _swings(budget: Budget) -> str:
-    """Draw how much each input changes the savings of buying compared with renting by the hour."""
+    """Draw how much each input changes the savings from buying instead of renting by the hour."""
 
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]

@@ -1,2 +1,2 @@
-"""Optional parts that the trunk does not need: each folder is a wing that registers what it adds (see
+"""Optional parts that the core does not need: each folder is a plug-in that registers what it adds (see
 core/wings.py)."""

@@ -350,8 +350,9 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the counts to try if ranks wait for one another in each micro-batch. Fewer and larger micro-batches are
-    included because a slow rank's can then be smaller, as are the counts that the faster ranks alone need."""
+    """Return the counts to try if ranks wait for one another in each micro-batch. This includes counts with fewer,
+    larger micro-batches, in which a slow rank can have smaller ones, and the counts that the faster ranks need by
+    themselves."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
     stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns

@@ -107,7 +107,7 @@ class SpeedTracker:
         self._learning = list[_Seen]()
         """Steps that will determine the next speed; in this list, a pace is a time in seconds."""
         self._early: Speed | None = None
-        """Preliminary speed from these steps, if it differs steeply from the known one."""
+        """Preliminary speed from these steps, if it differs sharply from the known one."""
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         """Ratio of measured to expected time, for steps without a change."""
         self._departed = list[_Seen]()
@@ -118,7 +118,7 @@ class SpeedTracker:
         self._shape, self._steps = StepShape(0, 1), 0
         """The shape of the latest steps, and the number of consecutive steps with that shape."""
         self._skipped: _Seen | None = None
-        """The last skipped step of a shape. It counts towards a steep change if the following steps also show one."""
+        """The last skipped step of a shape. It counts towards a sharp change if the following steps also show one."""
 
     @property
     def speed(self) -> Speed | None:
@@ -127,7 +127,7 @@ class SpeedTracker:
 
     @property
     def estimate(self) -> Speed | None:
-        """Return the preliminary speed if the first steps of a shape show a steep change; otherwise return the
+        """Return the preliminary speed if the first steps of a shape show a sharp change; otherwise return the
         confirmed speed."""
         return self._early or self._speed
 
@@ -168,7 +168,7 @@ class SpeedTracker:
         self._shape = shape
 
     def _learn(self, seen: _Seen) -> None:
-        """Learn until the median's error is smaller than a change. A steep change in the meantime restarts learning:
+        """Learn until the median's error is smaller than a change. A sharp change in the meantime restarts learning:
         the steps before and after it have no common median, and their spread would count as noise."""
         known = self._learning[: len(self._learning) - len(self._departed)]
         self._learning.append(seen)

@@ -1,1 +1,1 @@
-"""Read files that other programs wrote, within limits of kind, size and depth."""
+"""Read files written by other programs, within limits on type, size and depth."""

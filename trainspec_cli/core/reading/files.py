@@ -1,7 +1,6 @@
-"""Read files that other programs wrote: regular files of a limited size and a known version, or a precise error.
+"""Read files written by other programs: either regular files of limited size and known version, or a precise error.
 
-A named pipe or a device in place of a file would block the reader, or never end.
-"""
+A named pipe or a device in place of a file would block the reader, or never end."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ ANY_DAMAGE = (
     struct.error,
     zlib.error,
 )
-"""Errors that parsers raise on damaged files: numpy evaluates a header (SyntaxError, TokenError), Pillow unpacks bytes
+"""Errors that parsers raise for damaged files: numpy evaluates a header (SyntaxError, TokenError), Pillow unpacks bytes
 (struct.error), nibabel looks up codes (KeyError)."""
 
 _KINDS = {
@@ -52,9 +51,9 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 MAX_DEPTH = 64
-"""The maximum nesting depth of lists and objects."""
+"""Maximum nesting depth of lists and objects."""
 MAX_DIGITS = 30
-"""The maximum number of digits in a whole number; a longer one is read as a float."""
+"""Maximum number of digits in an integer; a longer one is read as a float."""
 
 _REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)")
 
@@ -72,7 +71,7 @@ _KIND_NAMES = {
 
 
 class UnreadableFileError(MachineError, ValueError):
-    """A file exists but cannot be read: the reader does not accept its kind, size or content."""
+    """A file exists but cannot be read, because the reader does not accept its type, size or content."""
 
 
 class MissingFileError(UnreadableFileError, FileNotFoundError):
@@ -86,7 +85,7 @@ class ClosedFileError(UnreadableFileError, PermissionError):
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """Return an error that names `path` and states `why` it cannot be read."""
+    """Return an error that names `path` and states why (`why`) it cannot be read."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",
@@ -137,7 +136,7 @@ def how_to_copy(path: str) -> str:
 
 
 def exists(path: Path) -> bool:
-    """Return True if `path` exists and is not a folder; False also for an impossible path."""
+    """Return True if `path` exists and is not a folder; False also for an invalid path."""
     try:
         return path.exists() and not path.is_dir()
     except (OSError, ValueError):
@@ -150,7 +149,7 @@ def open_regular(path: Path) -> BinaryIO:
     Raises UnreadableFileError, or MissingFileError if it does not exist.
     """
     try:
-        # Opening a named pipe would wait forever for a writer; its kind is known only after opening.
+        # Opening a named pipe would wait forever for a writer; its type is known only after opening it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(Problem("missing_file", f"no such file: {path}", file=str(path))) from error
@@ -174,7 +173,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(path: Path) -> None:
-    """Raise as `open_regular` does. Use it before a library opens the file by name."""
+    """Raise the errors of `open_regular`. Call this before a library opens the file by name."""
     open_regular(path).close()
 
 
@@ -182,7 +181,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a file of at most `max_bytes`. Raises the errors of `open_regular`."""
     try:
         with open_regular(path) as file:
-            # The reported size proves nothing: files below /proc state 0, and others grow meanwhile.
+            # The reported size proves nothing: files below /proc report 0, and others grow in the meantime.
             content = file.read(max_bytes + 1)
     except OSError as error:
         if isinstance(error, UnreadableFileError):
@@ -194,7 +193,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return a file's UTF-8 text without its byte order mark. Raises the errors of `open_regular`."""
+    """Return a file's UTF-8 text without the byte order mark. Raises the errors of `open_regular`."""
     content = read_bytes(path, max_bytes)
     try:
         return content.decode().removeprefix("\ufeff")
@@ -205,7 +204,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> JsonValue:
-    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON) that describes the mistake."""
+    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON), which describes the mistake."""
     try:
         content: JsonValue = json.loads(text, parse_int=parse_whole)
     except RecursionError as error:
@@ -218,7 +217,8 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(path: Path) -> JsonValue:
-    """Read a JSON file. Raises UnreadableFileError with file, line and column, MissingFileError if there is no file."""
+    """Read a JSON file. Raises UnreadableFileError with file, line and column, and MissingFileError if the file does
+    not exist."""
     text = read_text(path)
     try:
         return parse_json(text)
@@ -242,7 +242,7 @@ def read_field(path: Path, content: JsonObject, name: str, kind: type[JsonObject
 @overload
 def read_field(path: Path, content: JsonObject, name: str, kind: type[T]) -> T: ...
 def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object:
-    """Return a field of an object in `path`. Raises UnreadableFileError if it is missing or has another kind."""
+    """Return a field of an object in `path`. Raises UnreadableFileError if it is missing or has the wrong type."""
     if name not in content:
         raise unreadable(path, f"has no `{name}`; expected {describe_kind(kind)}")
     if not is_kind(content[name], kind):
@@ -251,14 +251,14 @@ def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object
 
 
 def is_kind(value: object, kind: Kind) -> bool:
-    """Return True if `value` is of `kind` by JSON's rules: a whole number is also a number, and true is not."""
+    """Return True if `value` is of type `kind` by JSON's rules: an integer is also a number, but true is not."""
     kinds = _members(kind)
     allowed = (*kinds, int) if float in kinds else kinds
     return type(value) in allowed
 
 
 def describe_kind(kind: Kind) -> str:
-    """Describe a kind: `int | None` -> `a whole number or null`."""
+    """Describe a type: `int | None` -> `a whole number or null`."""
     return " or ".join(_KIND_NAMES[one] for one in _members(kind))
 
 
@@ -277,18 +277,17 @@ def show_kind(value: object) -> str:
 
 
 def parse_whole(digits: str) -> int | float:
-    """Return a whole number of JSON, or the nearest float if it has more than `MAX_DIGITS` digits.
+    """Return an integer in JSON, or the nearest float if it has more than `MAX_DIGITS` digits.
 
-    Transformers writes int(1e30), which has 31 digits, as `model_max_length` of a tokenizer without a limit, so a long
-    number must not lead to the file being refused. A float never overflows in arithmetic, and no field of whole numbers
-    accepts it.
-    """
+    For a tokenizer without a limit, transformers writes int(1e30), which has 31 digits, as `model_max_length`. A long
+    number must therefore not lead to rejecting the file. A float never overflows in arithmetic, and no integer field
+    accepts it."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def check_depth(content: JsonValue) -> None:
     """Raise ValueError for lists and objects that are nested too deeply."""
-    # Go level by level, because recursion would hit the very limit that this check protects.
+    # Go level by level, because recursion would hit the very limit that this check protects against.
     level = [content]
     depth = 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
@@ -298,7 +297,7 @@ def check_depth(content: JsonValue) -> None:
         level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
 
 
-# Read a JSON array item by item, each with the line it starts on.
+# Read a JSON array item by item, each with the line on which it starts.
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -306,7 +305,7 @@ SHOWN_CHARS = 30
 
 
 class JsonArrayError(ValueError):
-    """The text is not a JSON array, or has an item that cannot be parsed; nothing after it can be read."""
+    """The text is not a JSON array, or has an item that cannot be parsed. Nothing after it can be read."""
 
     def __init__(self, why: str, line: int):
         super().__init__(why)
@@ -331,7 +330,7 @@ def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
         except ValueError as error:
             raise JsonArrayError(str(error), line) from error
         yield line, item
-        # Lines are counted piece by piece, so that a large file is not searched from its start for each item.
+        # Lines are counted piece by piece, so that a large file is not searched from the start for each item.
         line += text.count("\n", at, end)
         at, line = _skip_space(text, end, line)
         if text[at : at + 1] == "]":
@@ -347,7 +346,7 @@ def _skip_space(text: str, start: int, line: int) -> tuple[int, int]:
 
 
 def _pass(text: str, start: int, mark: str, line: int) -> tuple[int, int]:
-    """Return the position after `mark` and the space around it, and its line."""
+    """Return the position after `mark` and the surrounding space, and its line."""
     at, line = _skip_space(text, start, line)
     if text[at : at + 1] != mark:
         found = _excerpt(text, at) if at < len(text) else "the end of the file"
@@ -365,8 +364,8 @@ def _excerpt(text: str, at: int) -> str:
     return f"`{text[at : at + SHOWN_CHARS].splitlines()[0]}`"
 
 
-# The version of the training spec that a file follows, which it states as `spec_version`. A file without this key has
-# version 0.1, which did not have it.
+# The version of the training spec that a file follows, stated in the file as `spec_version`. A file without this key
+# has version 0.1, which did not have the key.
 
 
 VERSION_KEY = "spec_version"
@@ -375,7 +374,7 @@ UNSTATED_VERSION = "0.1"
 VERSIONS = (UNSTATED_VERSION, CURRENT_VERSION)
 """All readable versions, oldest first."""
 VERSION_LINE = f'{VERSION_KEY}: "{CURRENT_VERSION}"\n'
-"""The line that comes before a recipe's other keys."""
+"""The line that precedes the other keys of a recipe."""
 NEWER_VERSION, UNKNOWN_VERSION = "newer_version", "unknown_version"
 """The codes of problems with a version."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -387,17 +386,17 @@ class VersionFault:
 
     code: str
     why: str
-    """Completes a sentence that begins with the file's name."""
+    """Completes a sentence that starts with the name of the file."""
     hint: str
 
 
 def find_fault(stated: object) -> VersionFault | None:
-    """Return the problem of the version that a file states; None if the file can be read."""
+    """Return the problem with the version stated in a file; None if the file can be read."""
     if isinstance(stated, str) and stated in VERSIONS:
         return None
     known = " and ".join(VERSIONS)
     shown = repr(stated)[:40]
-    # A newer file needs a different remedy from a misspelled version: upgrading instead of editing.
+    # A newer file needs a different remedy than a misspelled version: upgrading instead of editing.
     if is_newer(stated):
         why = f"was made by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
         return VersionFault(NEWER_VERSION, why, "upgrade: pip install --upgrade trainspec")
@@ -409,14 +408,14 @@ def find_fault(stated: object) -> VersionFault | None:
 
 
 def check_version(path: Path, stated: object, line: int | None = None) -> None:
-    """Raise UnreadableFileError for a version that cannot be read. `line`: its line in the file."""
+    """Raise UnreadableFileError for a version that cannot be read. `line`: line of the version in the file."""
     if fault := find_fault(stated):
         problem = Problem(fault.code, f"{path} {fault.why}", "", fault.hint, str(path), line, environment=True)
         raise UnreadableFileError(problem)
 
 
 def is_newer(stated: object, than: str = CURRENT_VERSION) -> bool:
-    """Return whether a version is later than another."""
+    """Return whether a version is later than another one."""
     found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
     return found is not None and _order(found[0]) > _order(than)
 

@@ -1,8 +1,7 @@
-"""Find checkpoints of the Hugging Face Hub by name on this machine: in a mirror folder, or in the Hub's cache.
+"""Find checkpoints of the Hugging Face Hub on this machine by name, in a mirror folder or in the Hub's cache.
 
 Nothing is downloaded. The cache has the layout of `huggingface_hub`: `models--ORG--NAME/refs/REVISION` contains a
-commit, and `snapshots/COMMIT` its files.
-"""
+commit, and `snapshots/COMMIT` contains its files."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class HubName:
     """A branch, a tag or a commit."""
 
     def folder(self) -> Path | None:
-        """Return the folder of the checkpoint; None if this machine does not have it. A mirror has only the revision
+        """Return the folder of the checkpoint; None if this machine does not have it. A mirror only has the revision
         `main`."""
         mirror = os.environ.get(HUB_MIRROR)
         mirrored = expand(mirror) / self.name if mirror and self.revision == "main" else None
@@ -50,8 +49,8 @@ def hub_name(text: str) -> HubName | None:
 
 
 def locate_checkpoint(text: str) -> Path:
-    """Return the folder that `hf:TEXT` means: a folder, or otherwise a checkpoint by its name on the Hub. If neither
-    exists, return TEXT as the path of a missing folder."""
+    """Return the folder that `hf:TEXT` refers to: a folder, or otherwise a checkpoint by its name on the Hub. If
+    neither exists, return TEXT as the path of a missing folder."""
     named = hub_name(text)
     found = named.folder() if named else None
     return found or expand(text)
@@ -67,7 +66,7 @@ def hub_cache() -> Path:
 
 
 def _read_ref(file: Path) -> str:
-    """Return the commit that a ref names, or ""."""
+    """Return the commit named by a ref; "" if there is none."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_REF_BYTES).decode("ascii", errors="replace").strip()

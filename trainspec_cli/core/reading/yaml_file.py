@@ -1,4 +1,4 @@
-"""Read YAML that other programs wrote, with limits on size, depth, and the expansion of its aliases."""
+"""Read YAML written by other programs, with limits on size, depth, and the expansion of aliases."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainspec_cli.core.reading.files import (
 
 MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
-"""The maximum nesting depth of lists and mappings."""
+"""Maximum nesting depth of lists and mappings."""
 MAX_NODES = 20_000
-"""The maximum number of values in a file, counting an alias's values each time."""
+"""Maximum number of values in a file, counting the values of an alias each time."""
 MAX_INTERPOLATED_CHARS = 2_000
-"""The maximum length of a value with `${...}`, because parsing is slow."""
+"""Maximum length of a value with `${...}`, because parsing is slow."""
 MAX_DIGITS = 30
 _TAG = "tag:yaml.org,2002:"
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
@@ -37,7 +37,8 @@ class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has n
 
 
 def _in_our_dialect(base: Any) -> Any:
-    """Return a loader that reads numbers as YAML 1.2 and OmegaConf do (`1e-3` is a number), and dates as text."""
+    """Return a loader that reads numbers in the same way as YAML 1.2 and OmegaConf (`1e-3` is a number), and reads
+    dates as text."""
     loader: Any = type("Loader", (base,), {})
     left_out = f"{_TAG}float", f"{_TAG}timestamp"
     loader.yaml_implicit_resolvers = {
@@ -66,7 +67,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
     try:
         root = _FastLoader(text).get_single_node()
     except (yaml.YAMLError, RecursionError):
-        # libyaml reports less about the mistake, and not where it began, so the slow loader reads the text again.
+        # libyaml reports less about the mistake, and not where it started, so the slow loader reads the text again.
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
@@ -85,8 +86,7 @@ def construct_yaml(root: yaml.Node) -> Any:
 def read_yaml(path: Path) -> JsonValue:
     """Return the content of a file as plain values.
 
-    Raises UnreadableFileError, or MissingFileError if there is no file.
-    """
+    Raises UnreadableFileError, or MissingFileError if the file does not exist."""
     text = read_text(path, MAX_BYTES)
     try:
         root = compose_yaml(text)
@@ -101,7 +101,7 @@ def read_yaml(path: Path) -> JsonValue:
 
 def read_versioned_yaml(path: Path) -> JsonValue:
     """Return the content of a file in any version that this trainspec reads, without the version. Raises the errors of
-    `read_yaml`, and UnreadableFileError if a newer trainspec wrote it."""
+    `read_yaml`, and UnreadableFileError if the file was written by a newer trainspec."""
     content = read_yaml(path)
     if not isinstance(content, dict):
         return content
@@ -110,7 +110,8 @@ def read_versioned_yaml(path: Path) -> JsonValue:
 
 
 def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) -> int:
-    """Count the values that `node` expands to. Raises YamlLimitError if they are too many or nested too deeply."""
+    """Count the values to which `node` expands. Raises YamlLimitError if there are too many, or if they are nested too
+    deeply."""
     if id(node) in above:
         raise _over("it contains itself, through an alias", node)
     if depth > MAX_DEPTH:

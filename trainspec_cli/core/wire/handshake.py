@@ -4,9 +4,9 @@
     client -> server   its own nonce of 32 bytes, and HMAC-SHA256(secret, "client" + purpose + both nonces)
     server -> client   HMAC-SHA256(secret, "server" + purpose + both nonces)
 
-The lengths are fixed, so an end that has proved nothing can make the other buffer at most 64 bytes. Fresh nonces make a
-recorded handshake useless, and the purpose prevents the reuse of a proof with another server. The handshake
-authenticates; later bytes are neither encrypted nor signed (docs/security.md).
+The lengths are fixed, so an end that has not proved anything can make the other end buffer at most 64 bytes. Fresh
+nonces make a recorded handshake useless, and the purpose prevents the reuse of a proof with another server. The
+handshake only authenticates: later bytes are neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 TIMEOUT_S = 10.0
-"""Time limit of a handshake, after which the connection is closed."""
+"""Time limit for a handshake, after which the connection is closed."""
 
 
 class HandshakeError(ConnectionError):
@@ -40,7 +40,7 @@ class Challenge:
         """Return the server's proof for the client's answer. Raises HandshakeError for a wrong answer."""
         theirs = answer[:NONCE_BYTES]
         proof = answer[NONCE_BYTES:]
-        # `==` stops at the first wrong byte, so its time would reveal how much of a guessed proof is right.
+        # `==` stops at the first wrong byte, so its duration would reveal how much of a guessed proof is right.
         if not hmac.compare_digest(proof, _prove(self.secret, "client", self.purpose, self.nonce, theirs)):
             raise HandshakeError("the client does not know the job's secret")
         return _prove(self.secret, "server", self.purpose, self.nonce, theirs)
@@ -68,7 +68,7 @@ class Answer:
 
 
 def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> socket.socket:
-    """Return an authenticated connection to a host's port, or to a Unix socket's path. Raises the errors of
+    """Return an authenticated connection to a port of a host, or to the path of a Unix socket. Raises the errors of
     `prove_to`."""
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
@@ -79,7 +79,7 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
         else:
-            # Messages are short and each waits for its answer, which Nagle's algorithm would delay.
+            # Messages are short and each waits for an answer, which Nagle's algorithm would delay.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         prove_to(connection, secret, purpose)
     except OSError:
@@ -91,16 +91,15 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
 def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
     """Perform the client's half on a blocking connection that has a timeout.
 
-    Raises HandshakeError, or OSError if the connection is lost: a server closes connections during their handshake when
-    too many arrive at once.
-    """
+    Raises HandshakeError, or OSError if the connection is lost. A server closes connections during their handshake when
+    too many arrive at the same time."""
     answer = Answer(secret, purpose, _receive(connection, NONCE_BYTES))
     connection.sendall(answer.content)
     answer.check(_receive(connection, PROOF_BYTES))
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    # The separator keeps side and purpose together from equalling those of another proof.
+    # The separator keeps the combination of side and purpose from equalling that of another proof.
     content = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
     return hmac.digest(secret, content, "sha256")
 

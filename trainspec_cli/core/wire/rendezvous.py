@@ -1,7 +1,6 @@
-"""The messages between the rendezvous server and its clients, one JSON object per line; and a client's connection.
+"""The messages between the rendezvous server and its clients, with one JSON object per line, and a client's connection.
 
-A request names its operation under `op`. A store's values are text in which each character stands for a byte.
-"""
+A request names its operation under `op`. The values in a store are text in which each character represents a byte."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from trainspec_cli.core.wire.handshake import HandshakeError, connect
 
 RENDEZVOUS_PURPOSE = "rendezvous"
 LINE_BYTES = 2**24
-"""The maximum length of a line that either end accepts."""
+"""Maximum length of a line that either end accepts."""
 RETRY_S = 0.05
 
 # client -> server: the store (the operations of torch.distributed's Store)
@@ -30,7 +29,7 @@ class SetKey:
 
 @dataclass(frozen=True)
 class AddToKey:
-    """Add to a key whose value is a whole number in decimal digits; an absent key counts from 0."""
+    """Add to a key whose value is an integer in decimal digits; an absent key counts as 0."""
 
     key: str
     amount: int
@@ -92,7 +91,7 @@ class JoinQuorum:
     """Request to take part in the step after `step`."""
 
     name: str
-    """The name of the replica group's start."""
+    """Name of the replica group's start."""
     step: int
     failures: int
     """Number of consecutive exchanges that have failed."""
@@ -117,7 +116,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Answers `GetKeys` and `AwaitKeys`, the latter without values."""
+    """Answers `GetKeys` and `AwaitKeys`; for the latter, without values."""
 
     values: tuple[str, ...]
 
@@ -134,7 +133,7 @@ class FormedQuorum:
     """The replica groups that take the next step together."""
 
     quorum: str
-    """Changes whenever the members change, or one of them has had an error."""
+    """Changes whenever the members change, or when one of them has had an error."""
     names: tuple[str, ...]
     steps: tuple[int, ...]
     """Number of updates that each of them has made."""
@@ -173,8 +172,7 @@ def to_json(request: Request) -> JsonObject:
 class JsonClient:
     """A connection to the server. It is not thread-safe, except for one `send` during one `receive`.
 
-    Raises OSError if the connection is lost or the server does not know the secret.
-    """
+    Raises OSError if the connection is lost, or if the server does not know the secret."""
 
     def __init__(self, address: str, secret: bytes, timeout_s: float):
         """Connect to `address` (host:port), retrying for `timeout_s` if the server is not listening yet."""
@@ -185,7 +183,7 @@ class JsonClient:
             try:
                 self._connection = connect((host, int(port)), secret, RENDEZVOUS_PURPOSE)
                 return
-            # A wrong secret stays wrong; retrying would only delay the error.
+            # A wrong secret stays wrong, so retrying would only delay the error.
             except HandshakeError:
                 raise
             except OSError:
@@ -194,7 +192,7 @@ class JsonClient:
                 time.sleep(RETRY_S)
 
     def ask(self, request: JsonObject, timeout_s: float) -> JsonObject:
-        """Send a request and wait for its answer. Raises TimeoutError if none comes in time."""
+        """Send a request and wait for its answer. Raises TimeoutError if no answer arrives in time."""
         self.send(request)
         return self.receive(timeout_s)
 
@@ -210,12 +208,12 @@ class JsonClient:
             self._unread += piece
             if len(self._unread) > LINE_BYTES:
                 raise ConnectionError("the rendezvous server sent a line that is too long")
-        # One read may contain the beginning of the next line.
+        # One read may contain the start of the next line.
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """Close the connection, which also wakes a thread that waits in `receive`."""
+        """Close the connection, which also wakes a thread that is waiting in `receive`."""
         with contextlib.suppress(OSError):  # the other end may have closed it
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -134,7 +134,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
 
 
 def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[object, object]]:
-    """Return the keys in which two models compute different functions, with both values (asked, found).
+    """Return the keys whose values make the two models compute different functions, with both values (asked, found).
 
     Keys that affect only training, and unused keys, may differ."""
     mine = _comparable(asked)
@@ -254,8 +254,8 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
 
 
 def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
-    """Return the keys of dataclass `cls`. Raises RecipeError with every negative number and every key whose type
-    transformers would not write, or otherwise with the first missing key."""
+    """Return the keys of dataclass `cls`. Raises RecipeError that lists all negative numbers and all values of a type
+    that transformers would not write or, if there are none, the first missing key."""
     kinds = get_type_hints(cls)
     wrong = []
     hint = "name a folder written by transformers"

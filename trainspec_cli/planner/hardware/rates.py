@@ -329,7 +329,7 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
-    """Return the models described in conf/, except for `auto`, which reads a checkpoint."""
+    """Return the models described in conf/, except for `auto`, which is read from a checkpoint."""
     return {name: model for name, model in load_group("model", _model).items() if model is not None}
 
 

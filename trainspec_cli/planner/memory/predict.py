@@ -51,8 +51,8 @@ FRAGMENTATION = 0.08
 allocator's rules to traces of the engine's steps (5% of all allocated memory;
 `planner/memory/caching_allocator.py`)."""
 RECOMPUTE_FRAGMENTATION = 0.17
-"""Additional fragmentation with recomputation, whose blocks are a poor match for those of the first forwards: 22% of
-all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
+"""Additional fragmentation with recomputation, because its blocks differ in size from those of the first forwards: 22%
+of all memory in such traces, and 25% of activations in published tables of runs with full recomputation."""
 STATES_FRAGMENTATION = 0.04
 """The same for parameters, gradients and optimizer states, which are allocated once and rounded up to full blocks."""
 GROWN_FRAGMENTATION = 0.02

@@ -491,7 +491,8 @@ def add_costs(costs: Sequence[Cost]) -> Cost:
 
 
 def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | None:
-    """Return the CO2 equivalent in kg of the site's grid (location-based); manufacturing is not included."""
+    """Return the emissions in kg of CO2 equivalent, based on the site's grid (location-based); manufacturing is not
+    included."""
     if energy is None:
         return None
     grid = within(cluster.site.carbon_g_per_kwh, cluster.site.known_within.get("carbon_g_per_kwh", 1))

@@ -426,7 +426,8 @@ def frameworks() -> dict[str, FrameworkSpec]:
 
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
-    """Return (the framework in its version for the row's year, whether nothing names it). Raises UnknownFramework.
+    """Return (the framework as of the row's year, whether it is assumed because the row names none). Raises
+    UnknownFramework.
 
     Looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
     `source`."""

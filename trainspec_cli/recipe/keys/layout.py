@@ -57,8 +57,8 @@ class LayoutSpec:
     """Number of layers in each pipeline stage, in the order of the model; null: layers are divided by planned time, so
     that the most loaded rank (layers, embedding, head) has as little work as possible."""
     context_method: ContextMethod = "ring"
-    """With cp: ring passes keys and values around a ring (arXiv:2310.01889); the alternative exchanges them all-to-all
-    (Ulysses, arXiv:2309.14509)."""
+    """With cp. ring: keys and values are passed around a ring (arXiv:2310.01889); ulysses: they are exchanged
+    all-to-all (arXiv:2309.14509)."""
 
 
 @dataclass(frozen=True)

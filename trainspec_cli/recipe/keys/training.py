@@ -71,9 +71,9 @@ class OptimSpec:
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
     """adamw, adamw8bit, and muon's adamw part: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
-    """The same optimizers: decay of the average of the squared gradients."""
+    """For the same optimizers: decay of the average of the squared gradients."""
     eps: PositiveFloat = 1e-8
-    """The same optimizers: added to the square root of that average."""
+    """For the same optimizers: value added to the square root of that average."""
     momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
     """muon: decay of the average of a matrix's gradients (Nesterov momentum)."""
     weight_decay: NonNegativeFloat = 0.1

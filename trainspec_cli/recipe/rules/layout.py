@@ -789,8 +789,8 @@ def order_of_changes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def one_replica_group(spec: RunSpec) -> Iterator[Problem]:
-    """Reject layout changes with replica groups, which heal from one another part by part and therefore need the same
-    layout."""
+    """Reject layout changes with replica groups. Groups copy their state from one another part by part, and therefore
+    need the same layout."""
     if spec.scheduler.changes and spec.resilience.mode == "elastic":
         message = "replica groups (`resilience.mode` is elastic) keep their layout: they heal from one another"
         yield Problem("unsupported", message, PATH, f"set resilience=restart, or ~{PATH}")

@@ -53,7 +53,7 @@ there, ranks must not lack a processor at all."""
 OF_NOISE = 0.5
 """If waiting for processors accounts for at least this fraction of a transfer's excess, no link is blamed."""
 HELD_QUEUED_S = 1e-2
-"""A rank throttled by a quota empties its sockets late, which lengthens round trips to it by a few milliseconds."""
+"""A rank throttled by a quota reads from its sockets late, which lengthens round trips to it by a few milliseconds."""
 LONG_STEPS_S = 3.0
 """Transfers must be long for this many seconds of a run before a link is blamed, unless the link's connections confirm
 it."""

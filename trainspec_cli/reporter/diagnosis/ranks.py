@@ -60,7 +60,7 @@ LOADED = 0.05
 EXPLAINS = 0.4
 """A counter explains an excess if it is at least this fraction of it."""
 PAGES = 20.0
-"""Memory is short if a step reads this many pages back from disk."""
+"""Memory counts as short if a step reads this many pages back from disk."""
 AS_SLOW = 0.5
 """A peer counts as equally slow if it has at least this fraction of the rank's excess."""
 MORE_WORK = 0.5
@@ -205,8 +205,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
     """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes without a
-    counted reason are other load on the machine, which a user cannot change. A rank that the scheduler assigned fewer
-    samples is still slow, although no other rank waits for it any more."""
+    counted reason are attributed to other load on the machine, which a user cannot change. A rank that the scheduler
+    assigned fewer samples is still slow, although no other rank waits for it any more."""
     is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
     is_relieved = evidence.shares[:, rank] < RELIEVED
     for episode in of_rank:

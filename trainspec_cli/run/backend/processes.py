@@ -131,8 +131,8 @@ def parent_id(process: psutil.Process) -> int | None:
 
 
 def _candidates() -> list[psutil.Process]:
-    """Return this user's processes except for this one and its ancestors, because no caller looks for a launch that it
-    belongs to itself."""
+    """Return this user's processes except for this one and its ancestors, because callers only look for launches to
+    which they do not belong."""
     ancestors = _with_ancestors(psutil.Process())
     found = []
     for process in psutil.process_iter():

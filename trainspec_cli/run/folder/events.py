@@ -140,7 +140,7 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
 
 def read_sound(path: Path) -> Iterator[Event]:
     """Yield the events in a file except for damaged ones. The end of a run is recorded regardless of the folder's
-    content, and `report` names the damage."""
+    content, and `report` shows the damage."""
     yield from _sound(read_events(path))
 
 

@@ -251,8 +251,9 @@ def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run
 
 
 def submit(submission: Submission) -> str:
-    """Submit the script to Slurm, and record the job's number in the runs; return the number. Raises MachineError if
-    Slurm rejects the script. In that case new runs are removed, so that the corrected command can use their folders."""
+    """Submit the script to Slurm, and record the job number in the run folders; return the number. Raises MachineError
+    if Slurm rejects the script. In that case new runs are removed, so that the corrected command can use their
+    folders."""
     roots = submission.roots
     with private_files():  # Slurm applies this process's umask to the job and its log
         try:

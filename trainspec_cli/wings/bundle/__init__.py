@@ -1,5 +1,4 @@
-"""A folder from which trainspec can be installed and used for training offline: wheels, recipes, data and a list of its
-files."""
+"""A folder for installing trainspec and training offline: wheels, recipes, data and a list of its files."""
 
 from trainspec_cli.wings.bundle.installer import (
     INSTALLER,

@@ -2,7 +2,7 @@
 
     python3 install.py [--check] [VENV]
 
-Every file is first checked against bundle.json. This file is copied into each bundle as install.py, so it imports only
+Every file is first checked against bundle.json. This module is copied to each bundle as install.py, so it imports only
 the standard library. `trainspec bundle OUT --check` also calls `examine`.
 """
 
@@ -39,7 +39,7 @@ _PLATFORM = re.compile(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)")
 
 @dataclass(frozen=True)
 class BundleFault:
-    """A problem with a bundle or with the machine it is installed on."""
+    """A problem with a bundle, or with the machine on which it is installed."""
 
     code: str
     message: str
@@ -54,7 +54,7 @@ class BundledFile:
 
 @dataclass(frozen=True)
 class BundleRecord:
-    """The content of bundle.json: the systems that a bundle supports and the digest of every other file in it."""
+    """The content of bundle.json: the systems that a bundle supports, and the digest of every other file in it."""
 
     version: str
     """The version of trainspec."""
@@ -64,7 +64,7 @@ class BundleRecord:
     platforms: tuple[str, ...]
     extras: tuple[str, ...]
     command: str
-    """The command that made the bundle."""
+    """The command that created the bundle."""
     launches: dict[str, tuple[str, ...]]
     """Recipe -> the arguments of `trainspec launch` in the bundle's folder."""
     files: dict[str, BundledFile]
@@ -77,7 +77,7 @@ class BundleRecord:
 
 
 class DamagedRecordError(Exception):
-    """bundle.json cannot be read; the message says why."""
+    """bundle.json cannot be read; the message states the reason."""
 
 
 def read_bundle(folder: Path) -> BundleRecord:
@@ -144,7 +144,7 @@ def examine(folder: Path) -> list[BundleFault]:
         if found != entry.sha256:
             message = f"{path} has changed: its sha256 is {found}, but {RECORD} lists {entry.sha256}"
             faults.append(BundleFault("altered_file", message, again))
-    # Look only in the bundle's folders: users may keep other files, such as runs, next to them.
+    # Look only in the bundle's folders, because users may keep other files, such as runs, next to them.
     for top in sorted({name.partition("/")[0] for name in record.files if "/" in name}):
         for path in sorted(path for path in (folder / top).rglob("*") if not path.is_dir() or path.is_symlink()):
             if path.relative_to(folder).as_posix() not in record.files:
@@ -183,7 +183,7 @@ def machine_faults(record: BundleRecord) -> list[BundleFault]:
 
 
 def runs_here(name: str) -> bool:
-    """Return whether this machine can use wheels of a platform such as manylinux_2_28_x86_64 or macosx_14_0_arm64."""
+    """Return whether this machine can use wheels for a platform such as manylinux_2_28_x86_64 or macosx_14_0_arm64."""
     wanted = _PLATFORM.fullmatch(name)
     here = _PLATFORM.fullmatch(platform_here())
     if wanted is None or here is None:
@@ -208,8 +208,7 @@ def install(folder: Path, record: BundleRecord, target: Path) -> None:
     """Create the virtual environment `target`, which must not exist; it is removed if that fails.
 
     pip runs from its wheel, because some Pythons lack ensurepip. It ignores user settings, because they may name an
-    index.
-    """
+    index."""
     try:
         venv.create(target, with_pip=False)
         (pip,) = (folder / WHEELS).glob("pip-*.whl")

@@ -1,8 +1,8 @@
-"""Make a bundle: wheels, recipes and the files that their runs read, in a folder that appears only when complete.
+"""Create a bundle: wheels, recipes and the files that their runs read, in a folder that appears only once it is
+complete.
 
-A run reads recipes, token files, tokenizers, weights and the user's own code. The copies have other paths, so the
-arguments that launch a recipe from the bundle's folder set the keys with those paths.
-"""
+A run reads recipes, token files, tokenizers, weights and the user's own code. The copies have different paths, so the
+arguments for launching a recipe from the bundle's folder set the keys that contain those paths."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ WEIGHTS = "weights"
 OF_RECIPES = (SUFFIX, ".json", ".jsonl")
 """Suffixes of recipe and group files."""
 GENERATED_SOURCES = ("python_stdlib", "phantom")
-"""Sources that every machine can generate. In a mixture with other sources, their tokens are copied too, because all
-parts share a tokenizer."""
+"""Sources that every machine can generate. In a mixture with other sources, their tokens are copied as well, because
+all parts share a tokenizer."""
 INDEX_SUFFIX = ".idx"
 _PAGE = """\
 # trainspec {version} without a network
@@ -64,7 +64,7 @@ does only that. pip reads no settings and no index.
 
 
 OnPart = Callable[[str, float], None]
-"""Takes the name of the current task and the fraction of all work that is done."""
+"""Takes the name of the current task and the completed fraction of all work."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,19 @@ class WantedRecipe:
 @dataclass(frozen=True)
 class WantedBundle:
     targets: tuple[WheelTarget, ...]
-    """All with the same Python version."""
+    """All of them have the same Python version."""
     extras: tuple[str, ...]
     recipes: tuple[WantedRecipe, ...]
     wheels: Path | None
-    """The folder with the wheels; None: pip downloads them according to its settings."""
+    """The folder with the wheels; if None, pip downloads them according to its settings."""
     command: str
 
 
 def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tuple[BundleRecord, list[str]]:
-    """Write `folder`, which must be missing or empty; return its record and notes on what else its recipes need.
+    """Write `folder`, which must be missing or empty. Return its record, and notes on what else its recipes need.
 
-    Raises FileExistsError if another process has filled it meanwhile, MachineError for missing wheels or a full disk,
-    and the errors of `copy_run_files` and `download`; the folder is then removed.
-    """
+    Raises FileExistsError if another process has filled it in the meantime, MachineError for missing wheels or a full
+    disk, and the errors of `copy_run_files` and `download`. In these cases, the folder is removed."""
     folder = folder.expanduser().resolve()
     launches: dict[str, tuple[str, ...]] = {}
     notes: list[str] = []
@@ -141,7 +140,7 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
                 path.relative_to(bundle).as_posix(): BundledFile(sha256_of(path), path.stat().st_size) for path in files
             },
         )
-        # Last, because it contains the digests of all other files.
+        # This comes last, because it contains the digests of all other files.
         write_json(bundle / RECORD, to_plain(record))
     return record, notes
 
@@ -165,7 +164,7 @@ class CopiedRun:
 
 
 def copy_recipes(folders: Folders, bundle: Path) -> None:
-    """Copy trainspec's recipes and groups; the user's own replace those with the same name."""
+    """Copy trainspec's recipes and groups; the user's own files replace those of the same name."""
     for name, found in (("conf", folders.conf), ("recipes", folders.recipes)):
         for root in reversed(found):
             for file in sorted(root.rglob("*")):
@@ -176,10 +175,10 @@ def copy_recipes(folders: Folders, bundle: Path) -> None:
 def copy_run_files(
     name: str, words: Sequence[str], spec: RunSpec, bundle: Path, on_progress: OnProgress | None
 ) -> CopiedRun:
-    """Copy the files read by a run of `spec` into folders of this name in `bundle`.
+    """Copy the files read by a run of `spec` to folders with this name in `bundle`.
 
-    Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights must be exported.
-    """
+    Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights would have to be
+    exported."""
     if spec.init.run is not None:
         message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain runs"
         hint = f"run trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"
@@ -230,8 +229,8 @@ def _copy_tokens(name: str, data: DataSpec, bundle: Path, on_progress: OnProgres
 
 
 def _copy_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
-    """Copy the user's own files from this folder to the same path in the bundle, where recipes expect them; yield a
-    note for each file elsewhere. Data sources are not copied, because their tokens are."""
+    """Copy the user's own files from this folder to the same path in the bundle, where recipes expect them. Yield a
+    note for each file that is elsewhere. Data sources are not copied, because their tokens are."""
     for extension in worker_code_of(spec):
         source = find(extension)
         here = Path.cwd().resolve()
@@ -245,7 +244,7 @@ def _copy_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy the regular files. Link targets are copied as files, because checkpoint caches contain links."""
+    """Copy the regular files. The targets of links are copied as files, because checkpoint caches contain links."""
     for file in sorted(source.rglob("*")):
         if file.is_file():
             _copy(file, target / file.relative_to(source))

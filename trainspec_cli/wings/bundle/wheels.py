@@ -30,14 +30,14 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 PIP = "pip"
 """A bundle also contains pip, because some Pythons lack ensurepip."""
 SOURCE_ONLY = ("antlr4-python3-runtime==4.9.*",)
-"""Dependencies available only as source: omegaconf 2.3 needs this one, which is pure Python."""
+"""Dependencies that are available only as source: omegaconf 2.3 needs this one, which is pure Python."""
 MAX_ROUNDS = 5
-"""Maximum download rounds: pip evaluates markers for the machine it runs on, so requirements of other platforms need
-more."""
+"""Maximum number of download rounds. More than one is needed because pip evaluates markers for the machine on which it
+runs, while other platforms have different requirements."""
 MAX_METADATA_BYTES = 2**22
 
 LEGACY = {(2, 17): "manylinux2014", (2, 12): "manylinux2010", (2, 5): "manylinux1"}
-"""Older platform names of glibc versions."""
+"""Older platform names for glibc versions."""
 OLDEST_GLIBC = 5
 _LINUX = re.compile(r"manylinux_2_(\d+)_(\w+)")
 _MACOS = re.compile(r"macosx_(\d+)_(\d+)_(arm64|x86_64)")
@@ -52,7 +52,7 @@ class WheelTarget:
     python: str
     """Major and minor version, such as 3.12."""
     platform: str
-    """The newest platform tag supported by the machines, such as manylinux_2_28_x86_64."""
+    """The newest platform tag that the machines support, such as manylinux_2_28_x86_64."""
 
     @cached_property
     def platforms(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class WheelTarget:
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """The environment for evaluating requirement markers."""
+        """The environment in which requirement markers are evaluated."""
         found = _LINUX.fullmatch(self.platform) or _MACOS.fullmatch(self.platform)
         assert found, self.platform
         is_mac = self.platform.startswith("macosx")
@@ -98,7 +98,7 @@ class WheelTarget:
 
 
 def check_target(python: str, name: str) -> WheelTarget:
-    """Raises RecipeError for a Python version or platform for which no wheels are made."""
+    """Return the target. Raises RecipeError for a Python version or platform for which no wheels exist."""
     problems = []
     if not _PYTHON.fullmatch(python):
         message = f"--python is {python}, not a version such as {python_here()}"
@@ -129,7 +129,7 @@ class Wheel:
 
     @cached_property
     def metadata(self) -> Message:
-        """Raises UnreadableFileError if the file is not a wheel."""
+        """Return the wheel's metadata. Raises UnreadableFileError if the file is not a wheel."""
         try:
             with zipfile.ZipFile(self.file) as archive:
                 names = (name for name in archive.namelist() if name.partition("/")[2] == "METADATA")
@@ -157,7 +157,7 @@ class Wheel:
 
 
 def read_wheel(file: Path) -> Wheel:
-    """Raises UnreadableFileError if the file's name is not that of a wheel."""
+    """Return the wheel in a file. Raises UnreadableFileError if the file's name is not that of a wheel."""
     try:
         name, version, _, tags = parse_wheel_filename(file.name)
     except InvalidWheelFilename as error:
@@ -201,10 +201,9 @@ def download(
 ) -> None:
     """Fill `folder` with the wheels of trainspec and its dependencies for each target.
 
-    pip downloads them according to its settings, or takes them only from the folder `source`. Built wheels are written
-    to the empty folder `staging`. Raises RecipeError for an unsupported Python or extra, MachineError for missing
-    wheels.
-    """
+    pip downloads them according to its settings, or takes them only from the folder `source`. Wheels that are built are
+    written to the empty folder `staging`. Raises RecipeError for an unsupported Python or extra, and MachineError for
+    missing wheels."""
     if find_spec(PIP) is None:
         message = f"{sys.executable} has no pip, which is needed to download wheels"
         raise MachineError(Problem("no_pip", message, hint=f"{sys.executable} -m ensurepip", environment=True))
@@ -223,14 +222,14 @@ def download(
         here = (python_here(), sys.platform, platform.machine())
         is_this_system = here == (target.python, target.markers["sys_platform"], target.markers["platform_machine"])
         requested = [f"{own.file}{of_extras}", PIP]
-        # pip evaluates markers for the machine it runs on. Repeat with what the target still lacks until nothing is
-        # missing.
+        # pip evaluates markers for the machine on which it runs. Repeat with what the target still lacks until nothing
+        # is missing.
         for _ in range(MAX_ROUNDS):
             on_step(f"wheels for {target.platform}")
             _pip(["download", "--dest", str(folder), *aim, *sources, *requested], on_step, target)
             wheels = [read_wheel(file) for file in folder.glob("*.whl")]
             missing = missing_requirements(wheels, Requirement(f"{NAME}{of_extras}"), target)
-            # Drop the markers: they are true on the target but may be false on this machine.
+            # Drop the markers, which are true on the target but may be false on this machine.
             more = [f"{one.name}{_bracketed(one.extras)}{one.specifier}" for one in missing]
             if not missing or is_this_system or set(more) <= set(requested):
                 break
@@ -250,8 +249,8 @@ def _bracketed(extras: Iterable[str]) -> str:
 
 
 def own_wheel(staging: Path, source: Path | None, on_step: OnLine) -> Wheel:
-    """Return trainspec's wheel: from `source`, or built from this checkout, or this version downloaded by pip. Raises
-    RecipeError if `source` has several, MachineError if pip finds none."""
+    """Return trainspec's wheel: from `source`, built from this checkout, or this version as downloaded by pip. Raises
+    RecipeError if `source` has several, and MachineError if pip finds none."""
     found = sorted(source.glob(f"{NAME}-*.whl")) if source is not None else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
@@ -293,7 +292,7 @@ def _check_wanted(own: Wheel, targets: Sequence[WheelTarget], extras: Sequence[s
 
 
 def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None = None) -> None:
-    """Run pip, and report each package it collects. Raises MachineError with pip's own error messages."""
+    """Run pip, and report each package that it collects. Raises MachineError with pip's own error messages."""
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
     command += ["--progress-bar", "off"]
     errors = []
@@ -306,7 +305,7 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
                 elif line.startswith("ERROR: "):
                     errors.append(line.removeprefix("ERROR: ").strip())
         except BaseException:
-            # A running pip would recreate the folder after it is removed.
+            # A pip process that is still running would recreate the folder after it is removed.
             pip.kill()
             pip.wait()
             raise

@@ -1,8 +1,7 @@
-"""The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules refuse illegal ones.
+"""The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules reject illegal ones.
 
-Its axes are model families, layouts, ways to save memory or bits, non-default kernels that this chip offers, and
-changes during a trainer run.
-"""
+Its axes are model families, layouts, ways to save memory or bits, the non-default kernels that this chip supports, and
+changes during a trainer run."""
 
 from __future__ import annotations
 
@@ -41,29 +40,29 @@ from trainspec_cli.run.recovery.memory import build_ladder
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
-"""fp8: linear layers multiply in fp8, everything else is bf16."""
+"""fp8: linear layers multiply in fp8, and everything else is in bf16."""
 Optimizer = Literal["sgd", "adamw", "even_adamw"]
 STEPS = 20
 SAVE_AT = 10
 CLIP_FROM = 10
-"""The first step with clipping, under plain gradient descent."""
+"""The first step with clipping, with plain gradient descent."""
 CLIP_NORM = 0.1
 """Smaller than the gradient norm of any family."""
 RAMP = ((0, 4), (12, 8), (28, 12))
-"""The schedule of a growing batch: (samples trained so far, batch size from there on)."""
+"""The schedule of a growing batch: (number of samples trained so far, batch size from then on)."""
 RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
 """The batch sizes of the steps in that schedule."""
 LIVE_STEPS = 14
-"""Steps of a live run, during which the trainer makes changes."""
+"""Number of steps of a live run, during which the trainer makes changes."""
 EVERY_STEPS = 2
-"""Steps between its changes."""
+"""Number of steps between its changes."""
 SAVE_EVERY_STEPS = 3
 """A killed run has a checkpoint of the step before its second change, in the layout after its first."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
 """The step whose change fails or is interrupted by a kill."""
 SHORT_AT = 5
-"""The step at which memory runs out."""
+"""The step at which the run runs out of memory."""
 FITTING_SAMPLES = 2
 """The largest micro-batch, in samples, that fits from then on."""
 
@@ -73,7 +72,7 @@ class Live:
     """The changes of a live run."""
 
     changes: tuple[Layout, ...] = ()
-    """The later layouts, in order, each for `EVERY_STEPS` steps and the last one until the end."""
+    """The later layouts, in order. Each is used for `EVERY_STEPS` steps, and the last one until the end."""
     disturbance: Literal["none", "killed", "move_oom", "oom"] = "none"
 
     def fault(self, ranks: int) -> str:
@@ -95,12 +94,12 @@ class Case:
     offload: Offload = "none"
     compile: bool = False
     micro_batch_size: int = 4
-    """Samples per micro-batch, or per rank if that is less."""
+    """Number of samples per micro-batch, or per rank if that is less."""
     optimizer: Optimizer = "sgd"
     unequal_shares: bool = False
-    """Give nearly all samples to the first data-parallel rank, so that other ranks have empty micro-batches."""
+    """Assign nearly all samples to the first data-parallel rank, so that other ranks have empty micro-batches."""
     ramp: bool = False
-    """The batch grows during the run."""
+    """Whether the batch grows during the run."""
     gradients: WireFormat = "full"
     """The wire format of gradients."""
     kernel: tuple[str, str] | None = None
@@ -110,7 +109,7 @@ class Case:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The shares of the data-parallel ranks; empty if they are equal."""
+        """The sample shares of the data-parallel ranks; empty if they are equal."""
         others = self.layout.data_parallel_size - 1
         return (float(SAMPLES - others), *([1.0] * others)) if self.unequal_shares else ()
 
@@ -135,7 +134,7 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The case with the same arithmetic in one process."""
+        """The case with the same arithmetic in a single process."""
         return Case(
             self.family,
             compute=self.compute,
@@ -206,7 +205,7 @@ COMBINED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_shard=2, tp=2),
 )
-"""Layouts to combine with recomputation, offload, compiling and bf16."""
+"""Layouts to combine with recomputation, offloading, compilation and bf16."""
 RAMPED = (
     Layout(dp_replicate=2),
     Layout(dp_shard=2),
@@ -217,7 +216,7 @@ RAMPED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_replicate=2, dp_shard=2),
 )
-"""Layouts that train a growing batch."""
+"""Layouts for training with a growing batch."""
 COMPRESSED = (
     Layout(dp_replicate=2),
     Layout(dp_shard=2),
@@ -227,7 +226,7 @@ COMPRESSED = (
 )
 """Layouts that exchange compressed gradients."""
 MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
-"""Pipelines whose layers move between stages."""
+"""Pipelines in which layers move between stages."""
 TOURS = (
     (
         *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
@@ -240,10 +239,11 @@ TOURS = (
 )
 """Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts where memory runs out. With gpipe, all messages between stages arrive before the first backward, so that a
-restart within the process leaves none behind."""
+"""Layouts in which the run runs out of memory. With gpipe, all messages between stages arrive before the first
+backward, so that a restart within the process leaves none behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
-"""Compression does not depend on the model, except that experts have a separate exchange: two families suffice."""
+"""Two families suffice, because compression does not depend on the model, except that experts have a separate
+exchange."""
 
 
 LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
@@ -253,10 +253,9 @@ FP8_FAMILY = "dense"
 
 
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
-    """Return the legal cases of each clause that has its own cases, on at most `max_processes`.
+    """Return the valid cases for each clause that has separate cases, on at most `max_processes` processes.
 
-    `with_fp8`: torchao is installed, so that linear layers can compute in fp8.
-    """
+    `with_fp8`: whether torchao is installed, so that linear layers can compute in fp8."""
     by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
     for family, spread in ((f, s) for f in FAMILIES for s in legal_layouts(f, max_processes)):
         by_clause["NUM-1"].append(Case(family, spread))
@@ -304,7 +303,7 @@ def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, L
 
 
 def moves(layout: Layout, num_layers: int) -> tuple[Layout, ...]:
-    """Return the stage splits of a two-stage pipeline in order: layers move one way, then the other way, then back."""
+    """Return the layer splits of a two-stage pipeline in order: layers move one way, then the other way, then back."""
     cuts = ((num_layers - 1, 1), (1, num_layers - 1), None)
     return tuple(replace(layout, stage_layers=cut) for cut in cuts)
 
@@ -342,12 +341,13 @@ def refusals(case: Case) -> tuple[Problem, ...]:
 UPDATE = "adamw"
 """The operation that updates weights; all others affect the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
-"""The family that measures an operation in several layouts; `dense` for all other operations."""
+"""The family in which an operation is measured in several layouts; `dense` for all other operations."""
 FP8 = "fp8"
 
 
 EMULATED = "emulated"
-"""The feature listed in a certificate measured on the emulated accelerator, which compiles nothing."""
+"""The feature listed in a certificate that was measured on the emulated accelerator, which does not compile
+anything."""
 
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
@@ -365,8 +365,7 @@ def features_here(*, on_gpu: bool) -> tuple[str, ...]:
 def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: bool = False) -> Iterator[Case]:
     """Yield the legal cases for the kernels that affect gradients, or for the optimizer's kernels.
 
-    Compiling is slow, so compiled kernels are measured in one family and one process.
-    """
+    Compiling is slow, so compiled kernels are measured in only one family and one process."""
     for family, model in FAMILIES.items():
         for operation in KERNELS:
             if (operation == UPDATE) != of_updates or not (of_updates or _has(model, operation)):
@@ -385,8 +384,8 @@ def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: b
 
 
 def _has(model: ModelSpec, operation: str) -> bool:
-    """Return whether a model uses an operation. For a model that lacks it, recipe rules refuse all but attention and
-    SwiGLU."""
+    """Return whether a model uses an operation. For a model that does not use it, recipe rules reject all but attention
+    and SwiGLU."""
     if operation not in ("attention", "swiglu"):
         return True
     if not has_layer_list(model):
@@ -404,7 +403,7 @@ def _has(model: ModelSpec, operation: str) -> bool:
 _OPTIMIZERS = {
     "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
     "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
-    # AdamW scales near-zero gradients to full updates. With this eps, their updates stay small, and moments matter.
+    # AdamW scales near-zero gradients to full updates. With this eps, their updates stay small, and the moments matter.
     "even_adamw": OptimSpec(
         name="adamw", lr=1e-3, eps=1e-2, weight_decay=0.0, grad_clip_norm=1.0, schedule=ScheduleSpec(kind="constant")
     ),
@@ -450,7 +449,8 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     spec = build_spec(case)
     largest = RAMP[-1][1] if case.ramp else SAMPLES
     most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
-    # Batch norm shares statistics over all samples of a micro-batch on all ranks, so a step must have exactly one.
+    # Batch norm shares statistics over all samples of a micro-batch on all ranks, so a step must have exactly one
+    # micro-batch.
     keeps_micro_batches = _keeps_micro_batches(case.family)
     micro = most if keeps_micro_batches else min(case.micro_batch_size, most)
     plan = Plan(

@@ -1,9 +1,9 @@
 """Write, sign and verify certificates.
 
-`derive` computes every statement in a certificate that follows from its measurements, both on writing and on reading.
-Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its user may read, as created by
-`ssh-keygen -t ed25519`; a public key is one line in OpenSSH format, with the fingerprint printed by `ssh-keygen -l`.
-"""
+`derive` computes every statement in a certificate that follows from its measurements, both when writing and when
+reading it. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its user can read, as
+created by `ssh-keygen -t ed25519`. A public key is one line in OpenSSH format, with the fingerprint printed by
+`ssh-keygen -l`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "trainspec.certificate/3"
 FIRST_SCHEMA = "trainspec.certificate/1"
-"""The first schema has no signer, and its findings lack figures that later schemas have."""
+"""The first schema has no signer, and its findings lack values that later schemas have."""
 MAY_BE_MISSING = ("PERF-1",)
-"""Clauses that a complete certificate may lack: the planner may have no prediction for the machine."""
+"""Clauses that may be missing in a complete certificate, because the planner may have no prediction for the machine."""
 
 
 def write_certificate(
@@ -54,7 +54,7 @@ def write_certificate(
     recipe: tuple[str, ...] = (),
     not_offered: tuple[NotOffered, ...] = (),
 ) -> Certificate:
-    """Return the certificate of these findings. The other arguments are the fields of `Certificate`."""
+    """Return the certificate for these findings. The other arguments are the fields of `Certificate`."""
     raw = Certificate(
         schema=SCHEMA,
         spec_version=spec_version(),
@@ -81,9 +81,8 @@ def write_certificate(
 def derive(raw: Certificate) -> Certificate:
     """Return the certificate with everything that follows from its measurements: findings, clauses, verdict, `whole`.
 
-    Measurements (the figures of findings, declined cases, the machine, versions and dates) are kept. So are the
-    findings of the first schema, whose figures do not suffice to compute them.
-    """
+    Measurements (the values in findings, declined cases, the machine, versions and dates) are kept. So are the findings
+    in the first schema, whose values do not suffice to compute them."""
     findings = raw.findings
     levels = {clause.id: (clause.level, clause.title) for clause in raw.clauses}
     if raw.schema != FIRST_SCHEMA:
@@ -128,12 +127,13 @@ def derive(raw: Certificate) -> Certificate:
 
 
 def _number(value: float | str) -> float | str:
-    """Return the number in a form that JSON can hold, because JSON has no infinity."""
+    """Return the number in a form that JSON can represent, because JSON has no infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_whole(made: Certificate) -> bool:
-    """Return whether the certificate has exactly one finding for each case of the spec with its number of processes."""
+    """Return whether the certificate has exactly one finding for each case in the spec, given its number of
+    processes."""
     launched = set() if made.engine else {*SECURITY, *LEVELS}
     found = [(finding.clause, finding.case) for finding in made.findings if finding.clause not in launched]
     of_launches = {finding.clause for finding in made.findings if finding.clause in launched}
@@ -159,7 +159,7 @@ def digest(body: JsonObject) -> str:
 MAX_KEY_BYTES = 2**14
 FINGERPRINT = "SHA256:"
 PURPOSE = b"trainspec certificate\n"
-"""Prefix of the signed content, so that a certificate's signature is not valid for anything else."""
+"""Prefix of the signed content, so that the signature of a certificate is not valid for anything else."""
 MAKE_KEY = "ssh-keygen -t ed25519 -N '' -f FILE"
 
 
@@ -176,7 +176,8 @@ def _check_package() -> None:
 
 
 def read_key(file: Path) -> Ed25519PrivateKey:
-    """Return a private key. Raises MachineError if other users may read the file, RecipeError if it is not a key."""
+    """Return a private key. Raises MachineError if other users can read the file, and RecipeError if it is not a
+    key."""
     _check_package()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -202,8 +203,7 @@ def read_key(file: Path) -> Ed25519PrivateKey:
 def read_fingerprint(wanted: str) -> str:
     """Return `wanted` if it is a fingerprint, otherwise the fingerprint of the public key in the file with that name.
 
-    Raises RecipeError if it is neither.
-    """
+    Raises RecipeError if it is neither."""
     if wanted.startswith(FINGERPRINT):
         return wanted
     file = Path(wanted)
@@ -221,7 +221,7 @@ def _no_key(file: Path, why: str) -> RecipeError:
 
 
 def _fingerprint_of(line: str) -> str:
-    """Return the fingerprint `SHA256:...` of a public key in OpenSSH's format. Raises NoKeyError."""
+    """Return the fingerprint `SHA256:...` of a public key in OpenSSH format. Raises NoKeyError."""
     words = line.split()
     if len(words) < 2 or words[0] != "ssh-ed25519":
         raise NoKeyError("a public key is a line that begins with ssh-ed25519")
@@ -244,15 +244,14 @@ def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certif
 
 
 def _signed_content(body: JsonObject) -> bytes:
-    """Return the content to sign: the canonical JSON of everything except the signature."""
+    """Return the content to sign, which is the canonical JSON of everything except the signature."""
     return PURPOSE + canonical_json({key: value for key, value in body.items() if key != "signature"}).encode()
 
 
 def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
     """Return whether this signature of the certificate was made by the signer.
 
-    Raises NoKeyError if its public key is invalid, MachineError if the package for signatures is missing.
-    """
+    Raises NoKeyError if the public key is invalid, and MachineError if the package for signatures is missing."""
     _check_package()
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -275,10 +274,9 @@ def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
 def verify(file: Path, signed_by: str = "") -> Certificate:
     """Return the certificate in `file` after recomputing every statement from its measurements.
 
-    `signed_by`: the fingerprint of the key that must have signed it; empty accepts any key and no signature. Raises
-    RecipeError if the file is not a certificate, was altered, contradicts itself or has another signer; MachineError
-    if the package for signatures is missing.
-    """
+    `signed_by`: the fingerprint of the key that must have signed it; if empty, any key is accepted, and so is a missing
+    signature. Raises RecipeError if the file is not a certificate, was altered, contradicts itself or has a different
+    signer, and MachineError if the package for signatures is missing."""
     try:
         body = read_object(file)
         schema = read_field(file, body, "schema", str)
@@ -289,15 +287,15 @@ def verify(file: Path, signed_by: str = "") -> Certificate:
         raise _refused(file, f"has the schema {schema}; this version reads {SCHEMA} and {FIRST_SCHEMA}")
     try:
         found = digest(body)
-    except ValueError:  # canonical JSON cannot hold NaN, infinity or lone surrogates
+    except ValueError:  # canonical JSON cannot represent NaN, infinity or lone surrogates
         found = ""
     if found != stated:
         raise _refused(file, "was altered: its digest does not match its content")
     try:
         certificate = read_record(Certificate, body)
-    except FieldError as error:  # a valid digest proves nothing: anyone can compute one
+    except FieldError as error:  # a valid digest proves nothing, because anyone can compute one
         raise _refused(file, f"is damaged: {error}") from error
-    if schema == FIRST_SCHEMA:  # this schema has no such fields, even if the file does
+    if schema == FIRST_SCHEMA:  # this schema has no such fields, even if the file has them
         certificate = replace(certificate, machine_id="", signer=None, signature="")
     signer = certificate.signer
     if signer is None and certificate.signature:
@@ -327,7 +325,7 @@ def _contradiction(certificate: Certificate) -> str | None:
                 f"trainspec has {spec_version()} ({spec_sha256()[:16]}): verify it with trainspec {made_by}"
             )
         known = set(clauses)
-        if certificate.measured_since > certificate.date:  # ISO 8601 dates compare as text
+        if certificate.measured_since > certificate.date:  # ISO 8601 dates can be compared as text
             since = certificate.measured_since
             made = certificate.date
             return f"contradicts itself: measured_since is {since!r}, after date, {made!r}"

@@ -1,4 +1,4 @@
-"""Render a certificate for people: who signed it, a line for each clause, and the broken cases."""
+"""Render a certificate for people: who signed it, one line for each clause, and the broken cases."""
 
 from __future__ import annotations
 

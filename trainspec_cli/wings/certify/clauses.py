@@ -1,8 +1,7 @@
-"""The clauses of SPEC.md, and how a finding's figures determine whether its clause is kept and with which grade.
+"""The clauses of SPEC.md, and how the values of a finding determine whether its clause is kept, and with which grade.
 
-`make_finding` derives a finding from its figures, both on measurement and on verification of a certificate, so a
-certificate cannot state anything that its figures contradict.
-"""
+`make_finding` derives a finding from its values, both when measuring and when verifying a certificate. A certificate
+therefore cannot state anything that contradicts its values."""
 
 from __future__ import annotations
 
@@ -56,16 +55,16 @@ GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 WHOLE_GRADIENT_BOUND = 1e-6
 WEIGHT_BOUND = 1e-4
-"""Bounds of NUM-7 and NUM-8 on all parameters together."""
+"""Bounds of NUM-7 and NUM-8 over all parameters together."""
 LIVE_BOUND = 1e-6
 FORMAT_FACTOR = 2.0
-"""Bound of NUM-3, as a multiple of the format's own error."""
+"""Bound of NUM-3, as a multiple of the error of the format itself."""
 EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
-"""Bounds of COMM-1 on all parameters together, by format."""
+"""Bounds of COMM-1 over all parameters together, by format."""
 EXCHANGES = 64
 """Number of exchanges in COMM-2."""
 WAITING = 8
-"""Maximum rounding loss still to be added after those exchanges, in units of one exchange."""
+"""Maximum rounding loss that remains to be added after those exchanges, in units of one exchange."""
 
 SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
 AS_THEY_MUST_BE = "as they must be"
@@ -76,18 +75,18 @@ FACTS = {
     "LIVE-4": ("steps", "starts", "layouts"),
     "LIVE-5": ("steps", "starts", "micro-batches", "samples"),
 }
-"""Facts that must hold in a run of each live clause, in addition to its bounds."""
+"""Conditions that a run must fulfil for each live clause, in addition to its bounds."""
 GRADES = ("A", "B", "C")
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The bounds of a figure for the grades A, B and C."""
+    """The bounds of a value for the grades A, B and C."""
 
     figure: str
     bounds: tuple[float, float, float]
     rises: bool = False
-    """True: higher is better."""
+    """Whether higher is better."""
 
     def grade(self, value: float) -> str:
         """Return A, B or C; `-` if the value misses all bounds."""
@@ -104,7 +103,7 @@ LEVELS = {
     "PERF-4": Levels("recovery_s", (30.0, 120.0, 600.0)),
     "PERF-5": Levels("slower_gb_per_s", (1.0, 0.25, 0.05), rises=True),
 }
-"""The graded clauses with the bounds stated in the training spec."""
+"""The graded clauses, with the bounds stated in the training spec."""
 
 _FORMAT = re.compile(r"-(bf16|int8|int4)_gradients(?:-|$)")
 _EXCHANGES = re.compile(r"-(\d+)-exchanges(?:-|$)")
@@ -112,11 +111,10 @@ _PROCESSES = re.compile(r"^(\d+)-processes$")
 
 
 def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: bool = False) -> Finding:
-    """Return the finding that follows from the figures; the figure compared with the bound comes first.
+    """Return the finding that follows from the measured values; the value compared with the bound comes first.
 
-    A figure that follows from others is computed here, regardless of `figures`. A missing figure breaks the clause.
-    `of_engine`: another engine was measured, whose protocol reports fewer figures.
-    """
+    A value that follows from others is computed here, regardless of `figures`. A missing value breaks the clause.
+    `of_engine`: whether another engine was measured, whose protocol reports fewer values."""
     numbers = _Numbers(figures)
     finding = Finding(clause, case, passed=False, figures=dict(figures))
     if clause in LEVELS:
@@ -128,7 +126,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
     if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
         return _bounded(finding, "worst_gradient_error", numbers["worst_gradient_error"], GRADIENT_BOUND)
     if clause == "NUM-2":
-        # Every later step must clip: only then does a gradient clipped by the norm of one part differ.
+        # Every later step must clip, because only then does a gradient clipped by the norm of one part differ.
         clipped = of_engine or CLIP_NORM < numbers["least_clipped_norm"] < math.inf
         return _bounded(finding, "worst_loss_error", numbers["worst_loss_error"], LOSS_BOUND, kept=clipped)
     if clause == "CKPT-2":
@@ -143,7 +141,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
         kept = clause != "NUM-8" or figures.get("samples") == "each once"
         return _bounded(finding, "worst_of_bound", worst, 1.0, kept=kept)
     if clause in ("COMM-1", "COMM-2"):
-        # The case's name states the format and the exchanges; without a format in the name, no bound is kept.
+        # The case's name states the format and the exchanges. Without a format in the name, no bound is fulfilled.
         form = _FORMAT.search(case)
         exchanges = _EXCHANGES.search(case)
         count = int(exchanges.group(1)) if exchanges else 1
@@ -176,7 +174,7 @@ def _keeps_exactly(clause: str, figures: Mapping[str, Figure], numbers: _Numbers
 
 
 class _Numbers:
-    """Access to figures as numbers; infinite if a figure is missing or is not a number."""
+    """Access to measured values as numbers; infinite if a value is missing or is not a number."""
 
     def __init__(self, figures: Mapping[str, Figure]):
         self._figures = figures
@@ -188,14 +186,15 @@ class _Numbers:
 
 
 def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: bool = True) -> Finding:
-    """Return the finding with `value` first and compared with the bound; `kept`: all other conditions hold."""
+    """Return the finding with `value` first and compared with the bound. `kept`: whether all other conditions are
+    fulfilled."""
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)
 
 
 def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:
-    """Return the figure of a graded clause; 0 if it is missing and higher is better."""
+    """Return the value of a graded clause; 0 if it is missing and higher is better."""
     if clause == "PERF-1":
         ratio = _divide(numbers["step_s"], numbers["planned_s"])
         return max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))

@@ -1,4 +1,4 @@
-"""The models on which the clauses are measured: small ones with every feature of their family."""
+"""The models on which the clauses are measured: small models that have every feature of their family."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ FAMILIES: dict[str, ModelSpec] = {
 }
 
 LOSSES: dict[str, TrainSection] = {}
-"""Families with a user-defined loss, and the recipe section that names it."""
+"""Families with a user-defined loss, and the recipe section that names the loss."""
 
 
 PLAIN_DECODER = _decoder()
-"""A Llama without variations, which every engine supports."""
+"""A plain Llama, which every engine supports."""
 
 
 def measure_alone(name: str, model: ModelSpec, loss: TrainSection | None = None) -> None:
-    """In this process, measure the clauses on this model only. `loss`: the recipe section that may name a user-defined
+    """In this process, measure the clauses only on this model. `loss`: the recipe section that may name a user-defined
     loss."""
     FAMILIES.clear()
     LOSSES.clear()

@@ -1,4 +1,4 @@
-"""For each clause: the runs it needs, the figures they produce, and the resulting finding."""
+"""For each clause: the runs that it needs, the values that they produce, and the resulting finding."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class ClauseCheck:
     def runs(self) -> tuple[Run, ...]:
         case = self.run.case
         if self.clause == "NUM-3":
-            # Runs in one process: one in the case's format, which shows the format's own error, and one in fp64.
+            # Runs in a single process: one in the case's format, which shows the error of the format itself, and one in
+            # fp64.
             exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
             return (self.run, Run(case.reference, losses=False), Run(exact, losses=False))
         if self.clause == "NUM-6":
@@ -61,7 +62,8 @@ class ClauseCheck:
 
 
 def undisturbed(case: Case) -> Case:
-    """Return the case to which a live run is compared: the same changes without the kill, or a run without changes."""
+    """Return the case with which a live run is compared: the same changes without the kill, or a run without
+    changes."""
     assert case.live is not None
     killed = case.live.disturbance == "killed"
     return replace(case, live=Live(case.live.changes if killed else ()))
@@ -70,10 +72,9 @@ def undisturbed(case: Case) -> Case:
 def checks(
     max_processes: int, only: Sequence[str] = (), *, on_gpu: bool = False, features: Collection[str] | None = None
 ) -> list[ClauseCheck]:
-    """Return the checks of the matrix, or those whose clause, case or family matches a pattern of `only`.
+    """Return the checks of the matrix, or those whose clause, case or family matches a pattern in `only`.
 
-    `features`: the kernels and formats listed in a machine's certificate; None: those of this machine.
-    """
+    `features`: the kernels and formats listed in a machine's certificate; None: those of this machine."""
     found = []
     given = features_here(on_gpu=on_gpu) if features is None else features
     for check in _all_checks(max_processes, given):
@@ -116,7 +117,7 @@ def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[Claus
 
 
 KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
-"""Layouts whose runs are repeated and also stopped and resumed."""
+"""Layouts whose runs are repeated, and also stopped and resumed."""
 MOVES = (
     (Layout(dp_shard=2), Layout(tp=2)),
     (Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv")),
@@ -126,11 +127,11 @@ MOVES = (
     (Layout(dp_shard=2, ep=2), Layout()),
     (Layout(cp=2), Layout(dp_shard=2, ep=2)),
 )
-"""Pairs of layouts: a run is saved in the first and continued in the second."""
+"""Pairs of layouts: a run is saved in the first one and continued in the second."""
 
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
-    """Return a check's finding from its runs' measurements."""
+    """Return the finding of a check, based on its runs' measurements."""
     return make_finding(check.clause, check.run.name, _figures(check, results))
 
 
@@ -162,15 +163,16 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     if clause == "CKPT-2":
         return {"worst_loss_error": loss_error(found.losses, reference.losses[SAVE_AT:])}
     if clause in ("COMM-1", "COMM-2"):
-        # A compressed block's error is spread over all parameters in it, so only the full gradient is bounded.
+        # A compressed block's error is spread over all parameters in the block, so only the full gradient is bounded.
         return {"gradient_error": whole_error(found.gradients, reference.gradients)}
     if clause == "NUM-7":
-        # Gradients of small parameters (norms before a convolution) are sums that cancel: judge the full gradient.
+        # Gradients of small parameters (norms before a convolution) are sums that cancel, so the full gradient is
+        # judged.
         gradient_error = whole_error(found.gradients, reference.gradients)
         return {"gradient_error": gradient_error, **_training_figures(found, reference)}
     figures = _training_figures(found, reference)
     if clause == "NUM-8":
-        # Every sample is used once, and the batch sizes are those of the ramp.
+        # Every sample must be used once, and the batch sizes must be those of the ramp.
         in_order = [position for step in trained.taken for position in step] == list(range(sum(RAMP_SIZES)))
         once = in_order and tuple(map(len, trained.taken)) == RAMP_SIZES
         figures["samples"] = "each once" if once else "not each once"
@@ -184,7 +186,7 @@ def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
 
 
 def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
-    """Return the error of the parameter whose error is largest relative to the format's own error."""
+    """Return the error of the parameter whose error is largest relative to that of the format itself."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
     usual = sorted(of_format.values())[len(of_format) // 2]
@@ -201,7 +203,7 @@ def _training_figures(found: Measured, reference: Measured) -> Figures:
 
 
 def _judge_live(check: ClauseCheck, results: Results) -> Figures:
-    """Return the figures of a live clause: facts that must hold in the run, and its errors or digests."""
+    """Return the results for a live clause: conditions that the run must fulfil, and its errors or digests."""
     case = check.run.case
     found, reference = (results[run] for run in check.runs)
     live = found.result.live
@@ -214,18 +216,18 @@ def _judge_live(check: ClauseCheck, results: Results) -> Figures:
     if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
         facts["layouts"] = live.layouts == planned_layouts(case)
     if check.clause in ("LIVE-1", "LIVE-2"):
-        # A change moves the state between processes without writing it to disk.
+        # A change must move the state between processes without writing it to disk.
         facts["disk"] = live.written_bytes == 0
     elif check.clause == "LIVE-3":
-        # The second start reads the newest checkpoint.
+        # The second start must read the newest checkpoint.
         newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
         facts["starts"] = live.starts == (0, newest)
     elif check.clause == "LIVE-4":
-        # The failed change leaves the layout unchanged.
+        # A failed change must leave the layout unchanged.
         facts["starts"] = live.starts == (0,)
         facts["layouts"] = set(live.layouts) == {plan.layout}
     else:
-        # From the out-of-memory step on, micro-batches fit, and no step is lost.
+        # From the out-of-memory step on, micro-batches must fit, and no step may be lost.
         sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
         facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
         facts["micro-batches"] = live.largest_micro_batches == sizes
@@ -249,7 +251,7 @@ def planned_layouts(case: Case) -> tuple[Layout, ...]:
 
 
 def judge_refusals(max_processes: int) -> list[Finding]:
-    """Return the findings for LEGAL-1: each illegal layout in the matrix is refused with a reason and a hint."""
+    """Return the findings for LEGAL-1: each illegal layout in the matrix must be rejected with a reason and a hint."""
     found = []
     for name, problems in refused(max_processes).items():
         shown = next((one for one in problems if not (one.message and one.hint)), problems[0])

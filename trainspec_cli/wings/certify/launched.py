@@ -1,8 +1,7 @@
-"""Measure the clauses that need user-style launches: security and performance levels.
+"""Measure the clauses that need launches like a user's: security and performance levels.
 
 For security, an untrusted client connects to a run's ports, and the run's files are altered. For performance, short
-runs, links and disks are each graded.
-"""
+runs, links and disks are graded."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from trainspec_cli.wings.certify.clauses import SECURITY, make_finding
 from trainspec_cli.wings.certify.runs import device_of
 
 RECIPE = ("recipe=quickstart",)
-"""The recipe whose performance is measured if none is given."""
+"""The recipe whose performance is measured if none is specified."""
 STEPS = 36
 SAVE_EVERY = 12
 KILLED_AT = 30
@@ -49,17 +48,17 @@ SHORT = (
     *("sample.prompt=", "train.eval_interval_steps=null", "checkpoint.keep_last=1"),
     "optim.schedule.kind=constant",
 )
-"""Overrides that skip slow, unmeasured work; so few steps are too short for a warm-up schedule."""
+"""Overrides that skip slow work that is not measured. So few steps are too short for a warm-up schedule."""
 TIMEOUT_S = 900.0
 
 ATTACKED_STEPS = 40
 ATTACKED_AT = 5
-"""The length of the run that is attacked, in steps, and the step after which the attack begins."""
+"""The length in steps of the run that is attacked, and the step after which the attack starts."""
 IDLE = 32
-"""Idle connections that the untrusted client holds open at each port."""
+"""Number of idle connections that the untrusted client keeps open at each port."""
 ATTACKED_RECIPE = (
     *("recipe=tiny", f"train.max_steps={ATTACKED_STEPS}", "scheduler=off", "run.preflight=false", "resilience=none"),
-    # A slow rank keeps the run alive long enough for all of the attack's connections.
+    # A slow rank keeps the run alive long enough for all connections of the attack.
     *("checkpoint.keep_last=1", "fault=slow(rank=0,step=1,seconds=0.1,steps=1000)"),
 )
 CONNECT_S = 10.0
@@ -102,10 +101,10 @@ def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[
 
 
 def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the given clauses. Raises MachineError if a run fails, Interrupted if a stop was requested."""
+    """Measure the given clauses. Raises MachineError if a run fails, and Interrupted if a stop was requested."""
     if not clauses:
         return []
-    # One run with all processes serves both the speed clauses and PERF-4: one rank is killed near its end.
+    # A single run with all processes serves both the speed clauses and PERF-4: one rank is killed near its end.
     killed = f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})"
     more = (killed, f"checkpoint.interval_steps={SAVE_EVERY}")
     together = _launched(bench, "together", bench.processes, bench.batch, more)
@@ -135,7 +134,7 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
         lost_steps = float(first.lost_steps or 0)
         figures["PERF-4"] = {"recovery_s": first.stall_s, "lost_steps": lost_steps, "kind": first.kind}
     if "PERF-5" in clauses:
-        # The disk under test is the one with the certification folder.
+        # The disk being tested is the one with the certification folder.
         plan = read_plan(together).as_one_group
         request = CheckpointRatesRequest(plan, str(bench.folder.absolute() / "performance" / "checkpoints"))
         rates = run_tool(CHECKPOINT_RATES, request, torchrun(plan, bench.machine), on_tick=bench.on_tick)
@@ -160,12 +159,12 @@ def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequenc
 
 
 def _steps(run: RunDir) -> list[StepEvent]:
-    """Return a run's steps except the first ones, which compile and allocate."""
+    """Return the steps of a run except for the first ones, which compile and allocate."""
     return [event for event in read_sound(run.events(0)) if isinstance(event, StepEvent)][WARMUP_STEPS:]
 
 
 def _scaling(bench: Bench, together: RunDir) -> Figures:
-    """Measure weak scaling: a single process gets the same number of samples and cores as each process of the full
+    """Measure weak scaling: a single process gets the same number of samples and cores as each process in the full
     run."""
     share = max(1, bench.batch // bench.processes)
     with _on_cores(bench):
@@ -178,7 +177,7 @@ def _scaling(bench: Bench, together: RunDir) -> Figures:
 
 @contextmanager
 def _on_cores(bench: Bench) -> Iterator[None]:
-    """Limit processes started in the block to one process's share of the cores if processes share them."""
+    """If processes share the cores, limit processes started in the block to one process's part of them."""
     if bench.machine.gpu_names or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -199,7 +198,7 @@ def pickled_code(marker: Path) -> bytes:
 
 
 class UntrustedClient:
-    """Waits until a run has made a few steps, then sends malformed data to each port at which it listens."""
+    """Waits until a run has taken a few steps, then sends malformed data to each port on which it listens."""
 
     def __init__(self, run: RunDir, marker: Path):
         self.ports: set[tuple[str, int]] = set()
@@ -208,7 +207,7 @@ class UntrustedClient:
         self._held: list[socket.socket] = []
 
     def poll(self) -> None:
-        """Attack the run once it has progressed far enough; call this repeatedly while it runs."""
+        """Attack the run once it has progressed far enough. Call this repeatedly while the run is in progress."""
         if self.ports or not self._run.events(0).exists():
             return
         steps = (event.step for event in read_sound(self._run.events(0)) if isinstance(event, StepEvent))
@@ -238,7 +237,7 @@ class UntrustedClient:
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """Return the address and port of every socket on which a process or one of its descendants listens."""
+    """Return the address and port of every socket on which a process or one of its descendants is listening."""
     found: set[tuple[str, int]] = set()
     for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
@@ -248,7 +247,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the given clauses. Raises MachineError if a run fails, Interrupted if a stop was requested."""
+    """Measure the given clauses. Raises MachineError if a run fails, and Interrupted if a stop was requested."""
     if not clauses:
         return []
     folder = bench.folder.absolute() / "security"
@@ -290,13 +289,13 @@ def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
 
 
 def judge_ports(ports: set[tuple[str, int]]) -> Figures:
-    """Return the figures of SEC-1: the number of ports, and the addresses that other machines can reach."""
+    """Return the results for SEC-1: the number of ports, and the addresses that other machines can reach."""
     beyond = sorted({address for address, _ in ports if not ipaddress.ip_address(address).is_loopback})
     return {"listening": float(len(ports)), "beyond": ", ".join(beyond) or "none"}
 
 
 def judge_modes(root: Path) -> Figures:
-    """Return the figures of SEC-3: the files below `root`, and how many of them other users can access."""
+    """Return the results for SEC-3: the files below `root`, and how many of them other users can access."""
     every = [root, *root.rglob("*")]
     opened = [path for path in every if not path.is_symlink() and path.stat().st_mode & PRIVATE_UMASK]
     figures: Figures = {"files": float(len(every)), "open": float(len(opened))}
@@ -317,7 +316,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
-        # Each alteration gets its own copy of the run, so that a resume encounters exactly one.
+        # Each alteration gets its own copy of the run, so that a resume encounters exactly one of them.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

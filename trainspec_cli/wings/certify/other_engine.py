@@ -1,8 +1,7 @@
 """Certify another engine through a small protocol; trainspec's engine computes the reference.
 
-Requests and answers are JSON records, with tensors in safetensors files; the model and its tensors use Hugging Face
-names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input: every field is checked.
-"""
+Requests and answers are JSON records, with tensors in safetensors files. The model and its tensors use Hugging Face
+names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input, so every field is checked."""
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ SCHEMA = "trainspec.engine/1"
 REQUEST = "request.json"
 ANSWER = "answer.json"
 READ = "read.json"
-"""Marks a run's folder once its answer has been read and found complete."""
+"""Marks the folder of a run whose answer has been read and found complete."""
 MODEL = "model"
 BATCHES = "batches.safetensors"
 TOKENS = "tokens"
 CHECKPOINT = "checkpoint"
 RUN_S = 1800.0
-"""Time limit of a run. Every run has at most 20 steps of a small model, so an engine that needs longer, including
+"""Time limit for a run. Every run takes at most 20 steps of a small model, so an engine that needs longer, including
 compilation, is hanging."""
 
 Asked = Literal["losses", "gradients", "weights"]
@@ -86,12 +85,12 @@ class EngineRequest:
     recompute: Recompute
     compile: bool
     model: str
-    """The folder with the model and its initial weights in Hugging Face format."""
+    """The folder with the model and its initial weights, in Hugging Face format."""
     batches: str
     """A file with the int64 tensor `tokens` of shape (steps, samples, length + 1); targets are the tokens shifted by
     one."""
     first_step: int
-    """Number of steps already taken by the checkpoint's run; 0 for a new run."""
+    """Number of steps already taken by the run that wrote the checkpoint; 0 for a new run."""
     steps: int
     """The run ends after this many steps in total, including those before `first_step`."""
     optimizer: EngineOptimizer
@@ -100,21 +99,21 @@ class EngineRequest:
     clip_norm: float
     asks: tuple[Asked, ...]
     save_after: int | None = None
-    """Write a checkpoint into the folder `save_to` after this many steps."""
+    """Write a checkpoint to the folder `save_to` after this many steps."""
     save_to: str = ""
     resume_from: str = ""
-    """The folder of the checkpoint to start from."""
+    """The folder of the checkpoint from which the run starts."""
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """The content of answer.json: a run's results, or why it was declined."""
+    """The content of answer.json: the results of a run, or why it was declined."""
 
     schema: str
     declined: str = ""
-    """Why the engine does not support this run; empty if it made the run."""
+    """Why the engine does not support this run; empty if it carried out the run."""
     losses: tuple[float, ...] = ()
-    """Each step's mean loss over all tokens, before its update."""
+    """Mean loss of each step over all tokens, before the step's update."""
     gradients: str = ""
     """A file with the first step's fp32 gradients, before any update or clipping."""
     weights: str = ""
@@ -123,7 +122,7 @@ class EngineAnswer:
     """Versions of the engine and its libraries, for the record."""
 
 
-# The runs that an engine is asked to make
+# The runs that an engine is asked to carry out
 
 OPTIMIZERS = {"sgd": EngineOptimizer("sgd", 0.1), "adamw": EngineOptimizer("adamw", 1e-3)}
 LAYOUTS = (
@@ -136,14 +135,14 @@ LAYOUTS = (
 )
 """A single process, and each axis alone."""
 KEPT = (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))
-"""Layouts whose runs are repeated, and stopped and resumed."""
+"""Layouts whose runs are repeated, and also stopped and resumed."""
 MOVES = ((Layout(dp_replicate=2), Layout()), (Layout(dp_shard=2), Layout(dp_replicate=2)))
-"""Pairs of layouts: a run is saved in the first and continued in the second."""
+"""Pairs of layouts: a run is saved in the first one and continued in the second."""
 
 
 @dataclass(frozen=True)
 class ProtocolRun:
-    """A run that an engine is asked to make."""
+    """A run that an engine is asked to carry out."""
 
     layout: Layout = field(default_factory=Layout)
     compute: Literal["fp32", "bf16"] = "fp32"
@@ -153,7 +152,7 @@ class ProtocolRun:
     asks: tuple[Asked, ...] = ("gradients",)
     saves: bool = False
     resumes: ProtocolRun | None = None
-    """The run whose checkpoint it starts from."""
+    """The run from whose checkpoint it starts."""
     repetition: int = 0
     """0 for the first run; n for its nth repetition."""
 
@@ -179,7 +178,7 @@ class EngineCheck:
     clause: str
     run: ProtocolRun
     baseline: ProtocolRun | None = None
-    """The engine's own run to compare with; None: compare with the reference from trainspec's engine."""
+    """The engine's own run to compare with; None to compare with the reference from trainspec's engine."""
 
     @property
     def runs(self) -> tuple[ProtocolRun, ...]:
@@ -220,7 +219,7 @@ FAMILY = "llama"
 REFERENCE = Run(Case(FAMILY), inputs=True)
 OWN_BF16 = Run(Case(FAMILY, compute="bf16"), losses=False)
 EXACT = Run(Case(FAMILY, compute="fp64"), losses=False)
-"""The reference runs of trainspec's engine, in one process."""
+"""The reference runs of trainspec's engine, in a single process."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,7 @@ class EngineToCheck:
 def select_checks(command: str, only: Sequence[str], processes: int) -> EngineToCheck:
     """Return the command and the checks, and restrict this process to a plain Llama, which other engines support.
 
-    Raises RecipeError if the command cannot be run or a pattern matches nothing.
-    """
+    Raises RecipeError if the command cannot be run, or if a pattern matches nothing."""
     why = ""
     words: list[str] = []
     try:
@@ -272,9 +270,8 @@ def measure_engine(
 ) -> tuple[list[Finding], list[NotOffered]]:
     """Return the findings and the declined checks; `on_done` receives the number of finished runs.
 
-    Raises WorkerError if an answer is wrong, MachineError if a run or the command cannot be started, Interrupted if a
-    stop was requested.
-    """
+    Raises WorkerError if an answer is wrong, MachineError if a run or the command cannot be started, and Interrupted if
+    a stop was requested."""
     results = measure((REFERENCE, OWN_BF16, EXACT), folder / "reference", machine, lambda done: None)
     model = PLAIN_DECODER
     root = folder / "engine"
@@ -318,7 +315,7 @@ class Engine:
     command: tuple[str, ...]
     """The path of a request is appended to the command."""
     folder: Path
-    """Holds the model, the batches, and a folder for each run."""
+    """Contains the model, the batches, and a folder for each run."""
     device: Device
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of the model's tensors, by name."""
@@ -352,11 +349,10 @@ class Answered:
 
 
 def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int], None]) -> dict[ProtocolRun, Answered]:
-    """Request all runs in order; answers already read by an earlier certification are not requested again.
+    """Request all runs in order. Answers that an earlier certification has already read are not requested again.
 
-    Raises WorkerError if an answer is wrong, MachineError if the command cannot be started, Interrupted if a stop was
-    requested.
-    """
+    Raises WorkerError if an answer is wrong, MachineError if the command cannot be started, and Interrupted if a stop
+    was requested."""
     answered: dict[ProtocolRun, Answered] = {}
     for number, run in enumerate(runs):
         on_done(number)
@@ -514,7 +510,7 @@ def judge_answers(
 
 
 def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
-    """Return the SHA-256 of the tensors in name order, each as its name and its little-endian bytes."""
+    """Return the SHA-256 of the tensors in name order, each as its name followed by its little-endian bytes."""
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(f"{name}\n".encode() + weights[name].astype("<f4", copy=False).tobytes())

@@ -1,9 +1,8 @@
-"""Runs of the certify worker: one torchrun job per number of processes makes all runs of that size.
+"""Runs of the certify worker: one torchrun job per number of processes carries out all runs of that size.
 
 A certification's folder keeps its runs, so that an interrupted certification continues where it stopped.
-FOLDER/certification.json states the versions, the machine and the models; a certification that differs in any of them
-refuses the folder. FOLDER/NAME/ holds a run; an unfinished run is removed and repeated.
-"""
+FOLDER/certification.json states the versions, the machine and the models. A certification that differs in any of them
+rejects the folder. FOLDER/NAME/ contains one run; an unfinished run is removed and repeated."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ HEADER = "certification.json"
 LOCK = "lock"
 RESULT = "result.json"
 ASKED = "asked.json"
-"""The file with the request's digest, which distinguishes a kept run from another one with the same name."""
+"""The file with the request's digest, which distinguishes a kept run from another run with the same name."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -81,8 +80,8 @@ class Run:
 
     @property
     def clips(self) -> bool:
-        """Whether later steps clip. Only plain descent does: adaptive optimizers hide gradients that are off by a
-        factor."""
+        """Whether later steps clip. This is the case only for plain gradient descent, because adaptive optimizers hide
+        gradients that are off by a factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
     def request(self, device: Device) -> CertifyRun:
@@ -160,12 +159,11 @@ def measure(
     tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
     on_device: str = "",
 ) -> dict[Run, Measured]:
-    """Make all runs that `folder` does not contain yet; `on_progress` receives the number of finished runs.
+    """Carry out all runs that `folder` does not contain yet; `on_progress` receives the number of finished runs.
 
-    `on_device`: a device provided by a wing, used instead of the machine's own.
+    `on_device`: a device provided by a plug-in, used instead of the machine's own.
 
-    Raises MachineError if a job fails, Interrupted if a stop was requested.
-    """
+    Raises MachineError if a job fails, and Interrupted if a stop was requested."""
     wanted = list(dict.fromkeys(runs))
     device = device_of(machine)
     # The models are so small that additional threads would only wait for each other.
@@ -178,7 +176,7 @@ def measure(
             if (kept / RESULT).is_file() and read_object(kept / ASKED) == digest:
                 continue
         except UnreadableFileError:
-            pass  # make the run again
+            pass  # carry out the run again
         if kept.exists():
             shutil.rmtree(kept)
         kept.mkdir(parents=True)
@@ -229,7 +227,8 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a certification measures, and on which machine. All fields but `since` must match when it continues."""
+    """What a certification measures, and on which machine. All fields except `since` must match when it is
+    continued."""
 
     trainspec: str
     code_sha256: str
@@ -239,9 +238,9 @@ class Subject:
     machine_id: str
     machine: Machine
     models_sha256: str
-    """Digest of the models and losses that the clauses are measured on."""
+    """Digest of the models and losses on which the clauses are measured."""
     engine: str = ""
-    """The command of another engine; empty for trainspec's engine."""
+    """The command of another engine; empty for trainspec's own engine."""
     since: str = ""
     """The date of the first run."""
 
@@ -269,11 +268,10 @@ def _sha256(text: str) -> str:
 
 @contextmanager
 def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
-    """Lock a certification's folder, creating it if needed, and yield the date on which it was begun.
+    """Lock a certification's folder, creating it if needed, and yield the date on which the certification was started.
 
-    Raises RecipeError if the folder holds something else or another certification, or is in use; MachineError if it
-    belongs to another user.
-    """
+    Raises RecipeError if the folder contains something else or another certification, or is in use, and MachineError if
+    it belongs to another user."""
     if folder.exists() and not (folder / HEADER).exists() and (not folder.is_dir() or any(folder.iterdir())):
         message = f"{folder} is not the folder of a certification"
         raise RecipeError(Problem("other_certification", message, "--dir", "choose a new folder"))
@@ -312,7 +310,7 @@ def _refused(folder: Path, message: str) -> RecipeError:
     return RecipeError(Problem("other_certification", message, "--dir", hint))
 
 
-# Figures
+# Errors
 
 
 Tensors = Mapping[str, np.ndarray]
@@ -335,7 +333,8 @@ def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def whole_error(found: Tensors, reference: Tensors) -> float:
-    """Return the relative Euclidean error of all parameters together; infinite if one is missing or misshapen."""
+    """Return the relative Euclidean error of all parameters together; infinite if one is missing or has the wrong
+    shape."""
     if {name: array.shape for name, array in found.items()} != {name: array.shape for name, array in reference.items()}:
         return math.inf
     distance = math.hypot(*(float(np.linalg.norm(found[name] - reference[name])) for name in reference))

@@ -1,1 +1,1 @@
-"""Examine a job's nodes: their hardware and capabilities, the speed of their links, and which is slowest."""
+"""Examine the nodes of a job: their hardware and capabilities, the speed of their links, and which one is slowest."""

@@ -22,12 +22,11 @@ from trainspec_cli.wings.doctor.examine import node_command, refuse_unfit
 
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
-    """Check a single node now. For several nodes, return the examination that each runs when its agent starts, which
-    measures and compares them. Return None without a preflight, or if nothing is left to examine.
+    """Check a single node now. For several nodes, return the examination that each one runs when its agent starts,
+    which measures and compares them. Return None without a preflight, or if nothing remains to be examined.
 
     `folder` is the run folder, which may not exist yet. With `force`, predicted memory is not checked. Raises
-    MachineError if this node fails a check.
-    """
+    MachineError if this node fails a check."""
     if not plan.spec.run.preflight:
         return None
     if plan.num_nodes > 1:
@@ -46,10 +45,10 @@ def _check_reports(reports: Sequence[NodeReport], console: PrintableConsole) -> 
 
 
 def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
-    """Return the warnings of the quick checks on this node. Raises MachineError if a check fails."""
+    """Return the warnings from the quick checks on this node. Raises MachineError if a check fails."""
     checks: list[Check] = []
     # Space for one checkpoint is required, because a run without one has no result. Space for all kept checkpoints plus
-    # one is recommended: the oldest is deleted only after the next one is complete.
+    # one is recommended, because the oldest is deleted only after the next one is complete.
     spec = plan.spec.checkpoint
     written = len(RunDir(folder).checkpoint_steps())
     to_write = max(1, spec.keep_last + spec.keep_best + 1 - written)
@@ -69,7 +68,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
                 advice,
             )
         )
-    # Each process needs its predicted memory on its GPU, or in node memory, which all processes share.
+    # Each process needs its predicted memory on its GPU, or in the node's memory, which all processes share.
     alone = plan.as_one_group
     prediction = plan.prediction or (least_memory(alone) if is_predictable(alone) else None)
     needed = prediction.needed_bytes if prediction and not force else 0.0

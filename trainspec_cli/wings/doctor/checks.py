@@ -28,7 +28,7 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.wings.doctor.sysfs import INFINIBAND, read_nics, sysfs_text
 
 SHM_BYTES = 2**30
-"""NCCL and the data loaders communicate through /dev/shm; containers often have only 64 MiB."""
+"""NCCL and the data loaders communicate through /dev/shm, which is often only 64 MiB in containers."""
 OPEN_FILES = 4096
 DISK_BYTES = 2**24
 SLOW_DISK_BYTES_PER_S = 20e6
@@ -42,7 +42,8 @@ TOOL_TIMEOUT_S = 5.0
 
 
 def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
-    """Return all checks in display order; `folder` is the run folder, `devices` the number of devices in the node."""
+    """Return all checks in display order. `folder` is the run folder, and `devices` is the number of devices in the
+    node."""
     chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
     links = [*check_rdma(), *check_nics(devices), *check_links(), *check_clock()]
     python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
@@ -72,7 +73,7 @@ def check_chips(device: str) -> Iterator[Check]:
 
 
 def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """Check whether other processes use the GPUs; `needed_bytes` as in `check_memory`, for each GPU."""
+    """Check whether other processes use the GPUs; `needed_bytes` is as in `check_memory`, but for each GPU."""
     for number, gpu in enumerate(find_gpus().gpus):
         taken = gpu.memory_bytes - gpu.free_bytes
         found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are in use"
@@ -84,7 +85,7 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 
 def check_torch(machine: Machine) -> Iterator[Check]:
-    """Check that the installed torch was built for these GPUs and their driver, without importing it."""
+    """Check that the installed torch was built for these GPUs and their driver, without importing torch."""
     version, cuda, hip = torch_build()
     amd = any(gpu.vendor == "amd" for gpu in machine.gpus)
     if version and not (hip if amd else cuda):
@@ -102,7 +103,7 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 
 
 def torch_build() -> tuple[str, str, str]:
-    """Return the versions of the installed torch and of the CUDA and ROCm (HIP) that it was built with; "" if unknown
+    """Return the versions of the installed torch and of the CUDA and ROCm (HIP) with which it was built; "" if unknown
     or absent."""
     spec = importlib.util.find_spec("torch")
     try:
@@ -142,7 +143,7 @@ def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 
 def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Check the RDMA ports; yield nothing on a node without RDMA, because not every cluster has it."""
+    """Check the RDMA ports. Yield nothing on a node without RDMA, because not every cluster has it."""
     ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     for port in ports:
         name = f"{port.parents[1].name} port {port.name}"
@@ -154,7 +155,7 @@ def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
 
 
 def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Yield the RDMA NIC rate per device; nothing without such NICs."""
+    """Yield the rate of the RDMA NICs per device; nothing without such NICs."""
     nics = read_nics(folder)
     if not nics:
         return
@@ -186,7 +187,7 @@ def check_links() -> Iterator[Check]:
 
 
 def check_clock() -> Iterator[Check]:
-    """Check whether the clock is synchronised; `diagnose` compares the clocks of several nodes."""
+    """Check whether the clock is synchronised, because `diagnose` compares the clocks of several nodes."""
     for command in CLOCK_TOOLS:
         if shutil.which(command[0]):
             try:
@@ -238,7 +239,7 @@ def check_disk(folder: Path) -> Iterator[Check]:
 
 
 def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the write rate in bytes per second for one file of `DISK_BYTES`."""
+    """Return the rate in bytes per second for writing one file of `DISK_BYTES`."""
     block = os.urandom(2**20)
     started = read_clock()
     with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:

@@ -1,9 +1,9 @@
-"""Discover the fabric of this machine, or of one described by saved command outputs, and write it as an option file.
+"""Discover the fabric of this machine, or of a machine described by saved command outputs, and write it as an option
+file.
 
 `nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. Its columns have changed over the
-years: NICs appear by name (drivers up to 4xx) or as NIC0 with a legend below; the CPU affinity may be followed by the
-NUMA affinity, or may be blank if a job has other cores.
-"""
+years: NICs appear by name (drivers up to 4xx), or as NIC0 with a legend below. The CPU affinity may be followed by the
+NUMA affinity, or may be blank if a job has other cores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WIRING = "rails, if NIC i of all nodes is on the same switch; one_switch, if all
 
 @dataclass(frozen=True)
 class SourceText:
-    """The text of a command's output or a file, and its name."""
+    """The text of a command's output or of a file, and its name."""
 
     text: str
     source: str
@@ -72,7 +72,7 @@ class SourceText:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """What was found inside a node."""
+    """The hardware found inside a node."""
 
     name: str
     gpus: tuple[FoundGpu, ...]
@@ -93,8 +93,7 @@ def discover(
 ) -> FoundFabric:
     """Combine a node, Slurm's topology and measured links into a fabric.
 
-    Slurm levels within `scaleup_devices` are not tiers, because fast links already connect those devices.
-    """
+    Slurm levels within `scaleup_devices` do not become tiers, because fast links already connect those devices."""
     devices = devices_per_node or len(node.gpus) or min(2, usable_cores())
     inside, remarks = node_tiers(node.gpus, node.gpus_source, devices)
     network = network_of(node.gpus, node.nics, node.interfaces, devices, node.nics_source)
@@ -120,7 +119,7 @@ def discover(
     if measured:
         pairs, source = measured
         unknown = []
-        if len(levels) >= 2:  # otherwise Slurm lists no nodes
+        if len(levels) >= 2:  # otherwise Slurm does not list any nodes
             known = {node for element in levels[-1].elements for node in element}
             unknown = [host for host in hosts_of(pairs) if host not in known]
         if unknown:
@@ -199,11 +198,11 @@ def topology_here() -> SourceText:
         return SourceText("", SCONTROL, error.problems[0].message.splitlines()[0])
 
 
-# Facts
+# Facts about the fabric
 
 
 def describe_links(gpus: Sequence[FoundGpu]) -> str:
-    """Describe the links between GPUs, most frequent first: `8: NV18 between 28 pairs`."""
+    """Describe the links between GPUs, most frequent first, such as `8: NV18 between 28 pairs`."""
     if not gpus:
         return "none"
     pairs = [
@@ -228,8 +227,7 @@ def _numa_node(node: NumaNode, gpus: Sequence[FoundGpu]) -> str:
 def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     """Return the GPUs of a node with their links. Raises MachineError with `source` and the line.
 
-    Other lines are skipped, because the matrix may be part of a longer report.
-    """
+    Other lines are skipped, because the matrix may be part of a longer report."""
     lines = _COLOUR.sub("", text).splitlines()
     header = None
     for number, line in enumerate(lines):
@@ -260,7 +258,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     for gpu in gpus:
         row = rows[gpu]
         links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
-        # The cores may be blank, but the other affinities are not, so match from the end of the row.
+        # The cores may be blank but the other affinities are not, so match from the end of the row.
         after_links = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
         cores = after_links.get("CPU Affinity", "")
         numa = after_links.get("NUMA Affinity", "")
@@ -277,7 +275,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
 
 
 def _columns(header: str) -> tuple[list[str], list[str]]:
-    """Return the names of the device columns and of the affinity columns after them."""
+    """Return the names of the device columns, and of the affinity columns after them."""
     affinities = [name for name in _AFFINITIES if name in header]
     devices = header.partition(_AFFINITIES[0])[0]
     return devices.split(), affinities
@@ -299,7 +297,8 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
 
 
 def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
-    """Return the YAML of conf/fabric/NAME.yaml; `has_schema`: the schemas are in the folder next to the group's."""
+    """Return the YAML of conf/fabric/NAME.yaml. `has_schema`: whether the schemas are in the folder next to the
+    group's."""
     lines = ["# @package cluster.fabric", *([SCHEMA] if has_schema else [])]
     lines += _comment(f"The fabric of {found.host}, found by `trainspec fabric`. Keys with ... were not found.")
     lines += [line for remark in found.remarks for line in _comment(f"Note: {remark}.")]

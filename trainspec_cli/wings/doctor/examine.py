@@ -29,12 +29,12 @@ from trainspec_cli.wings.doctor.checks import check_node
 SPEEDS = {"matmul_flops": ("matrix products", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
 """The fields of `SpeedResult` used to compare nodes -> name and unit."""
 MIN_SPEED = 0.6
-"""A node slower than this, relative to the median of the others, is refused, because every step waits for the
-slowest."""
+"""A node whose speed relative to the median of the others is below this is rejected, because every step waits for the
+slowest node."""
 WARN_SPEED = 0.85
-"""A node slower than this, relative to the median of the others, gets a warning."""
+"""A node whose speed relative to the median of the others is below this gets a warning."""
 MIN_LINK_RATE = 0.5
-"""A pair of nodes slower than this, relative to the usual rate, gets a warning."""
+"""A pair of nodes whose rate relative to the usual rate is below this gets a warning."""
 MAX_CLOCK_DIFFERENCE_S = 1.0
 """Sending a report takes less than this, so a larger difference means that the clocks differ."""
 
@@ -43,7 +43,7 @@ Examined = tuple[Sequence[NodeReport], LinksResult | None]
 
 
 def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
-    """Examine this node; `folder` is on the disk to measure."""
+    """Examine this node; `folder` is on the disk that is measured."""
     report = examine_node(folder, plan.device, plan.compute, plan.devices_per_node)
     measured = plan.world_size > 1 and not _are_unusable(report.checks)
     links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if measured else None
@@ -51,10 +51,9 @@ def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
 
 
 def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
-    """Examine all nodes of a job; `folder` is on a file system shared by them. Raises MachineError.
+    """Examine all nodes of a job; `folder` is on a file system that they share. Raises MachineError.
 
-    No node is refused here, because the doctor needs all reports.
-    """
+    No node is rejected here, because the doctor needs all reports."""
     reports: list[NodeReport] = []
     examination = Examination(node_command(plan, folder), reports.extend)
     links = run_tool(LINKS, LinksRequest(plan.device), on_nodes(plan, reach, examination), shared=folder)
@@ -90,7 +89,7 @@ def _are_unusable(checks: Sequence[Check]) -> bool:
 
 
 def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagnosis:
-    """Compare nodes: the speed of each, the slowest, and the links between them."""
+    """Compare nodes: the speed of each, which one is slowest, and the links between them."""
     comparisons = compare(reports)
     between = []
     for one in comparisons:
@@ -126,7 +125,7 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
 
 @dataclass(frozen=True)
 class Comparison:
-    """The slowest node in one figure."""
+    """The slowest node in one kind of measurement."""
 
     host: str
     figure: str
@@ -139,7 +138,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
-    """Return the slowest node in each figure, worst first; empty for one node."""
+    """Return the slowest node in each kind of measurement, worst first; empty for a single node."""
     found = []
     for figure in SPEEDS:
         speeds = [(float(getattr(report.speed, figure)), report.host) for report in reports if report.speed]
@@ -171,9 +170,8 @@ def refuse_unfit(reports: Sequence[NodeReport]) -> None:
 def check_measured_links(links: LinksResult | None) -> list[Check]:
     """Check the rates of all-reduces and of node pairs, and warn about nodes that are slow with every other node.
 
-    Pairs are compared with the median of the nodes' best rates, not with the median of all pairs: a bad cable slows all
-    pairs with its node, which can be most pairs, but not the best rate of any other node.
-    """
+    Pairs are compared with the median of the nodes' best rates, not with the median of all pairs. A bad cable slows all
+    pairs with its node, which can be most of the pairs, but it does not affect the best rate of any other node."""
     if links is None:
         return []
     checks = []

@@ -20,10 +20,10 @@ class FoundGpu:
     nics: dict[str, str] = field(default_factory=dict)
     """Name of each RDMA NIC -> the link to it."""
     cores: str = ""
-    """The nearest cores in the kernel's list format (`0-15,64-79`); "": unknown."""
+    """The nearest cores in the kernel's list format (`0-15,64-79`); "" if unknown."""
     numa_node: int | None = None
     pcie_gbit_per_s: float | None = None
-    """The rate of its PCIe link in one direction; None: unknown."""
+    """The rate of its PCIe link in one direction; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Nic:
 
     name: str
     gbit_per_s: float | None
-    """The total rate of its active ports; None: unknown."""
+    """The total rate of its active ports; None if unknown."""
     numa_node: int | None = None
-    """None: unknown."""
+    """None if unknown."""
     kind: NetworkKind = "infiniband"
     pci_path: tuple[str, ...] = ()
     """The PCI addresses on the path from the host bridge to it."""
@@ -50,13 +50,13 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class FabricFact:
-    """Something that was found, or searched for and not found."""
+    """Something that was found, or that was searched for and not found."""
 
     about: str
     """gpus, rails, nics, numa, switches or measured."""
     found: str
     source: str
-    """The command, file or folder it was read from."""
+    """The command, file or folder from which it was read."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FoundTier:
     spec: TierSpec
     source: str
     left_out: dict[str, str] = field(default_factory=dict)
-    """Each unknown key -> the default without it, and the value to write."""
+    """Each unknown key -> the default used without it, and the value to write."""
 
 
 @dataclass(frozen=True)

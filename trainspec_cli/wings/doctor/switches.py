@@ -13,7 +13,7 @@ _FIELD = re.compile(r"(\w+)=(\S+)")
 _NAMES = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _RANGES = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
 MAX_NAMES = 1_000_000
-"""Maximum number of names in an expanded host list, more than any cluster has."""
+"""Maximum number of names in an expanded host list, which is more than any cluster has."""
 NONE = "(null)"
 """What `scontrol` prints for an empty list."""
 
@@ -32,10 +32,9 @@ class SwitchLevel:
 
 
 def read_levels(topology: str) -> list[SwitchLevel]:
-    """Return the levels of Slurm's plugins topology/tree and topology/block, leaves first.
+    """Return the levels of Slurm's topology/tree and topology/block plugins, leaves first.
 
-    Levels that connect a single node, or no more nodes than the level below, are omitted.
-    """
+    Levels that connect a single node, or no more nodes than the level below, are omitted."""
     # Remove comments and join lines that end with a backslash.
     without = "\n".join(line.partition("#")[0].rstrip() for line in topology.splitlines())
     whole = without.replace("\\\n", " ").splitlines()
@@ -51,8 +50,8 @@ def read_levels(topology: str) -> list[SwitchLevel]:
 def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
     """Return the levels of switches.
 
-    `scontrol` prints each switch's level and all nodes below it; topology.conf lists only its direct children.
-    """
+    `scontrol` prints the level of each switch and all nodes below it, whereas topology.conf lists only its direct
+    children."""
     switches = {line["switchname"]: line for line in lines if "switchname" in line}
     levels: dict[int, list[tuple[str, ...]]] = {}
     for name in switches:
@@ -63,7 +62,7 @@ def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
 
 
 def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the level of a switch and the nodes below it; there are none in a cycle of switches."""
+    """Return the level of a switch and the nodes below it; in a cycle of switches there are none."""
     line = switches.get(name, {})
     nodes = expand_hosts(line.get("nodes", ""))
     if nodes or name in above:
@@ -115,7 +114,7 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def check_switches(topology: str, devices_per_node: int) -> Iterator[Check]:
-    """Return Slurm's switches as tiers; nothing without at least two levels."""
+    """Return Slurm's switches as tiers; nothing with fewer than two levels."""
     levels = read_levels(topology)
     if len(levels) < 2:
         return

@@ -18,7 +18,8 @@ GPU_VENDORS = ("0x10de", "0x1002")
 GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """PCI classes of VGA and 3D controllers, other displays, and processing accelerators."""
 CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
-"""Gigatransfers per second per PCIe lane -> the fraction that is data (PCI Express Base Specification 1 to 6)."""
+"""Gigatransfers per second per PCIe lane -> the fraction of them that is data (PCI Express Base Specification 1 to
+6)."""
 MAX_LANES = 32
 
 # Network
@@ -32,7 +33,7 @@ _KIND_OF_DRIVER: dict[str, NetworkKind] = {"efa": "efa", "hfi1": "omnipath"}
 
 
 def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
-    """Return the RDMA NICs with an active port, by name; `folder` is laid out like the kernel's."""
+    """Return the RDMA NICs with an active port, by name; `folder` has the same layout as the kernel's."""
     found = []
     for device in sorted(folder.iterdir()) if folder.is_dir() else ():
         ports = [port for port in device.glob("ports/*") if "ACTIVE" in sysfs_text(port / "state")]
@@ -47,7 +48,7 @@ def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
 
 
 def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
-    """Return the network interfaces that are up and are devices or bonds, excluding virtual ones."""
+    """Return the network interfaces that are up and are devices or bonds, but not virtual ones."""
     found = []
     for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
@@ -81,8 +82,8 @@ def sysfs_text(path: Path) -> str:
 
 
 def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
-    """Return the GPUs in PCI address order, as nvidia-smi numbers them, with the links visible in PCI without a driver
-    (so no NVLink)."""
+    """Return the GPUs in PCI address order, as nvidia-smi numbers them, with the links that are visible in PCI without
+    a driver (so without NVLink)."""
     folders: dict[str, Path] = {}
     for folder in sorted((root / "bus/pci/devices").glob("*")):
         if sysfs_text(folder / "vendor") in GPU_VENDORS and sysfs_text(folder / "class")[:6] in GPU_CLASSES:
@@ -99,10 +100,9 @@ def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
 
 
 def _link_gbit_per_s(folder: Path) -> float | None:
-    """Return the link's rate: the lanes in use, at the highest speed that both ends support.
+    """Return the rate of the link: the lanes in use, at the highest speed that both ends support.
 
-    The current speed is not used, because an idle GPU lowers it; the width does not change.
-    """
+    The current speed is not used, because an idle GPU lowers it. The width does not change."""
     bridge = folder.resolve().parent
     speeds = [_SPEED.match(sysfs_text(end / "max_link_speed")) for end in (folder, bridge)]
     known = [float(speed[1]) for speed in speeds if speed]
@@ -128,12 +128,12 @@ def _link(here: PciLocation, there: PciLocation) -> str:
         return "NODE" if numa_node == far_numa_node else "SYS"
     if shared == 1:
         return "PHB"
-    below_switch = max(len(path), len(far_path)) - shared  # a port of the switch and the device
+    below_switch = max(len(path), len(far_path)) - shared  # one port of the switch, and the device
     return "PIX" if below_switch <= 2 else "PXB"
 
 
 def add_pci_facts(matrix: Sequence[FoundGpu], found: Sequence[FoundGpu]) -> list[FoundGpu]:
-    """Add the facts from PCI to the matrix's GPUs if both show the same number of GPUs."""
+    """Add the information from PCI to the GPUs in the matrix, if both show the same number of GPUs."""
     if len(matrix) != len(found):
         return list(matrix)
     return [

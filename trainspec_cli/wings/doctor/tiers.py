@@ -1,4 +1,4 @@
-"""Derive a fabric's tiers from a node's links, its NICs, Slurm's switches and measured links."""
+"""Derive the tiers of a fabric from a node's links, its NICs, Slurm's switches and measured links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainspec_cli.wings.doctor.sysfs import INFINIBAND, INTERFACES
 
 NVLINK = "NV"
 NEAR_NIC = ("PIX", "PXB")
-"""Links between a GPU and a NIC through PCIe switches only, bypassing the CPU."""
+"""Links between a GPU and a NIC that go only through PCIe switches, bypassing the CPU."""
 LEFT_TO_ACCELERATOR = (
     "default: the accelerator's data sheet (cluster.accelerator.link_gb_per_s); write it if it differs"
 )
@@ -56,8 +56,8 @@ def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> 
 
 
 def _pcie_tiers(gpus: Sequence[FoundGpu], source: str) -> tuple[list[FoundTier], list[str]]:
-    """Return the single tier of a node without NVLink. The link between its CPUs is not a tier: its speed is unknown,
-    and the planner would treat a tier of unknown speed as the network."""
+    """Return the single tier of a node without NVLink. The link between its CPUs is not a tier, because its speed is
+    unknown, and the planner would treat a tier of unknown speed as the network."""
     remarks = []
     sockets = groups_by(gpus, lambda link: link not in ("SYS", "?"))
     if len(sockets) > 1 and _are_equal_and_in_order(sockets, gpus) and len(sockets[0]) > 1:
@@ -79,7 +79,7 @@ def _pcie(gpus: Sequence[FoundGpu], source: str) -> FoundTier:
 
 
 def groups_by(gpus: Sequence[FoundGpu], joins: Callable[[str], bool]) -> list[list[str]]:
-    """Group the GPUs that are connected by a chain of links for which `joins` is true; GPUs and groups keep their
+    """Group the GPUs that are connected by a chain of links for which `joins` is true. GPUs and groups keep their
     order."""
     groups: list[list[str]] = []
     order = {gpu.name: number for number, gpu in enumerate(gpus)}
@@ -112,7 +112,7 @@ def _remark_on_unequal_groups(groups: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """The network rate of each device of a node."""
+    """The network rate of each device in a node."""
 
     tier: TierSpec
     found: str
@@ -126,7 +126,7 @@ class Network:
 
 
 def rails(gpus: Sequence[FoundGpu], nics: Collection[str]) -> dict[str, list[str]]:
-    """Return the NICs of `nics` below the same PCIe switches as each GPU; empty if a GPU has none."""
+    """Return those NICs in `nics` that are below the same PCIe switches as each GPU; empty if a GPU has none."""
     near = {gpu.name: [nic for nic, link in gpu.nics.items() if link in NEAR_NIC and nic in nics] for gpu in gpus}
     closest = {gpu.name: [nic for nic in near[gpu.name] if gpu.nics[nic] == NEAR_NIC[0]] for gpu in gpus}
     chosen = {name: closest[name] or near[name] for name in near}
@@ -138,17 +138,16 @@ def network_of(
 ) -> Network:
     """Return a device's share of the NICs near GPUs, or of all RDMA NICs, or of the fastest interface.
 
-    `unknown` is the source if there are none.
-    """
+    `unknown` is the source if there are none."""
     near = {nic for names in rails(gpus, [nic.name for nic in nics]).values() for nic in names}
     chosen = [nic for nic in nics if nic.name in near]
     if not chosen:
-        # Use the kind of NIC with the highest total rate: the others are probably for storage.
+        # Use the kind of NIC with the highest total rate, because the others are probably for storage.
         kinds = sorted({nic.kind for nic in nics})
         total = {kind: sum(nic.gbit_per_s or 0.0 for nic in nics if nic.kind == kind) for kind in kinds}
         chosen = [nic for nic in nics if nic.kind == max(kinds, key=lambda kind: total[kind])]
     if chosen:
-        # The slowest NIC limits traffic that is striped over all.
+        # The slowest NIC limits traffic that is striped over all of them.
         slowest = min(nic.gbit_per_s or 0.0 for nic in chosen)
         share = round(slowest * len(chosen) / devices_per_node, 3)
         left = [nic.name for nic in nics if nic not in chosen]
@@ -170,7 +169,7 @@ def network_of(
 def network_tiers(
     network: Network, levels: Sequence[SwitchLevel], switches_source: str, devices_per_node: int
 ) -> list[FoundTier]:
-    """Return the tiers between nodes, one per Slurm level; the last contains all nodes."""
+    """Return the tiers between nodes, one per Slurm level; the last one contains all nodes."""
     left_out = {} if network.tier.gbit_per_s else {"gbit_per_s": RATE_TO_FILL}
     left_out["latency_us"] = LATENCY_TO_FILL
     if len(levels) < 2:
@@ -196,8 +195,7 @@ def with_measured(
 ) -> list[FoundTier]:
     """Return the tiers between nodes with measured rates and latencies.
 
-    With Slurm's switches, a pair belongs to the lowest level that connects it; a tier without pairs does not change.
-    """
+    With Slurm's switches, a pair belongs to the lowest level that connects it. A tier without pairs does not change."""
     if len(levels) < 2:
         near = near_groups(pairs)
         found = measured_tiers(pairs, near, devices_per_node, nics_per_node)
@@ -219,14 +217,14 @@ def with_measured(
 # Measured links between nodes
 
 MIN_RATIO = 2.0
-"""Near and far links must differ by this factor to be distinguished."""
+"""Near and far links must differ by this factor in order to be distinguished."""
 
 EFFICIENCY = "cluster.efficiency={nic: 1}"
-"""The key to set in a plan with measured rates, which are already those of collectives."""
+"""The key to set in a plan with measured rates, because these are already the rates of collectives."""
 
 
 def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> Iterator[Check]:
-    """Return the measured links as tiers; nothing without links."""
+    """Return the measured links as tiers; nothing if there are no links."""
     if not pairs:
         return
     groups = near_groups(pairs)
@@ -257,16 +255,16 @@ def measured_tiers(
 
 
 def measured_tier(tier: TierSpec, pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> TierSpec:
-    """Return the tier with the median rate and latency of `pairs`, which is not empty.
+    """Return the tier with the median rate and latency of `pairs`, which must not be empty.
 
-    In a measurement, two processes have all NICs of their nodes to themselves, but in a run the devices share them: a
-    device gets the rate of its own NIC or its share (`nics_per_node`; 0: TCP over one interface). Measured rates are
-    those of collectives on any kind of network, so the planner uses them without an efficiency factor (`EFFICIENCY`).
-    """
+    In a measurement, two processes have all NICs of their nodes to themselves, whereas in a run the devices share them:
+    a device gets the rate of its own NIC, or its share of it (`nics_per_node`; 0 means TCP over one interface).
+    Measured rates are those of collectives on any kind of network, so the planner uses them without an efficiency
+    factor (`EFFICIENCY`)."""
     share = min(1.0, max(1, nics_per_node) / devices_per_node)
     gbit_per_s = median(pair.bytes_per_s for pair in pairs) * 8 / 1e9 * share
     latency_us = median(_latency_s(pair) for pair in pairs) * 1e6
-    # Three digits, because measurements are not more precise.
+    # Three digits, because measurements are not more precise than that.
     return replace(tier, gbit_per_s=float(f"{gbit_per_s:.3g}"), latency_us=float(f"{latency_us:.3g}"), kind="measured")
 
 
@@ -280,7 +278,7 @@ def hosts_of(pairs: Sequence[PairRate]) -> list[str]:
 
 def near_groups(pairs: Sequence[PairRate]) -> list[set[str]] | None:
     """Return equal-sized groups of consecutive nodes whose internal links are faster than all others or have lower
-    latency. None if there are no such groups or not all pairs were measured."""
+    latency. None if there are no such groups, or if not all pairs were measured."""
     hosts = hosts_of(pairs)
     if len(pairs) < math.comb(len(hosts), 2):
         return None

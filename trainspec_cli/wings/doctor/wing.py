@@ -1,4 +1,4 @@
-"""Examine nodes and fabrics, on command and before a run."""
+"""Examine nodes and fabrics, both on request and before a run."""
 
 from trainspec_cli.core.wings import Command, Wing
 

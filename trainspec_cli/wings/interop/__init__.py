@@ -1,4 +1,4 @@
-"""Configurations of other engines: written from a plan or read into a recipe. No engine is imported."""
+"""Configurations of other engines, which are written from a plan or read into a recipe. No engine is imported."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO
 
 
 def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
-    """Write the files into `folder`. Raises RecipeError if one of them exists, unless `force`."""
+    """Write the files to `folder`. Raises RecipeError if one of them exists, unless `force`."""
     existing = [name for name in emission.files if (folder / name).exists()]
     if existing and not force:
         message = f"{folder} contains {' and '.join(existing)}, which would be overwritten"
@@ -105,17 +105,17 @@ def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
 
 
 def resolved(planned: PlanReport) -> RunSpec:
-    """Return the recipe with every `auto` replaced by the plan's best layout. Raises PlanError."""
+    """Return the recipe with every `auto` replaced by the value in the plan's best layout. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    # The layout covers all replica groups together, because other engines have none.
+    # The layout covers all replica groups together, because other engines do not have them.
     spec = replace(planned.spec, layout=asked_for(best.layout))
     chip = spec.cluster.accelerator
     device = spec.cluster.device
     if device == AUTO:
         device = "cpu" if chip and chip.vendor == "cpu" else "cuda"
     compute = spec.precision.compute
-    if compute == AUTO:  # the format assumed by the plan
+    if compute == AUTO:  # the format that the plan assumes
         compute = "bf16" if chip and chip.bf16_tflops else "fp16"
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
     cluster = replace(spec.cluster, devices_per_node=per_node, device=device)

@@ -15,7 +15,7 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, ReadBack, Target, guess_engine, nest, read_back, read_source
 
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
-"""Keys that a plan needs; the recipe leaves them unset if the file lacks them."""
+"""Keys that a plan needs; the recipe leaves them unset if the file does not contain them."""
 NEEDED_OF_MODEL = "model.num_layers"
 CHECKPOINT = "init.from"
 """A checkpoint also determines the sizes of the model."""
@@ -29,7 +29,7 @@ class Imported:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The keys that must be given on the command line."""
+        """The keys that must be specified on the command line."""
         model = () if {NEEDED_OF_MODEL, CHECKPOINT} & self.content.values.keys() else ("model",)
         cluster = ("cluster",)
         return (*model, *cluster, *(key for key in ASKED if key not in self.content.values))
@@ -55,7 +55,7 @@ def import_file(file: Path, engine: str = "") -> Imported:
 
 
 def write_recipe(imported: Imported, output: Path) -> None:
-    """Write the recipe to a new file. Raises RecipeError if it exists or cannot be written."""
+    """Write the recipe to a new file. Raises RecipeError if the file exists or cannot be written."""
     if output.exists():
         hint = "choose another name, or remove it first"
         raise RecipeError(Problem("output_exists", f"{output} exists", "--output", hint))

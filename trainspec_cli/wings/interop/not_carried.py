@@ -1,8 +1,7 @@
-"""Keys that an emitted configuration leaves out, with the reasons listed in every emission.
+"""Keys that an emitted configuration omits, with the reasons, which are listed in every emission.
 
 There are three kinds: values that only trainspec uses (`NOT_CARRIED`), values without effect (`OFF`), and values that
-another value makes irrelevant (`MEANINGLESS`). Every other value that an engine does not support is refused.
-"""
+another value makes irrelevant (`MEANINGLESS`). Every other value that an engine does not support is rejected."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ NOT_CARRIED: Mapping[str, str] = {
     "data.max_bytes": "limits the text that trainspec prepares",
     "data.tokenizer.vocab_size": "for a tokenizer that trainspec trains",
 }
-"""Key or section -> why it is not carried, unless the engine has a line for it."""
+"""Key or section -> why it is not carried over, unless the engine has a line for it."""
 
 SCRIPT: Mapping[str, str] = {
     "model": "your script builds the model",
@@ -50,7 +49,7 @@ SCRIPT: Mapping[str, str] = {
     "checkpoint": "your script decides when it writes checkpoints",
     "compile": "changes only the speed; your script compiles the model",
 }
-"""Keys that belong to the user's script, for engines that are libraries of the script."""
+"""Keys that belong to the user's script, for engines that are libraries used by the script."""
 
 OFF: Mapping[str, JsonValue] = {
     **dict.fromkeys((f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")), 1),
@@ -121,18 +120,18 @@ MEANINGLESS: Mapping[str, OneOf] = {
     "model.global_attention_every": given("model.sliding_window", None),
     "model.activation": unless("model.family", "decoder", "hybrid"),
 }
-"""Key, or section -> the condition that makes it irrelevant."""
+"""Key or section -> the condition that makes it irrelevant."""
 
 
 def not_carried_as(key: str, of_engine: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the key or section to list as not carried, and why; None if an engine must carry the key."""
+    """Return the key or section to list as not carried over, and why; None if an engine must carry over the key."""
     table = {**NOT_CARRIED, **of_engine}
     name = _nearest(key, table)
     return None if name is None else (name if name in NOT_CARRIED and name not in of_engine else key, table[name])
 
 
 def governed_by(key: str) -> OneOf | None:
-    """Return the condition that makes a key irrelevant, or None."""
+    """Return the condition that makes a key irrelevant; None if there is none."""
     section = _nearest(key, MEANINGLESS)
     return None if section is None else MEANINGLESS[section]
 

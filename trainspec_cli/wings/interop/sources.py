@@ -24,13 +24,13 @@ RENDEZVOUS_OPTIONS = (
     "--node-rank",
     "--standalone",
 )
-"""Rendezvous options of torchrun; they do not describe a run."""
+"""Rendezvous options of torchrun, which do not describe a run."""
 MOST_CHARS = 1_000_000
-"""The size limit of a file, in characters."""
+"""Maximum size of a file, in characters."""
 
 
 def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
-    """Return the engine's keys in a file. Raises RecipeError if it cannot be read."""
+    """Return the engine's keys in a file. Raises RecipeError if the file cannot be read."""
     text = _text(file)
     try:
         return READERS[engine](text)
@@ -42,7 +42,7 @@ def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
 
 
 def guess_engine(file: Path) -> str:
-    """Return the engine that uses this file suffix, or the one whose keys appear in the file."""
+    """Return the engine that uses this file suffix, or the engine whose keys appear in the file."""
     engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
         file.suffix, "megatron"
     )
@@ -61,7 +61,7 @@ KEYS_OF_YAML: Mapping[str, set[str]] = {
     "maxtext": {"base_emb_dim", "per_device_batch_size", "max_target_length", "remat_policy"},
     "axolotl": {"base_model", "micro_batch_size", "sequence_len"},
 }
-"""Engine -> keys that no other engine's YAML has."""
+"""Engine -> keys that do not occur in any other engine's YAML."""
 
 
 def _text(file: Path) -> str:
@@ -78,7 +78,7 @@ def _text(file: Path) -> str:
 
 
 def _yaml_with_items(text: str) -> dict[str, JsonValue]:
-    """Return the keys of a file; a list of sections gives `name[i].key`, a list of plain values is one value."""
+    """Return the keys of a file. A list of sections becomes `name[i].key`, and a list of plain values is one value."""
     keys: dict[str, JsonValue] = {}
     for name, value in _section(yaml.safe_load(text)).items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -95,7 +95,7 @@ def _section(value: object) -> JsonObject:
 
 
 def _words(text: str) -> dict[str, JsonValue]:
-    """Return `--name value` and `--name=value` of a script; a name without a value is true."""
+    """Return `--name value` and `--name=value` in a script; a name without a value is true."""
     keys: dict[str, JsonValue] = {}
     name = ""
     for word in shlex.split(text.replace("\\\n", " "), comments=True):
@@ -122,7 +122,7 @@ def _number(word: str) -> JsonValue:
 
 
 def _torchtitan(text: str) -> dict[str, JsonValue]:
-    """Return the keyword arguments of the `Trainer.Config(...)` that a function returns, by section and name."""
+    """Return the keyword arguments of the `Trainer.Config(...)` returned by a function, by section and name."""
     tree = ast.parse(text)
     keys = dict(_model(tree))
     for name, value in _arguments(tree, "Trainer.Config"):
@@ -144,7 +144,7 @@ def _megatron_bridge(text: str) -> dict[str, JsonValue]:
 
 
 def _arguments(tree: ast.Module, called: str) -> list[tuple[str, ast.expr]]:
-    """Return the keyword arguments of the only call of `called`."""
+    """Return the keyword arguments of the only call to `called`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == called]
     if len(calls) != 1:
         raise ValueError(f"it calls {called} {len(calls)} times; expected exactly one call")
@@ -169,7 +169,7 @@ def _literal(node: ast.expr) -> JsonValue:
 
 
 def _model(tree: ast.Module) -> Iterator[tuple[str, JsonValue]]:
-    """Yield the model as `family.size`, from the import and the call of `model_registry`."""
+    """Yield the model as `family.size`, from the import and from the call to `model_registry`."""
     nodes = list(ast.walk(tree))
     families = [
         (node.module or "").rpartition(".")[2]

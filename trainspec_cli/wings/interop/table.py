@@ -1,8 +1,7 @@
 """The parts of an engine's table: a run as flat values, and lines that map recipe keys to engine keys.
 
 A line has both keys, the conditions under which it applies, and the conversion that writes its value for the engine and
-reads it for the recipe.
-"""
+reads it for the recipe."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class Container:
     image: str = ""
     """An image that contains trainspec."""
     volume: str = ""
-    """A volume mounted by all nodes, with recipes, data and the run folder."""
+    """A volume that all nodes mount, with recipes, data and the run folder."""
 
 
 NO_CONTAINER = Container()
@@ -39,11 +38,11 @@ NO_CONTAINER = Container()
 @dataclass(frozen=True)
 class RunValues:
     recipe: str
-    """The name of the recipe, safe for a comment."""
+    """The name of the recipe, in a form that is safe in a comment."""
     values: Mapping[str, JsonValue]
-    """Values by dotted key of the recipe, or by `derived.NAME`."""
+    """Values by dotted recipe key, or by `derived.NAME`."""
     arguments: tuple[str, ...] = ()
-    """The command line that names the recipe, for targets that start trainspec itself."""
+    """The command line that specifies the recipe, for targets that start trainspec itself."""
     container: Container = NO_CONTAINER
 
     def __getitem__(self, key: str) -> JsonValue:
@@ -85,11 +84,11 @@ def run_values(
         f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
         f"{DERIVED}rank_batch_size": micro * accumulated,
         f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
-        # `hopper` includes all earlier chips; some engines' environments depend on it.
+        # `hopper` includes all earlier chips; the environment of some engines depends on it.
         f"{DERIVED}arch": "blackwell" if any(chip in accelerator for chip in ("b200", "b300")) else "hopper",
         f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
     }
-    # Split each axis into the part within a node and across nodes: the innermost axes fill a node first.
+    # Split each axis into the part within a node and the part across nodes. The innermost axes fill a node first.
     for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
         size = getattr(layout, axis)
         within = gcd(size, free)
@@ -105,7 +104,7 @@ def layout_of(spec: RunSpec) -> Layout:
 
 
 def batch_problem(run: RunValues) -> Problem | None:
-    """Return a problem if ranks would share the batch unequally, which only trainspec supports."""
+    """Return a problem if ranks would divide the batch unequally, which only trainspec supports."""
     samples = run.whole("batching.global_batch_size")
     micro = run.whole("batching.micro_batch_size")
     ranks = run.whole(f"{DERIVED}data_parallel_size")
@@ -124,7 +123,7 @@ def batch_problem(run: RunValues) -> Problem | None:
 # Codecs
 
 Destination = Literal["config", "launcher", "command", "environment"]
-"""Where the engine's key is written; `launcher`: the configuration of another program, which starts the engine."""
+"""Where the engine's key is written. `launcher`: the configuration of another program that starts the engine."""
 
 
 class UnsupportedValueError(ValueError):
@@ -147,7 +146,7 @@ class Conversion(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """Keeps the value."""
+    """Keeps the value unchanged."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return value
@@ -161,7 +160,7 @@ class Choice:
     """One of a few values, each with the engine's own name."""
 
     names: Mapping[Any, JsonValue]
-    """Value of the recipe -> value of the engine."""
+    """Value in the recipe -> value in the engine."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for ours, theirs in self.names.items():
@@ -179,7 +178,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Times:
-    """A ratio; the engine takes its product with another value of the recipe."""
+    """A ratio, for which the engine takes the product with another value of the recipe."""
 
     key: str
 
@@ -195,7 +194,7 @@ class Times:
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number; null is written as the number that means null to the engine."""
+    """A number, or null, which is written as the number that means null to the engine."""
 
     none: JsonValue
 
@@ -208,7 +207,7 @@ class OrNone:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """An integer with a lower bound in the engine."""
+    """An integer that has a lower bound in the engine."""
 
     low: int
 
@@ -223,7 +222,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class LastSteps:
-    """The last part of the run: a fraction in the recipe, steps in the engine."""
+    """The last part of the run: a fraction in the recipe, a number of steps in the engine."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -245,7 +244,7 @@ class Within:
     begin: str = ""
     end: str = ""
     refused: str = ""
-    """A character to which the engine gives another meaning."""
+    """A character to which the engine gives a different meaning."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         text = str(value)
@@ -328,7 +327,7 @@ class Line:
     """Maps the recipe's key `ours` to the engine's key `theirs`."""
 
     ours: str
-    """A key of the recipe, or a derived value."""
+    """A recipe key, or a derived value."""
     theirs: str
     """A dotted key of the engine, with `[i]` for an item of a list; empty if other lines imply the value."""
     conversion: Conversion = field(default_factory=Same)
@@ -337,7 +336,7 @@ class Line:
     """What the engine does differently; empty if the meaning is identical."""
     destination: Destination = "config"
     also: tuple[str, ...] = ()
-    """Additional recipe keys covered by the line."""
+    """Additional recipe keys that the line covers."""
 
     def applies(self, run: RunValues) -> bool:
         return all(condition.holds(run) for condition in self.when)
@@ -345,7 +344,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of the engine with the same value in every run, or in every run that meets `when`."""
+    """An engine key with the same value in every run, or in every run that fulfils `when`."""
 
     theirs: str
     value: JsonValue

@@ -53,14 +53,14 @@ class NotCarried:
 
 @dataclass(frozen=True)
 class Translation:
-    """A run in an engine's keys, accounting for every recipe key."""
+    """A run in an engine's keys, which accounts for every recipe key."""
 
     translated: tuple[TranslatedKey, ...]
     not_carried: tuple[NotCarried, ...]
     fixed: tuple[Fixed, ...]
 
     def keys_of(self, destination: Destination) -> dict[str, JsonValue]:
-        """Return the engine's dotted keys of one destination, with its fixed keys last."""
+        """Return the engine's dotted keys for one destination, with its fixed keys last."""
         keys = {one.theirs: one.their_value for one in self.translated if one.destination == destination and one.theirs}
         return keys | {one.theirs: one.value for one in self.fixed if one.destination == destination}
 
@@ -70,21 +70,21 @@ class Target:
     name: str
     title: str
     version: str
-    """The version of the engine whose keys these are."""
+    """The version of the engine to which these keys belong."""
     lines: tuple[Line, ...]
     render: Callable[[Translation, RunValues], dict[str, str]]
     """File name -> text."""
     fixed: tuple[Fixed, ...] = ()
     limits: Mapping[str, str] = field(default_factory=dict)
-    """Key of the recipe -> what the engine allows instead, and why."""
+    """Recipe key -> what the engine allows instead, and why."""
     not_carried: Mapping[str, str] = field(default_factory=dict)
-    """Key or section -> why it is not carried, in addition to those that no engine carries."""
+    """Key or section -> why it is not carried over, in addition to those that are not carried over for any engine."""
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
     """Combinations of keys that the engine does not support."""
     complete: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
     """Completes the values read from the engine's keys with what several keys together, or missing keys, imply."""
     carries_recipe: bool = False
-    """The target starts trainspec itself, so the recipe's arguments carry all other keys."""
+    """Whether the target starts trainspec itself, so that the recipe's arguments carry over all other keys."""
 
 
 def translate(target: Target, run: RunValues) -> Translation:
@@ -115,7 +115,7 @@ def translate(target: Target, run: RunValues) -> Translation:
     if not target.carries_recipe and (unequal := batch_problem(run)):
         problems.append(unequal)
     if problems:
-        # One problem per key, without keys whose meaning depends on another refused key.
+        # One problem per key, excluding keys whose meaning depends on another rejected key.
         first = {problem.path: problem for problem in reversed(problems)}
         independent = []
         for path, problem in reversed(first.items()):
@@ -165,7 +165,7 @@ def nest(keys: Keys) -> JsonObject:
 
 
 def flat(nested: JsonObject, prefix: str = "") -> dict[str, JsonValue]:
-    """Return nested objects as dotted keys: the inverse of `nest` for the keys of a table."""
+    """Return nested objects as dotted keys. This is the inverse of `nest` for the keys in a table."""
     keys: dict[str, JsonValue] = {}
     for name, value in nested.items():
         if isinstance(value, dict):
@@ -178,13 +178,13 @@ def flat(nested: JsonObject, prefix: str = "") -> dict[str, JsonValue]:
 
 
 def yaml_file(keys: Keys) -> str:
-    """Return a YAML file of dotted keys."""
+    """Return a YAML file with these dotted keys."""
     text: str = yaml.safe_dump(nest(keys), sort_keys=False)
     return text
 
 
 def json_file(keys: Keys) -> str:
-    """Return a JSON file of dotted keys."""
+    """Return a JSON file with these dotted keys."""
     return json.dumps(nest(keys), indent=2, allow_nan=False) + "\n"
 
 
@@ -194,21 +194,22 @@ def call_lines(name: str, call: str, literals: Mapping[str, str]) -> list[str]:
 
 
 FOLDER = '"$(dirname "$0")"'
-"""The folder of the script, which holds the other files."""
+"""The folder of the script, which contains the other files."""
 USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=train.py}"'
 
 
 def shell_script(
     about: str, command: Iterable[str], environment: Mapping[str, JsonValue], *, needs: Iterable[str] = ()
 ) -> str:
-    """Return a bash script; `command` consists of words already quoted for the shell."""
+    """Return a bash script; `command` consists of words that are already quoted for the shell."""
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
     lines = ["#!/usr/bin/env bash", f"# {about}", "set -euo pipefail", *needs, *exports]
     return "\n".join([*lines, "exec " + " \\\n  ".join(command) + ' "$@"', ""])
 
 
 def options(keys: Mapping[str, JsonValue]) -> list[str]:
-    """Return `--name value` words: true gives only the name, false and null nothing, a list several words."""
+    """Return `--name value` words: true results in only the name, false and null in nothing, and a list in several
+    words."""
     return [words for name, value in keys.items() if (words := option(name, value))]
 
 
@@ -244,9 +245,9 @@ class ReadBack:
     """The content of an engine's file."""
 
     values: Mapping[str, JsonValue]
-    """Key of a recipe -> value."""
+    """Recipe key -> value."""
     followed: tuple[str, ...]
-    """Engine keys that follow from others or that every emitted file has."""
+    """Engine keys that follow from others or that occur in every emitted file."""
     unread: Mapping[str, str]
     """Engine key -> why it has no counterpart in the recipe."""
 
@@ -300,5 +301,5 @@ def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: d
 
 
 def _conditions(line: Line) -> list[OneOf]:
-    """Return the conditions on single other keys; the conversion handles the line's own key."""
+    """Return the conditions on individual other keys; the conversion handles the line's own key."""
     return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

@@ -1,4 +1,4 @@
-"""Write recipes as configurations of other engines, and read those as recipes."""
+"""Write recipes as configurations of other engines, and read such configurations as recipes."""
 
 from trainspec_cli.core.wings import Command, Wing
 

@@ -1,4 +1,4 @@
-"""How a user's command ended: its exit code and the exception in its output."""
+"""How a user's command ended: its exit code, and the exception in its output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainspec_cli.run.job.job import Job
 _NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
 _NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
 _PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
-"""The prefix that torchrun and torch put before a rank's lines."""
+"""The prefix that torchrun and torch put in front of a rank's lines."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
 _OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions by which accelerate, torchrun and others report that a process they started has failed."""
+"""Exceptions with which accelerate, torchrun and others report that a process that they started has failed."""
 
 
 def find_own_failures(job: Job) -> list[WorkerFailure]:
@@ -72,7 +72,7 @@ def _cause_of(code: int, raised: RaisedException | None) -> str:
 
 
 def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
-    """Describe how a process of the user's command ended; it does not report a reason itself."""
+    """Describe how a process of the user's command ended, which does not report a reason itself."""
     if code >= 0:
         return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
     name = signal.Signals(-code).name
@@ -80,7 +80,7 @@ def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
 
 
 def _hint_of(log_end: str) -> str:
-    """Return advice on a failure shown in a log."""
+    """Return advice on a failure that appears in a log."""
     if _NO_DEVICE_MEMORY.search(log_end):
         return "the device's memory ran out: smaller batches or activation checkpointing need less"
     if _NO_HOST_MEMORY.search(log_end):
@@ -94,7 +94,7 @@ class RaisedException:
 
     type: str
     message: str
-    """The first line of the exception: `ValueError: boo`."""
+    """The first line of the exception, such as `ValueError: boo`."""
     file: str
     line: int
     """The innermost frame outside installed packages."""
@@ -103,7 +103,7 @@ class RaisedException:
 
     @property
     def cause(self) -> str:
-        """A value that is equal for the same error at the same line. Messages are left out, because many contain
+        """A value that is the same for the same error on the same line. Messages are excluded, because many contain
         numbers such as the step."""
         return f"{self.type} at {self.file}:{self.line}"
 
@@ -113,12 +113,12 @@ class RaisedException:
 
 
 def find_exception(log_end: str) -> RaisedException | None:
-    """Return the last exception with a complete traceback in a log, or None. If several ranks write to the log, the
-    lines of one rank are used."""
+    """Return the last exception with a complete traceback in a log; None if there is none. If several ranks write to
+    the log, the lines of one rank are used."""
     prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
     begins = [
         place
-        for place, (_, line) in enumerate(prefixed)  # a progress bar may precede it on its line
+        for place, (_, line) in enumerate(prefixed)  # a progress bar may precede it on the same line
         if line.endswith(_TRACEBACK) and not line.endswith(f"Original {_TRACEBACK}")
     ]
     for begin in reversed(begins):

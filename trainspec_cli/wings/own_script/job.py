@@ -1,4 +1,4 @@
-"""The job for a user's command: what it starts and which environment variables it sets."""
+"""The job for a user's command: what it starts, and which environment variables it sets."""
 
 from __future__ import annotations
 
@@ -51,30 +51,31 @@ _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class CommandSettings:
-    """The options of `trainspec run`, without the command."""
+    """The options of `trainspec run`, excluding the command."""
 
     max_restarts: int
-    """Maximum restarts after failures, over the whole job."""
+    """Maximum number of restarts after failures, over the entire job."""
     grace_s: float
     hang_s: float | None
-    """Seconds without a sign of work after which a run counts as hung; None: it is never ended for this."""
+    """Time in seconds without a sign of work after which a run counts as hung; None: it is never ended for this
+    reason."""
     silent_s: float | None
-    """The same limit while no step is counted."""
+    """The same limit as long as no step has been counted."""
     work_s: float
     """A start without counted steps has made progress once it has worked for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s
-    """With several nodes: how long the first one waits for the others, and they for it."""
+    """With several nodes: how long the first node waits for the others, and they for the first."""
 
 
 @dataclass(frozen=True)
 class OwnCommandRecord:
-    """A user's command as run by every node."""
+    """A user's command, as run by every node."""
 
     command: tuple[str, ...]
     """The command as typed on the first node."""
     wanted: CommandSettings
     port: int
-    """The port of the first node for the rendezvous of processes."""
+    """The port on the first node at which processes rendezvous."""
     python_path: str
     """PYTHONPATH of the shell on the first node."""
     python_safe_path: str
@@ -144,8 +145,8 @@ def check_script(command: Sequence[str]) -> None:
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """Return the script of a command, or None. The options of Python or a launcher end at the first word that is a
-    script; a module (-m) or code (-c) has no script."""
+    """Return the script of a command; None if it has none. The options of Python or a launcher end at the first word
+    that is a script; a module (-m) or code (-c) is not a script."""
     programs = (*USUAL_PROGRAMS, "sh")
     at = next(
         (place for place, word in enumerate(command) if Path(word).name in programs or _PYTHON.fullmatch(word)), None
@@ -160,8 +161,8 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def wasted_gpus(command: Sequence[str], devices: int) -> str:
-    """Return a warning if the job reserves several GPUs on a node but starts one process; empty if a launcher, or a
-    program that may be one, starts the processes."""
+    """Return a warning if the job reserves several GPUs on a node but starts only one process; empty if a launcher, or
+    a program that may be one, starts the processes."""
     python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
     script = _script_of(command)
     if devices < 2 or has_launcher(command) or python is None or script is None:
@@ -207,7 +208,7 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
 def build_own_nodes_job(
     command: Sequence[str], root: Path, start: Sequence[str], nodes: int, wanted: CommandSettings
 ) -> Job:
-    """Return the job of several nodes. `start`: the command that starts the agents of the first node."""
+    """Return the job for several nodes. `start`: the command that starts the agents from the first node."""
     root = root.absolute()
     return Job(
         root=root,
@@ -227,7 +228,7 @@ def build_own_nodes_job(
 
 
 def describe_own_command(command: Sequence[str], wanted: CommandSettings, port: int) -> UnplannedWork:
-    """Return every node's work. `port`: the rendezvous port on the first node."""
+    """Return what every node runs. `port`: the rendezvous port on the first node."""
     path = os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", ""))
     safe_path = os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", ""))
     record = OwnCommandRecord(tuple(command), wanted, port, path, safe_path)
@@ -240,11 +241,11 @@ def read_own_command(record: GenerationRecord) -> OwnCommandRecord:
 
 
 def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: GenerationRecord) -> Job:
-    """Return one node's part of a job on several nodes, in the generation of `record`. Raises MachineError if the first
-    node's name cannot be resolved."""
+    """Return one node's part of a job on several nodes, in the generation described by `record`. Raises MachineError if
+    the first node's name cannot be resolved."""
     own = read_own_command(record)
     processes = process_count(own.command)
-    if processes and _index_of_accelerate(own.command) is not None:  # its option counts processes over all nodes
+    if processes and _index_of_accelerate(own.command) is not None:  # its option counts all nodes' processes
         processes = max(1, processes // place.num_nodes)
     job = Job(
         root=root,
@@ -275,20 +276,20 @@ def device_name(machine: Machine) -> str:
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
     """Return the environment variables for one start: where its processes count their steps, and where torchrun logs
-    them. `node`: the name of its folders in a job on several nodes. `on_terminal`: processes print to the terminal
-    directly, because torchrun would turn each refresh of a progress bar into a line."""
+    them. `node`: name of its folders in a job on several nodes. `on_terminal`: processes print directly to the
+    terminal, because torchrun would turn each refresh of a progress bar into a line."""
     progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
     logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
     return progress if on_terminal else progress | _unless_set(logged)
 
 
 def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:
-    """Return variables for a node's environment, except those set by the user. `processes`: their number on the
-    node."""
+    """Return variables for a node's environment, except for those set by the user. `processes`: number of processes on
+    the node."""
     environment = {
-        # A crash in native code writes its Python stack to the log.
+        # With this, a crash in native code writes its Python stack to the log.
         "PYTHONFAULTHANDLER": "1",
-        # Output reaches the log immediately, even if the program is then killed.
+        # With this, output reaches the log immediately, even if the program is killed afterwards.
         "PYTHONUNBUFFERED": "1",
         # torchrun kills workers that take longer than this to save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)),
@@ -306,8 +307,8 @@ def _hook_path(python_path: str) -> dict[str, str]:
 
 
 def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
-    """Return the rendezvous variables for several nodes and this node's rank. torchrun reads PET_...; a command without
-    a launcher is one rank per node. gloo and NCCL use the network interface that leads to the first node."""
+    """Return the rendezvous variables for several nodes, and this node's rank. torchrun reads PET_...; a command
+    without a launcher is one rank per node. gloo and NCCL use the network interface that leads to the first node."""
     address = own_address(place.head)
     meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(port)}
     node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
@@ -322,7 +323,7 @@ def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-# What a command shows without being run
+# What a command reveals without being run
 
 
 def process_count(command: Sequence[str]) -> int | None:
@@ -339,7 +340,7 @@ def has_launcher(command: Sequence[str]) -> bool:
 
 
 def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tuple[str, ...]:
-    """Return the command for one of several nodes: accelerate gets its node options; all other launchers get
+    """Return the command for one of several nodes: accelerate gets its node options, and all other launchers get
     environment variables."""
     launch = _index_of_accelerate(command)
     if launch is None:
@@ -360,7 +361,7 @@ def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tupl
 
 
 def _index_of_accelerate(command: Sequence[str]) -> int | None:
-    """Return the index of the word before the options of accelerate's launcher, or None."""
+    """Return the index of the word before the options of accelerate's launcher; None if there is none."""
     for place, word in enumerate(command):
         if word == "accelerate.commands.launch":
             return place
@@ -400,7 +401,7 @@ def _option(command: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def script_name(command: Sequence[str]) -> str:
-    """Return the name of the training program: the first script or module, or the command's first word."""
+    """Return the name of the training program: the first script or module, or the first word of the command."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if word == "-m" and following and following not in _LAUNCHERS:
             return following

@@ -34,7 +34,7 @@ class CountedRank:
     stepped_at: float = 0.0
     """Unix time of the newest step of its process."""
     made: int = 0
-    """Number of steps of its processes in this start."""
+    """Number of steps taken by its processes in this start."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
 
@@ -51,7 +51,7 @@ class StepJournal:
 
     @property
     def ranks(self) -> list[CountedRank]:
-        """The ranks that have stepped in this start."""
+        """The ranks that have taken a step in this start."""
         return [self._ranks[number] for number in sorted(self._ranks)]
 
     @property
@@ -60,7 +60,7 @@ class StepJournal:
 
     @property
     def made(self) -> int:
-        """The number of steps in this start, including repeated ones."""
+        """Number of steps in this start, including repeated ones."""
         return max((rank.made for rank in self._ranks.values()), default=0)
 
     def poll(self) -> None:
@@ -81,7 +81,7 @@ class StepJournal:
             rank.trainer = trainer
         elif rank.trainer is None or trainer.began >= rank.trainer.began:
             self._begin(rank, path, trainer)
-        else:  # another process has taken over this rank
+        else:  # a different process has taken over this rank
             return
         for one in made:
             step_s = max(0.0, one.at - rank.stepped_at) if rank.stepped_at else 0.0
@@ -127,8 +127,8 @@ class StepJournal:
         )
 
     def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
-        """Return the rank of a process; if its environment has none, it gets the first one not held by a running
-        process."""
+        """Return the rank of a process. If its environment specifies none, it gets the first rank that is not held by a
+        running process."""
         if trainer.rank is None and path not in self._places:
             held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
             self._places[path] = next(place for place in itertools.count() if place not in held)
@@ -141,16 +141,16 @@ class StepJournal:
 
 
 def count_steps(run: RunDir) -> int:
-    """Return the number of steps of all starts of a run, including repeated ones."""
+    """Return the number of steps over all starts of a run, including repeated ones."""
     return sum(isinstance(event, StepEvent) for event in read_sound(run.events(0)))
 
 
 def restarts_left(run: RunDir, max_restarts: int) -> int:
-    """Return how many of a run's `max_restarts` remain."""
+    """Return how many of a run's `max_restarts` restarts remain."""
     made = sum(isinstance(event, RecoveryEvent) for event in read_sound(run.events(0)))
     return max(0, max_restarts - made)
 
 
 def newest_step(run: RunDir) -> int:
-    """Return the newest step of any start; 0 if no step is counted."""
+    """Return the newest step of any start; 0 if no steps are counted."""
     return max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)

@@ -1,9 +1,8 @@
 """`run`: start a user's command with a run folder, restarts, hang detection and a report. This module also resumes such
-runs and runs them in Slurm jobs.
+runs, and runs them in Slurm jobs.
 
 In a Slurm job with the user's script, srun starts `trainspec run` once on each node. If Slurm requeues the job, the run
-continues in its folder.
-"""
+continues in its folder."""
 
 from __future__ import annotations
 
@@ -82,11 +81,11 @@ from trainspec_cli.wings.own_script.terminal import PassedOutput
 
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"
-"""The option that names the run folder."""
+"""The option that specifies the run folder."""
 JOB = "SLURM_JOB_ID"
 _EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
-"""Maximum bytes of output shown at once; the log contains all output."""
+"""Maximum number of bytes of output shown at once; the log contains all output."""
 
 
 def run_command(
@@ -98,8 +97,8 @@ def run_command(
     *,
     as_json: bool,
 ) -> int:
-    """Run the command to completion, as the first node of its run or as a joining node; return the exit code. Raises
-    TrainspecError if it is refused or fails."""
+    """Run the command to completion, as the first node of its run or as a node that joins; return the exit code. Raises
+    TrainspecError if it is rejected or fails."""
     check_command(command)
     console = make_console(as_json=as_json)
     nodes, run_dir = find_nodes_and_folder(command, folder, nodes)
@@ -111,7 +110,7 @@ def run_command(
         console.report(f"an earlier start of this Slurm job has finished the run in {run_dir}")
         return EXIT_DONE
     if reach and not nodes.is_first:
-        # Slurm warns every process in a step; the first node reacts for all.
+        # Slurm warns every process in a step; the first node reacts for all of them.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(
             check=partial(_check_same, command),
@@ -134,7 +133,7 @@ def run_command(
 
 
 def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
-    """Raise RecipeError if the first node runs another command."""
+    """Raise RecipeError if the first node runs a different command."""
     known = f"{run.root} holds the run of a recipe"
     if record.kind == COMMAND:
         firsts = read_own_command(record).command
@@ -146,7 +145,7 @@ def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:
-    """Return trainspec's exit code on a joined node, which is the same as on the first node."""
+    """Return trainspec's exit code on a node that has joined, which is the same as on the first node."""
     codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
     if result and result.status in codes:
         return codes[result.status]
@@ -165,8 +164,8 @@ def _run(
     notify: Notify = NOBODY,
     as_json: bool = False,
 ) -> int:
-    """Record that the run starts or continues, and supervise it until it ends. `wanted`: with the remaining restarts;
-    `reach`: None for this node alone."""
+    """Record that the run starts or continues, and supervise it until it ends. `wanted`: settings with the remaining
+    restarts; `reach`: None for this node alone."""
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
             clear_end(job.run)
@@ -288,7 +287,8 @@ def _notes(command: Sequence[str]) -> list[str]:
 
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Step numbers from here on belong to Slurm, such as the shell of `salloc`; srun counts its steps from 0."""
+"""Step numbers from here on have a special meaning in Slurm, such as the shell of `salloc`; srun counts its steps from
+0."""
 
 
 @dataclass(frozen=True)
@@ -298,13 +298,12 @@ class Step:
     job_id: str
     number: int
     node: int
-    """This node's number in the step, from 0."""
+    """This node's number in the step, starting at 0."""
     num_nodes: int
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """Return this process's step; None if srun did not start it. Raises RecipeError if a node has several
-    tasks."""
+    """Return this process's step; None if srun did not start it. Raises RecipeError if a node has several tasks."""
     number = environ.get("SLURM_STEP_ID", "")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if (
@@ -323,9 +322,9 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
 
 
 def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
-    """Return the run's nodes and folder: those given by the user; otherwise those of srun's step, with a folder below
-    ./runs named after the step, so that all nodes and later starts find it. Raises RecipeError if srun has started
-    several tasks on a node."""
+    """Return the run's nodes and folder: those specified by the user or, by default, those of srun's step, with a
+    folder below ./runs that is named after the step, so that all nodes and later starts find it. Raises RecipeError if
+    srun has started several tasks on a node."""
     if nodes != NodeOptions():
         return nodes, folder or AUTO
     step = read_step(os.environ)
@@ -390,7 +389,7 @@ def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun
 
 def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start: Callable[[StopRequests], int]) -> int:
     """Call `start` and return its exit code; in a Slurm job, requeue the job if that is useful. A repeated signal from
-    a scheduler does not request a faster end; one from a person at a terminal does."""
+    a scheduler does not request a faster end, but one from a person at a terminal does."""
     if JOB not in os.environ:
         return start(StopRequests())
     note_job(run, own_job())
@@ -419,9 +418,9 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
 
 
 class Output:
-    """Shows the command's output as it is printed, on the first of several nodes. Omits colours, lines overwritten by a
-    progress bar, and empty lines that torchrun makes from a bar's refreshes. `job`: the job of this launch, whose later
-    starts have separate logs."""
+    """Shows the command's output as it is printed, on the first of several nodes. It omits colours, lines overwritten
+    by a progress bar, and empty lines that torchrun creates from the refreshes of a progress bar. `job`: the job of
+    this launch, whose later starts have separate logs."""
 
     def __init__(self, job: Job):
         self._logs = job.logs
@@ -451,7 +450,7 @@ class Output:
                 report(shown)
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines; torchrun prefixes them with the rank's name."""
+        """Return whether the newest start has printed these lines; torchrun prefixes them with the name of the rank."""
         printed = without_colours(end_of(self._log)[-SHOWN_BYTES:]).splitlines() if self._log else []
         return all(any(line.endswith(part) for line in printed) for part in text.splitlines())
 
@@ -473,7 +472,7 @@ class CommandRuns:
         detach: bool,
     ) -> int:
         """Restart a run's command in its folder with the same options. It continues from its own checkpoint, which an
-        attached script keeps in the run folder. Raises RecipeError if nothing is left to do."""
+        attached script keeps in the run folder. Raises RecipeError if nothing remains to be done."""
         record = read_run_record(run)
         assert not isinstance(record.command, Absent), "the run is of a user's command"
         name = shlex.quote(str(run.root))
@@ -524,7 +523,7 @@ class CommandRuns:
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
         """Return the outcome: the exit code of the user's command is its result. A command that was asked to stop
-        counts as stopped, whatever its exit code; whether it has saved its newest step is unknown."""
+        counts as stopped, regardless of its exit code; whether it has saved its newest step is unknown."""
         failures = find_own_failures(job)
         if ending.stop_requested:
             is_saved = newest_step(job.run) and ending.exit_code is not None

@@ -1,4 +1,4 @@
-"""Read the files written by `hook/sitecustomize.py` in the user's processes: each process's steps, with times."""
+"""Read the files that `hook/sitecustomize.py` writes in the user's processes: the steps of each process, with times."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class CountedProcess:
 
     pid: int
     rank: int | None
-    """None if its environment has no rank."""
+    """None if its environment does not specify a rank."""
     world_size: int
-    """1 if its environment has none."""
+    """1 if its environment does not specify it."""
     answers: bool
-    """Whether SIGUSR2 writes its stacks to `stacks`."""
+    """Whether SIGUSR2 makes it write its stacks to `stacks`."""
     updates_before: int | None
     """Its optimizer's update count before this process; None if the optimizer state does not count updates."""
     began: float
@@ -33,13 +33,13 @@ class CountedProcess:
     main_thread: int
     stacks: Path
     attached: bool = False
-    """The process writes the events of its steps itself (`trainspec_cli.attach`)."""
+    """Whether the process writes the events of its steps itself (`trainspec_cli.attach`)."""
 
 
 @dataclass(frozen=True)
 class CountedStep:
     number: int
-    """The step's number in its process, from 1."""
+    """The number of the step in its process, starting at 1."""
     at: float
     """Unix time."""
 

@@ -67,7 +67,7 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 class OwnStart:
-    """One start, which has ended once all of its nodes have reported so. `name_hang` makes them record their hung
+    """One start, which has ended once all of its nodes have reported that. `name_hang` makes them record their hung
     ranks."""
 
     def __init__(
@@ -118,7 +118,7 @@ class OwnStart:
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """Record a lost node, whose processes end on their own. `number`: the node's number in the job."""
+        """Record a lost node, whose processes end by themselves. `number`: the node's number in the job."""
         self._lost = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=True)
         self._running.discard(node)
 
@@ -130,7 +130,8 @@ class OwnStart:
             yield self._end()
 
     def _find_hang(self) -> list[run_state.Event]:
-        """Report a hang if no stepping node shows a sign of work, or no running node if none has stepped."""
+        """Report a hang if no node that has taken steps shows a sign of work; if no node has taken a step, if no
+        running node does."""
         if self._hung or not (self._stepping or self._running) <= self._quiet.keys():
             return []
         self._hung = True
@@ -139,7 +140,7 @@ class OwnStart:
         if stands:
             self._report_hang(stands)
         else:
-            # The error record belongs to the first named process.
+            # The error record belongs to the first process that is named.
             silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
             named, why = name_silent([process for node in silent for process in node.processes])
             waited_s = min(node.waited_s for node in silent)
@@ -224,8 +225,8 @@ class OwnNode:
     def __init__(
         self, job: Job, wanted: CommandSettings, generation: int, device_name: str, passed: PassedOutput | None = None
     ):
-        """`job`: this node's job in this generation. `device_name`: the device of its ranks, for display. `passed`:
-        shows the output on a terminal."""
+        """`job`: this node's job in this generation. `device_name`: device of its ranks, for display. `passed`: shows
+        the output on a terminal."""
         self._job = job
         self._generation = generation
         progress = Path(job.environment[PROGRESS].partition(":")[2])
@@ -249,7 +250,7 @@ class OwnNode:
     def poll(self) -> list[ProcessMessage]:
         found = self._processes.poll()
         messages: list[ProcessMessage] = []
-        self._journal.poll()  # after the processes: a process that has ended has counted all its steps
+        self._journal.poll()  # after the processes, because a process that has ended has counted all its steps
         if self._journal.made > self._made:
             self._made = self._journal.made
             messages.append(StepsMade(self._group, self._number, self._made))
@@ -260,8 +261,8 @@ class OwnNode:
         return [*messages, *found]
 
     def stop(self, group: int | None = None) -> None:
-        """Ask the training processes to end, after which their launcher ends. If none of them counts steps or has a
-        rank, ask all processes to end."""
+        """Ask the training processes to exit, after which their launcher exits. If none of them counts steps or has a
+        rank, ask all processes to exit."""
         if group is None:
             note_stop(self._job.run, self._generation)
         members = self._processes.members()
@@ -270,7 +271,7 @@ class OwnNode:
         processes.terminate(trainers or members)
         for member in trainers or members:
             with suppress(psutil.Error):
-                if member.status() == psutil.STATUS_STOPPED:  # a stopped process handles no signal
+                if member.status() == psutil.STATUS_STOPPED:  # a stopped process does not handle signals
                     member.resume()
 
     def kill(self, group: int) -> None:
@@ -282,7 +283,7 @@ class OwnNode:
         return left_behind
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Write the state of each hung rank of this node to its events."""
+        """Write the state of each hung rank on this node to its events."""
         if self._stands is None:
             return
         standing = {rank.rank: rank for rank in self._stands.ranks if not rank.ended}
@@ -291,8 +292,8 @@ class OwnNode:
             if stands is None:
                 continue
             if stands.stopped and rank.trainer:
-                # A stopped process must run to write its stack and may take a step meanwhile, which would count as work
-                # on all nodes, so read it only now that the hang is confirmed on all of them.
+                # A stopped process must run to write its stack and may take a step while doing so, which would count as
+                # work on all nodes. It is therefore read only now that the hang is confirmed on all of them.
                 text = read_stacks([rank.trainer], resume=True).get(rank.trainer.pid, "")
                 if main := main_stack(text, rank.trainer):
                     stands = replace(stands, stack=main, place=locate(main))
@@ -320,7 +321,7 @@ class OwnNode:
         return []
 
     def _find_silence(self) -> list[ProcessMessage]:
-        """While no step is counted, check whether any process is making progress."""
+        """As long as no step is counted, check whether any process is making progress."""
         silence = self._silence_watch.poll(self._processes.members)
         if silence:
             self._silent = NodeSilent(self._group, self._number, *silence)
@@ -336,8 +337,8 @@ class OwnNode:
 
 
 class OwnCommandBackend:
-    """The backend for a command on this node only. `device_name`: the device of its ranks, for display. `passed`: shows
-    the output on a terminal."""
+    """The backend for a command on this node only. `device_name`: device of its ranks, for display. `passed`: shows the
+    output on a terminal."""
 
     def __init__(
         self,

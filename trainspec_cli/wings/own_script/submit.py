@@ -51,7 +51,7 @@ STARTERS = {
     "sbatch": "leave sbatch out: trainspec writes the script for it",
     "trainspec": "leave `trainspec run` out: the job already does the same",
 }
-"""Programs that the command must not start with, because the job already contains them."""
+"""Programs with which the command must not start, because the job already contains them."""
 
 
 def prepare_command(
@@ -70,14 +70,14 @@ def prepare_command(
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
-    """Compose the job's keys from `key=value` arguments and the files they refer to. Raises RecipeError with every
-    problem and its location."""
-    from trainspec_cli.recipe.compose.compose import compose_arguments  # loads hydra, which --help does not need
+    """Compose the job's keys from `key=value` arguments and the files to which they refer. Raises RecipeError with
+    every problem and its location."""
+    from trainspec_cli.recipe.compose.compose import compose_arguments  # it loads hydra, which --help does not need
 
     parsed, _ = parse_arguments(arguments)
     foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
     require(locate(foreign, {}, arguments, Path.cwd()))
-    # If no cluster is named, use one without values; what the job needs is checked below.
+    # If no cluster is specified, use one without values; what the job needs is checked below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
     composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
     draft, mistyped = build(RunSpec, composed.data)
@@ -123,7 +123,7 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
 
 
 def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSettings) -> None:
-    """Raise RecipeError for a command that the job could not start or could not warn in time."""
+    """Raise RecipeError for a command that the job could not start, or could not warn in time."""
     cluster = loaded.spec.cluster
     slurm = cluster.slurm
     if command and (hint := STARTERS.get(Path(command[0]).name)):
@@ -143,8 +143,8 @@ def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSet
 def write_own_submission(
     command: Sequence[str], folder: str | None, wanted: CommandSettings, loaded: Loaded, *, dry_run: bool = False
 ) -> Submission:
-    """Create the run folder and its script, which continues the run if submitted again; reuse them if the same job was
-    written before but not submitted. `dry_run`: create nothing. Raises RecipeError if the folder is in use, or a
+    """Create the run folder and its script, which continues the run if submitted again. Reuse them if the same job was
+    written before but not submitted. `dry_run`: create nothing. Raises RecipeError if the folder is in use, or if a
     container cannot see it."""
     name = script_name(command)
     cluster = loaded.spec.cluster

@@ -18,9 +18,9 @@ from pathlib import Path
 from trainspec_cli.wings.own_script import terminal_log
 
 PIPE_BYTES = 2**20
-"""Buffer size: a command that prints more than this between two polls blocks, as with a slow terminal."""
+"""Buffer size. A command that prints more than this between two polls blocks, as with a slow terminal."""
 LAST_S = 2.0
-"""Time limit for the last output of a command that has ended."""
+"""Time limit in seconds for the last output of a command that has ended."""
 
 
 class PassedOutput:
@@ -37,7 +37,7 @@ class PassedOutput:
         self._size = b""
 
     def open(self, log: Path) -> int:
-        """Return the pseudo-terminal for one start of the command; the caller closes it. `log` keeps plain text."""
+        """Return the pseudo-terminal for one start of the command, which the caller closes. `log` keeps plain text."""
         self.close()
         self._master, slave = pty.openpty()
         modes = termios.tcgetattr(slave)
@@ -57,12 +57,12 @@ class PassedOutput:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # Only the log process holds the writing end now, so its exit closes the pipe.
+        # Only the log process holds the write end now, so its exit closes the pipe.
         os.close(writer)
         return slave
 
     def look(self) -> None:
-        """Show the output since the last call."""
+        """Show the output that has appeared since the last call."""
         self._copy_size()
         self._read()
         if self._held:

@@ -1,8 +1,8 @@
 """Write the log of a command that prints to a pseudo-terminal: `python terminal_log.py LOG`, standard library only.
 
-Standard input is the terminal's master. The output is copied unchanged to standard output, and without colours and
-other control sequences to LOG. This runs in a separate process because the command may outlive `trainspec run`: if the
-latter is killed, the command still has a terminal to print to while it saves.
+Standard input is the master end of the terminal. The output is copied unchanged to standard output, and without colours
+and other control sequences to LOG. This runs in a separate process because the command may outlive `trainspec run`: if
+the latter is killed, the command still has a terminal to print to while it saves.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ UNFINISHED_BYTES = 256
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # this process ends when no process has the terminal open
+        signal.signal(number, signal.SIG_IGN)  # this process exits when no process has the terminal open
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     shows = True
     held = b""
     while True:
         try:
             data = os.read(0, 2**16)
-        except OSError:  # EIO: Linux reports the end of output like this
+        except OSError:  # EIO, which is how Linux reports the end of output
             data = b""
         if data and shows:
             try:

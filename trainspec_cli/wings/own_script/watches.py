@@ -1,10 +1,10 @@
 """Observe the user's processes from outside: resource usage, signs of work, and the stacks of ranks in a hung run.
 
-A run with counted steps may be hung if no rank steps for a long time, so each rank's stack (SIGUSR2, see
-`hook/sitecustomize.py`), CPU time and I/O are sampled now and then. Without counted steps, each process's CPU time and
-I/O and the log are sampled. A process that spins while waiting appears to be working; such a run is recognised by its
-stopped or sleeping processes. In both cases, what counts is the time since the last sign of work, not since the last
-step.
+A run with counted steps may be hung if no rank takes a step for a long time. In that case, each rank's stack (SIGUSR2,
+see `hook/sitecustomize.py`), CPU time and I/O are sampled occasionally. Without counted steps, each process's CPU time
+and I/O and the log are sampled. A process that spins while waiting appears to be working; such a run is recognised by
+its stopped or sleeping processes. In both cases, what counts is the time since the last sign of work, not since the
+last step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from trainspec_cli.wings.own_script.progress import CountedProcess
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
-"""Usage is sampled at intervals of 1/100 of the elapsed time, a silent command at 1/20, within these bounds."""
+"""Usage is sampled at intervals of 1/100 of the elapsed time, and a silent command at 1/20, within these bounds."""
 QUIET_PART = 0.25
 """Ranks are sampled once there has been no step for this fraction of the time after which the run counts as hung."""
 SAMPLES = 20
 """Approximate number of samples taken before a run counts as hung."""
 ANSWER_S = 1.0
-"""Time limit for a process to write its stack."""
+"""Time limit in seconds for a process to write its stack."""
 LONGEST_STACK_BYTES = 2**16
 LONGEST_COMMAND = 60
 NAMED = 8
@@ -64,13 +64,13 @@ _PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)
 @dataclass(frozen=True)
 class GpuUse:
     busy: float
-    """Fraction of roughly the last second in which a kernel was running."""
+    """Fraction of roughly the last second during which a kernel was running."""
     bytes: int
     """Memory that the process holds."""
 
 
 class UsageLog:
-    """Writes usage events of the ranks of one start; call `poll` repeatedly."""
+    """Writes usage events for the ranks of one start. Call `poll` repeatedly."""
 
     def __init__(self) -> None:
         self._began_s = self._sampled_s = time.monotonic()
@@ -126,8 +126,8 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def wanted_s(process: psutil.Process) -> float:
-    """Return the time that a process's threads spent computing or waiting for a processor, because on a busy machine a
-    working process may compute little. If waiting is not counted, return only the computing time."""
+    """Return the time that the threads of a process spent computing or waiting for a processor, because on a busy
+    machine a working process may compute little. If waiting is not counted, return only the computing time."""
     wanted_ns = 0
     try:
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
@@ -140,7 +140,7 @@ def wanted_s(process: psutil.Process) -> float:
 
 
 def moved_bytes(process: psutil.Process) -> int:
-    """Return the bytes that a process has read and written; 0 if the system does not count them."""
+    """Return the number of bytes that a process has read and written; 0 if the system does not count them."""
     with suppress(psutil.Error, AttributeError, NotImplementedError):  # macOS has no such counters
         counters = process.io_counters()
         return int(counters.read_chars + counters.write_chars)
@@ -189,12 +189,13 @@ class SignsOfWork:
 
 # Distinguish, from outside, a working process from a hung one while it takes no steps. Between steps, a program
 # evaluates, compiles and saves without reporting it. Work is visible: the stack changes, data is read or written, or
-# child processes compute. A process with a constant stack may still be computing in native code; but if another process
-# is idle meanwhile and this one has a GPU, it is spinning while it waits for the idle one.
+# child processes compute. A process with a constant stack may still be computing in native code. But if another process
+# is idle at the same time and this one has a GPU, it is spinning while it waits for the idle one.
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes between two samples is not working: keeping connections alive takes less."""
+"""A process that moves fewer bytes between two samples is not working, because keeping connections alive takes
+fewer."""
 BUSY_CORES = 0.2
 """A process that computes or waits for a processor for a smaller fraction of the time counts as asleep."""
 
@@ -204,18 +205,18 @@ class Reading:
     """What was observed about a process since the previous sample."""
 
     stopped: bool = False
-    """A signal has stopped the process; its stack cannot be read."""
+    """Whether a signal has stopped the process, in which case its stack cannot be read."""
     stack_changed: bool = False
     has_stack: bool = True
     """False if the process does not answer the signal that asks for its stack."""
     in_library: bool = False
-    """The innermost Python frame is in torch or another training library."""
+    """Whether the innermost Python frame is in torch or another training library."""
     busy_cores: float = 0.0
-    """Average number of threads computing or waiting for a processor."""
+    """Average number of threads that are computing or waiting for a processor."""
     child_cores: float = 0.0
     """The same for child processes that are not ranks."""
     moved_bytes: int = 0
-    """Bytes read and written."""
+    """Number of bytes read and written."""
     on_gpu: bool = False
 
 
@@ -233,7 +234,8 @@ def _is_idle(reading: Reading) -> bool:
 
 
 def _works(reading: Reading, *, waits_for: bool) -> bool:
-    """Return whether a process is working. `waits_for`: another rank is idle, and this one may be waiting for it."""
+    """Return whether a process is working. `waits_for`: whether another rank is idle, so that this one may be waiting
+    for it."""
     if _is_idle(reading):
         return False
     if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
@@ -245,7 +247,7 @@ def _works(reading: Reading, *, waits_for: bool) -> bool:
 # Runs with counted steps
 
 Hang = tuple[float, float, tuple[RankStands, ...]]
-"""Seconds without work, the limit in seconds, and the state of each rank."""
+"""Time without work, the limit (both in seconds), and the state of each rank."""
 
 
 @dataclass
@@ -324,7 +326,7 @@ class HangWatch:
         return readings
 
     def _describe(self, ranks: Sequence[CountedRank], readings: dict[int, Reading]) -> tuple[RankStands, ...]:
-        """Return the state of the ranks; the stack of a stopped one is read later, once the hang is confirmed."""
+        """Return the state of the ranks. The stack of a stopped one is read later, once the hang is confirmed."""
         stands = []
         for rank in ranks:
             if rank.trainer is None:
@@ -349,7 +351,7 @@ class HangWatch:
 
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:
-    """Ask processes for their stacks and return them by process id. A stopped process does not answer unless `resume`
+    """Ask processes for their stacks, and return them by process id. A stopped process does not answer unless `resume`
     lets it run until it has answered."""
     sizes = {}
     for trainer in trainers:
@@ -380,7 +382,7 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
 
 
 def _catches(pid: int) -> bool:
-    """Return whether a process handles SIGUSR2, which would otherwise kill it: Lightning removes the handler at the end
+    """Return whether a process handles SIGUSR2, which would otherwise kill it; Lightning removes the handler at the end
     of `fit`. True if the system does not reveal this."""
     status = Path(f"/proc/{pid}/status")
     if not status.parent.parent.joinpath("self").exists():
@@ -390,7 +392,8 @@ def _catches(pid: int) -> bool:
 
 
 def main_stack(text: str, trainer: CountedProcess) -> str:
-    """Return the frames of the main thread, innermost first; those of the first thread if its id is missing."""
+    """Return the frames of the main thread, innermost first; those of the first thread if the main thread's id is
+    missing."""
     parts = _THREAD.split(text)
     threads = {int(number, 16): frames.strip("\n") for number, frames in zip(parts[1::2], parts[2::2], strict=True)}
     return threads.get(trainer.main_thread, next(iter(threads.values()), ""))
@@ -404,14 +407,14 @@ def in_library(stack: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_librarys(file: str) -> bool:
-    """Return whether a file belongs to such a package; a user's folder with the same name does not count."""
+    """Return whether a file belongs to such a package; a user's folder of the same name does not count."""
     found = _LIBRARY.match(file)
     return found is not None and (Path(found[0]) / "__init__.py").is_file()
 
 
 def locate(stack: str) -> str:
-    """Return a stack's position in the user's code and the library function called there:
-    `all_reduce, called at train.py:31`."""
+    """Return a stack's position in the user's code, and the library function called there: `all_reduce, called at
+    train.py:31`."""
     frames = [frame for frame in _FRAME.findall(stack) if not _PYTHONS.search(frame[0])]
     own = next((frame for frame in frames if not _is_librarys(frame[0])), None)
     if own is None:
@@ -422,8 +425,8 @@ def locate(stack: str) -> str:
 
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
-    """Return the ranks on all nodes that the others wait for, and why; all ranks if none differs. If all wait in a
-    library, those waiting at a different place than the majority have skipped an exchange or made an extra one."""
+    """Return the ranks on all nodes that the others are waiting for, and why; all ranks if none differs. If all wait in
+    a library, those waiting at a different place than the majority have skipped an exchange or made an extra one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):
         return ended, "it has ended"
@@ -453,7 +456,7 @@ def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
 # Runs without counted steps
 
 Silence = tuple[float, tuple[ProcessSilent, ...]]
-"""Seconds that no process has shown work, and the processes to name."""
+"""Time in seconds for which no process has shown work, and the processes to name."""
 
 
 @dataclass
@@ -463,7 +466,7 @@ class _Spent:
 
 
 class SilenceWatch:
-    """Watches one start; call `poll` repeatedly. `limit_s`: the longest time without a sign of work; None: no limit."""
+    """Watches one start; call `poll` repeatedly. `limit_s`: longest time without a sign of work; None: no limit."""
 
     def __init__(self, limit_s: float | None, log: Path):
         self._limit_s = limit_s
@@ -472,11 +475,11 @@ class SilenceWatch:
         self._sampled_s = self.signs.newest_s
         self._seen: dict[int, _Spent] = {}
         self.worked_s = 0.0
-        """Seconds that the command showed signs of work."""
+        """Time in seconds for which the command showed signs of work."""
 
     def poll(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
-        """Return the silent processes if none has shown work for longer than allowed; None otherwise. `members` returns
-        the command's running processes."""
+        """Return the silent processes if no process has shown signs of work within the allowed time; otherwise None.
+        `members` returns the command's running processes."""
         now_s = time.monotonic()
         passed_s = now_s - self._sampled_s
         if passed_s < min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, (now_s - self._began_s) / 20)):
@@ -487,7 +490,7 @@ class SilenceWatch:
         if self.signs.log_has_grown() or working(readings):
             self.worked_s += passed_s
             self.signs.newest_s = now_s
-        elif not readings:  # the node waits for others before it starts, or every process has ended
+        elif not readings:  # the node is waiting for others before it starts, or every process has ended
             self.signs.newest_s = now_s
         quiet_s = now_s - self.signs.newest_s
         if self._limit_s is None or quiet_s < self._limit_s or not readings:
@@ -513,7 +516,7 @@ class SilenceWatch:
             )
         self._seen = seen
         if any(reading.stopped for reading in readings.values()):
-            # Others may spin while they wait for the stopped one, so computing is then not a sign of work.
+            # Others may spin while they wait for the stopped process, so computing is not a sign of work then.
             readings = {pid: replace(reading, busy_cores=0.0) for pid, reading in readings.items()}
         return readings
 
@@ -535,7 +538,7 @@ def _describe(members: Sequence[psutil.Process], readings: dict[int, Reading]) -
 
 
 def name_silent(processes: Sequence[ProcessSilent]) -> tuple[list[ProcessSilent], str]:
-    """Return the processes of all nodes to name, and why: the stopped ones, or all if none is stopped."""
+    """Return the processes on all nodes to name, and why: the stopped ones, or all of them if none is stopped."""
     if stopped := [process for process in processes if process.stopped]:
         return stopped[:NAMED], "is stopped" if len(stopped) == 1 else "are stopped"
     if len(processes) == 1:

@@ -1,1 +1,2 @@
-"""The servers of distant sites, which run next to the supervisors: the meeting point at site 0, inboxes elsewhere."""
+"""The servers of distant sites, which run next to the supervisors: the meeting point at site 0, and inboxes
+elsewhere."""

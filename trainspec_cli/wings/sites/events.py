@@ -22,7 +22,7 @@ class ExchangeEvent(Event):
     members: tuple[Count, ...]
     """Sites that train until the next round."""
     waited_s: Seconds
-    """Time that training waited for the exchange."""
+    """Time for which training waited for the exchange."""
     sent_bytes: Count
     """Bytes that this rank has sent since its start, to the meeting point and to other sites, before encryption."""
     received_bytes: Count

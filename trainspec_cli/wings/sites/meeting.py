@@ -1,15 +1,15 @@
 """Decisions about rounds: which sites take part, whose work is merged, and which samples each site takes until the next
-round. They use only plain numbers; `now_s` is any monotonic clock.
+round. They are based only on plain numbers; `now_s` is any monotonic clock.
 
 | a site | consequence |
 |---|---|
 | contributes within the grace time | its work is merged |
-| is connected, but late | it stays a member: its work comes with its next contribution |
+| is connected, but late | it stays a member, and its work is merged with its next contribution |
 | is late twice in a row, or not connected | it is lost: the others take the samples that were not merged |
 | returns | it follows the rounds without training, and is a member again from the next one on |
 
 A round is one exchange plus the decision that holds until the next one. Its record plans the steps until then: for each
-step and site, one contiguous range of data positions, so that all sites together take every position once.
+step and site, it contains one contiguous range of data positions, so that all sites together take every position once.
 
 Each exchange sends one fragment of the model, in turn (Streaming DiLoCo, arXiv:2501.18512, section 2). Steps count
 updates: an exchange sent at step 50 sends the weights after update 50. Each exchange is derived from the previous one,
@@ -50,13 +50,13 @@ class SiteSchedule:
 
     total_steps: int
     interval_steps: int
-    """Steps between two exchanges of a fragment (H); a multiple of the number of fragments."""
+    """Number of steps between two exchanges of a fragment (H); a multiple of the number of fragments."""
     fragments: int
     delay_steps: int
-    """Steps from sending to applying a sum (tau); at most the steps between two exchanges."""
+    """Number of steps between sending and applying a sum (tau); at most the number of steps between two exchanges."""
 
     def after(self, exchange: SiteExchange) -> SiteExchange | None:
-        """Return the exchange after another one, which must be applied first; None after the last one."""
+        """Return the exchange after another one, which must be applied first; None after the last exchange."""
         if exchange.sent_at == self.total_steps:
             return None
         number = exchange.round + 1
@@ -74,16 +74,15 @@ def newest_applied(applied: Iterable[SiteExchange], step: int) -> int:
 
 
 Piece = tuple[int, int]
-"""(first position, samples)"""
+"""(first position, number of samples)"""
 
 
 def plan_pieces(
     steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
 ) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
-    """Plan this many steps for sites with these batch sizes; return (pieces by site, next position, remaining pieces).
+    """Plan this many steps for sites with these batch sizes. Return (pieces by site, next position, remaining pieces).
 
-    `left` is taken first; a piece of it that is smaller than the site's batch makes a smaller step.
-    """
+    `left` is taken first; a piece of it that is smaller than the site's batch results in a smaller step."""
     waiting = list(left)
     pieces: dict[int, list[Piece]] = {site: [] for site in batches}
     for _ in range(steps):
@@ -102,11 +101,10 @@ def plan_pieces(
 
 
 def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change: float) -> dict[int, int]:
-    """Return the batch sizes with which all sites take steps equally fast.
+    """Return the batch sizes with which all sites take the same time for a step.
 
-    `batches`: the largest batch of each site. `rates`: samples per second, 0 if unknown. A site whose step takes more
-    than 1 + `change` times as long as the fastest site's gets a smaller batch, of at least one sample.
-    """
+    `batches`: largest batch of each site. `rates`: samples per second, 0 if unknown. A site whose step takes more than
+    1 + `change` times as long as the fastest site's gets a smaller batch, with at least one sample."""
     takes_s = {site: batches[site] / rates[site] for site in batches if rates.get(site, 0.0) > 0}
     fastest_s = min(takes_s.values(), default=0.0)
     slow = {site for site, step_s in takes_s.items() if step_s > fastest_s * (1 + change)}
@@ -114,12 +112,11 @@ def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change
 
 
 def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:
-    """Return the weight of each site's outer gradient; they sum to 1.
+    """Return the weight of each site's outer gradient; the weights sum to 1.
 
-    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): for equal step counts, a site is weighted by the square of
-    its batch size. A site that has not trained since it last took part has weight 0; if no site has trained, all
-    weights are equal.
-    """
+    The weight is tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): with equal numbers of steps, a site is weighted
+    by the square of its batch size. A site that has not trained since it last took part has weight 0. If no site has
+    trained, all weights are equal."""
     worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
     total = sum(worth)
     return tuple(one / total for one in worth) if total else (1 / len(worth),) * len(worth)
@@ -130,21 +127,21 @@ class Contribution:
     """A site's description of the outer gradient that it sends."""
 
     tokens: int
-    """Tokens trained since its work on the same fragments was last merged."""
+    """Number of tokens trained since its work on the same fragments was last merged."""
     steps: int
     rate: float
-    """Samples per second; 0 if the batch size should not depend on it."""
+    """Samples per second; 0 if the batch size should not depend on the speed."""
     digests: tuple[str, ...]
     """Digests of the shared weights on each of its ranks, after the previous round."""
     saved_round: int
-    """The newest round in its newest checkpoint; a restart requests later ones."""
+    """The newest round in its newest checkpoint; after a restart, it requests the later ones."""
 
 
 @dataclass(frozen=True)
 class SitePieces:
     site: int
     pieces: tuple[Piece, ...]
-    """The samples of each step, as (first position, samples)."""
+    """The samples of each step, as (first position, number of samples)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class RoundRecord:
     exchange: SiteExchange
     """The exchange of this round."""
     following: SiteExchange | None
-    """The next exchange; None after the last."""
+    """The next exchange; None after the last one."""
     included: tuple[int, ...] = ()
     """The sites whose work is merged."""
     weights: tuple[float, ...] = ()
@@ -165,7 +162,7 @@ class RoundRecord:
     """Sites that are no longer members."""
     joined: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
-    """Sites whose shared weights differ from the others'; the run ends."""
+    """Sites whose shared weights differ from the others', which ends the run."""
 
     @property
     def round(self) -> int:
@@ -173,7 +170,7 @@ class RoundRecord:
 
     @property
     def window(self) -> range:
-        """The steps planned by this round, from its application to that of the next."""
+        """The steps planned by this round, from its application to that of the next round."""
         begin = self.exchange.applied_at
         return range(begin, self.following.applied_at if self.following else begin)
 
@@ -186,7 +183,7 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""A connected site counts as lost after being late for this many rounds in a row."""
+"""A connected site counts as lost after being late for this many consecutive rounds."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +191,11 @@ class MeetingRules:
     sites: int
     """Number of sites at the start of the run."""
     quorum: int
-    """The smallest number of sites whose work completes a round."""
+    """Minimum number of sites whose work completes a round."""
     grace_s: float
-    """Seconds that a round with a quorum waits for connected sites."""
+    """Time in seconds that a round with a quorum waits for connected sites."""
     return_s: float
-    """Seconds that a restarted meeting waits for its members to connect."""
+    """Time in seconds that a restarted meeting waits for its members to connect."""
     change: float
     """Sites whose step times differ by at most this fraction count as equally fast."""
 
@@ -210,7 +207,7 @@ class MeetingState:
     round: int = -1
     """The newest decided round."""
     position: int = 0
-    """The next sample not yet assigned to a site."""
+    """The next sample that has not been assigned to a site yet."""
     left: tuple[Piece, ...] = ()
     """Samples of lost sites that remain to be trained."""
     records: tuple[RoundRecord, ...] = ()
@@ -248,7 +245,7 @@ class Meeting:
     # Events
 
     def connect(self, site: int, batch: int) -> bool:
-        """Record a connected site; return whether it continues as a member. Otherwise it must follow first."""
+        """Record a connected site; return whether it continues as a member. If not, it must follow first."""
         self.connected[site] = batch
         self.seen.add(site)
         return site in self.members or self.state.round < 0
@@ -258,7 +255,8 @@ class Meeting:
         self.ready.pop(site, None)
 
     def contribute(self, site: int, number: int, contribution: Contribution) -> bool:
-        """Record a contribution; return whether it counts: it must be for the next round and from a member."""
+        """Record a contribution; return whether it counts, which requires that it is for the next round and from a
+        member."""
         counts = number == self.state.round + 1 and site in self.members
         if counts:
             self.came[site] = contribution
@@ -312,7 +310,7 @@ class Meeting:
             del self.ready[site]
         batches = {}
         for site in {*self.members, *joined} - lost:
-            # A member that left after contributing keeps its share; the next round declares it lost.
+            # A member that left after contributing keeps its samples; the next round declares it lost.
             batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
         # Find the sites whose shared weights differ from the majority's, or all of them if there is no majority.
         digests = {site: self.came[site].digests for site in included}
@@ -362,7 +360,7 @@ class Meeting:
         return record
 
     def forget(self, before: int) -> None:
-        """Delete the records of rounds before `before`, except those whose samples are not yet merged."""
+        """Delete the records of rounds before `before`, except for those whose samples have not been merged yet."""
         needed = min((at for site, at in self.state.merged_at if site in self.members), default=0)
         kept = tuple(
             record

@@ -1,10 +1,9 @@
 """The meeting point of the sites: it receives their outer gradients, decides rounds, and forwards the gradients.
 
-It does not compute with them: each site decodes and sums all outer gradients in fp32 in the same order, so that all
-sites get bitwise identical sums. An outer gradient is forwarded on arrival to all sites that do not get it directly;
-the decision carries the rest. `meeting.py` makes the decisions; this module handles connections and files. It runs in a
-thread next to the supervisor of site 0, across restarts of its workers.
-"""
+It does not compute with them: each site decodes all outer gradients and sums them in fp32 in the same order, so that
+the sums are bitwise identical at all sites. An outer gradient is forwarded on arrival to all sites that do not receive
+it directly; the others are sent with the decision. `meeting.py` makes the decisions, and this module handles
+connections and files. It runs in a thread next to the supervisor of site 0, across restarts of its workers."""
 
 from __future__ import annotations
 
@@ -54,8 +53,8 @@ from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, Site
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the meeting point keeps on disk: its state and the outer gradients of the newest rounds. They allow an
-    absent site to catch up and a restarted meeting to continue."""
+    """What the meeting point keeps on disk: its state and the outer gradients of the newest rounds. With them, an
+    absent site can catch up, and a restarted meeting can continue."""
 
     folder: Path
 
@@ -65,7 +64,7 @@ class Rounds:
         if not path.exists():
             return MeetingState()
         try:
-            # Read leniently: records from earlier versions also contain the interval of later exchanges.
+            # Read leniently, because records from earlier versions also contain the interval of later exchanges.
             return read_record(MeetingState, read_versioned(path))
         except (UnreadableFileError, FieldError) as error:
             message = f"{path} cannot be read: {error}"
@@ -110,7 +109,7 @@ class Rounds:
 KEPT_INTERVALS = 32
 """Rounds are kept for an absent site for this many exchanges of the full model."""
 LINGER_S = 120.0
-"""How long a finished meeting waits for sites that have not yet received its last round."""
+"""Time in seconds that a finished meeting waits for sites that have not received its last round yet."""
 Gradient = tuple[Sent, bytes]
 
 
@@ -127,13 +126,14 @@ class MeetingPoint:
         self._log = self._server.log
         self._sites: dict[int, ConnectedSite] = {}
         self._sent: dict[int, dict[int, Gradient]] = {}
-        """The ranks' messages for the next round by site, including sites that have left since."""
+        """The ranks' messages for the next round by site, including sites that have left since then."""
         self._saved: dict[int, int] = {}
         """The newest round in a checkpoint of each site."""
         self._served_here: dict[int, set[int]] = {}
-        """For each site, the others that its outer gradients reach only through the meeting point."""
+        """For each site, the other sites that its outer gradients reach only through the meeting point."""
         self._asked_by: dict[int, set[int]] = {}
-        """For each site, the others whose outer gradients it had to request because they did not arrive directly."""
+        """For each site, the other sites whose outer gradients it had to request because they did not arrive
+        directly."""
 
     def tick(self) -> None:
         """Close silent connections, and decide the next round when it is due."""
@@ -161,7 +161,7 @@ class MeetingPoint:
             if site.is_welcome:
                 for rank, connection in site.ranks.items():
                     of_rank = {one: parts[rank] for one, parts in sent.items()}
-                    # Outer gradients that were not forwarded to the rank and that it does not get directly.
+                    # Outer gradients that were not forwarded to the rank and that it does not receive directly.
                     left = {
                         one: payload
                         for one, (message, payload) in of_rank.items()
@@ -208,7 +208,7 @@ class MeetingPoint:
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
-            # A restarted rank whose previous connections have not yet been detected as broken.
+            # A restarted rank whose previous connections have not been detected as broken yet.
             self._drop(hello.site)
         site = self._sites.setdefault(hello.site, ConnectedSite())
         site.ranks[hello.rank] = connection
@@ -238,12 +238,12 @@ class MeetingPoint:
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
-            # An older round was decided without it; a newer one is impossible, because the site waits for each
+            # An older round was decided without it. A newer one is impossible, because the site waits for each
             # decision.
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
                 if hello.site in self._meeting.members:
-                    # Forward it to the ranks that do not get it directly.
+                    # Forward it to the ranks that do not receive it directly.
                     packed = pack(Passed(message.round, hello.site), payload)
                     for number, other in self._sites.items():
                         if number != hello.site and number not in message.direct and other.is_welcome:
@@ -337,7 +337,7 @@ def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
 
 
 def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> MeetingPoint:
-    """Return the meeting point of a plan's sites, which continues after the rounds in `folder`."""
+    """Return the meeting point for a plan's sites, which continues after the rounds in `folder`."""
     spec = plan.spec
     sites = spec.resilience.sites
     rules = MeetingRules(sites.count, sites.quorum, sites.grace_s, spec.run.node_timeout_s, spec.scheduler.change)
@@ -350,8 +350,8 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
 def _decided(
     record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
 ) -> tuple[Decided, bytes]:
-    """Return the message for a decision, with some outer gradients. `sent`: all of them, if some are sent another
-    way."""
+    """Return the message for a decision, with some outer gradients. `sent`: all outer gradients, of which some are sent
+    in another way."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
     digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()

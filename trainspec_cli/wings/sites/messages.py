@@ -30,7 +30,7 @@ LINE_BYTES = 2**24
 """Maximum length of a JSON line accepted by either end."""
 CHUNK_BYTES = 2**18
 BEAT_S = 1.0
-"""Each end sends `Alive` if it has sent nothing else for this time."""
+"""Each end sends `Alive` if it has sent nothing else for this many seconds."""
 MAX_PAYLOAD_BYTES = 2**36
 OPERATION = "op"
 PAYLOAD_BYTES = "bytes"
@@ -49,16 +49,16 @@ class SiteHello:
     batch: int
     """Maximum number of samples that the site takes in a step."""
     applied: int
-    """The newest round that the rank has applied; -1 before the first."""
+    """The newest round that the rank has applied; -1 before the first one."""
     recipe: str
     """A digest of everything on which all sites must agree."""
     listen: str = ""
-    """HOST:PORT of the site's inbox; empty without one."""
+    """HOST:PORT of the site's inbox; empty if it has none."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """An outer gradient; its encoded bytes follow."""
+    """An outer gradient, which is followed by its encoded bytes."""
 
     round: int
     tokens: int
@@ -98,7 +98,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class Passed:
-    """The outer gradient of another site for a round that is not yet decided; its bytes follow."""
+    """The outer gradient of another site for a round that has not been decided yet; its bytes follow."""
 
     round: int
     site: int
@@ -114,14 +114,14 @@ class Gone:
 @dataclass(frozen=True)
 class Welcome:
     is_member: bool
-    """False: the site follows the rounds, which are sent now, and trains from the next one on."""
+    """False if the site follows the rounds, which are sent now, and trains from the next one on."""
     record: object
     """The record of the round that the rank has applied."""
 
 
 @dataclass(frozen=True)
 class Inboxes:
-    """Inbox addresses of the sites that have connected; a site with an empty address is reached only through the
+    """Inbox addresses of the sites that have connected. A site with an empty address is reached only through the
     meeting point."""
 
     sites: tuple[int, ...]
@@ -135,14 +135,15 @@ class Decided:
     record: object
     sites: tuple[int, ...]
     sizes: tuple[int, ...]
-    """Bytes of each outer gradient."""
+    """Number of bytes of each outer gradient."""
     sha256: tuple[str, ...] = ()
-    """Digests of the outer gradients of all merged sites, in the order of the record; empty if all of them follow."""
+    """Digests of the outer gradients of all merged sites, in the order of the record; empty if all of the gradients
+    follow."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The connection ends, and a new one would be refused too."""
+    """The connection ends, and a new one would also be rejected."""
 
     reason: str
     hint: str
@@ -166,8 +167,8 @@ _NAMES = {message: name for name, message in OPERATIONS.items()}
 
 
 def inbox_of(site: int) -> str:
-    """Return the name of a site's inbox in the proofs of both ends: a client that expects a different one is
-    refused."""
+    """Return the name of a site's inbox in the proofs of both ends. A client that expects a different one is
+    rejected."""
     return f"site {site}"
 
 
@@ -179,8 +180,7 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
 async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -> tuple[Message, bytes]:
     """Return the next message and its payload; `on_data` is called whenever data arrives.
 
-    Raises OSError or EOFError if the connection ends, ValueError if the data is not a message.
-    """
+    Raises OSError or EOFError if the connection ends, and ValueError if the data is not a message."""
     try:
         line = await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as error:
@@ -207,7 +207,7 @@ async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -
 
 LIFETIME = datetime.timedelta(days=3650)
 PACKAGE = "cryptography"
-"""The package that creates certificates, from the extra `sites`."""
+"""The package for creating certificates, from the extra `sites`."""
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,13 @@ class TlsCertificate:
 
 
 def purpose_of(server: str, digest: str) -> str:
-    """Return the purpose of a handshake inside a TLS connection: the server's name and its certificate."""
+    """Return the purpose of a handshake inside a TLS connection, which contains the server's name and its
+    certificate."""
     return f"{server} {digest}"
 
 
 def make_certificate() -> TlsCertificate:
-    """Create a key and its certificate, which are on disk only while being loaded."""
+    """Create a key and its certificate, which are on disk only while they are being loaded."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -241,7 +242,7 @@ def make_certificate() -> TlsCertificate:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.NamedTemporaryFile() as file:  # readable only by this user; ssl loads only from files
+    with tempfile.NamedTemporaryFile() as file:  # only this user can read it; ssl can only load from files
         Path(file.name).write_bytes(secret + certificate.public_bytes(serialization.Encoding.PEM))
         context.load_cert_chain(file.name)
     return TlsCertificate(context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest())
@@ -250,7 +251,7 @@ def make_certificate() -> TlsCertificate:
 async def start_tls_as_client(writer: asyncio.StreamWriter) -> str:
     """Start TLS; return the digest of the server's certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # replaced by the shared-secret handshake
+    context.check_hostname = False  # the shared-secret handshake replaces this check
     context.verify_mode = ssl.CERT_NONE
     await writer.start_tls(context)
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

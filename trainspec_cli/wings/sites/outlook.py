@@ -1,10 +1,9 @@
-"""Predict training at distant sites: exchange times, intervals that hide the exchange, and bytes per day. Shown as a
-section of `trainspec plan`.
+"""Predict training at distant sites: exchange times, intervals that hide the exchange, and bytes per day. The result is
+shown as a section of `trainspec plan`.
 
 If all sites can reach each other, each link receives the others' outer gradients while it sends its own to them.
-Otherwise all outer gradients pass through the meeting point at one site, whose link receives every site's outer
-gradient once and sends it once to each of the others, as soon as it has arrived. Nothing else uses the links.
-"""
+Otherwise, all outer gradients pass through the meeting point at one site. The link of that site receives every site's
+outer gradient once and sends it once to each of the others, as soon as it has arrived. Nothing else uses the links."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.reporter.plan.labels import PlanSection, percent
 
 VALUE_BYTES = {"int4": 0.5 + 1 / 64, "int8": 1 + 2 / 128, "bf16": 2.0}
-"""Bytes per transmitted value, including its share of the block's scale, as encoded by `engine.comm.codec`; in int4,
-each tensor needs four extra bytes."""
+"""Bytes per transmitted value, including the block's scale, as encoded by `engine.comm.codec`; in int4, each tensor
+needs four extra bytes."""
 ROUND_MULTIPLES = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10_000)
 
 
@@ -33,16 +32,16 @@ class SiteLinks:
     delay_s: float
     """One-way latency between two sites."""
     direct: bool = False
-    """Each site reaches every other one."""
+    """Whether each site can reach every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
         """Return the time of an exchange in which each site sends this many bytes: one latency for an outer gradient
-        and one for the decision. A link carries both directions at once, and the busiest link sends more than it
-        receives."""
+        and one for the decision. A link carries both directions at the same time, and the busiest link sends more than
+        it receives."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
     def carried_bytes(self, sent_bytes: float) -> float:
-        """Return the bytes that the busiest link carries in such an exchange, in both directions together."""
+        """Return the number of bytes that the busiest link carries in such an exchange, in both directions together."""
         return (self.sites - 1 + self._copies_out) * sent_bytes
 
     @property
@@ -52,22 +51,22 @@ class SiteLinks:
         return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
-        """Return the time for a ring all-reduce of a tensor over the sites, as data parallelism would need in every
+        """Return the time for a ring all-reduce of a tensor over the sites, which data parallelism would need in every
         step."""
         others = self.sites - 1
         return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
 
 
 def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
-    """Return the fraction of time that a site trains: an exchange is sent every `between_steps` steps, and training
-    waits for any time that it takes beyond `delay_steps` steps."""
+    """Return the fraction of time for which a site trains. An exchange is sent every `between_steps` steps, and
+    training waits if it takes longer than `delay_steps` steps."""
     busy_s = between_steps * step_s
     return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
 
 
 def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
-    """Return the shortest interval H (of a fixed list) at which a site trains the `wanted` fraction of time, if each
-    sum is applied when the next one is sent; None if even the longest is too short."""
+    """Return the shortest interval H (from a fixed list) at which a site trains for the `wanted` fraction of time, if
+    each sum is applied when the next one is sent; None if even the longest interval is too short."""
     for multiple in ROUND_MULTIPLES:
         if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
             return multiple * fragments
@@ -84,9 +83,9 @@ class SitesFigures:
     delay_steps: int
     exchange_s: float
     utilisation: float
-    """The fraction of time that a site trains."""
+    """Fraction of time for which a site trains."""
     bytes_per_day: float
-    """Bytes over the busiest link, in both directions together."""
+    """Number of bytes over the busiest link, in both directions together."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,19 @@ class SitesOutlook:
     link_gbit_per_s: float
     link_delay_s: float
     step_time_s: float
-    """Step time of a site on its own."""
+    """Step time of a site by itself."""
     direct: bool
-    """Each site reaches every other one; otherwise all use the meeting point."""
+    """Whether each site can reach every other one; if not, all use the meeting point."""
     direct_exchange_s: float
-    """Time of the recipe's exchange if the sites were directly connected."""
+    """Duration of the recipe's exchange if the sites were directly connected."""
     wanted: SitesFigures
     """The recipe's setting."""
     hidden: tuple[SitesFigures, ...]
-    """The shortest intervals that hide the exchange, by format; formats without one are left out."""
+    """The shortest intervals that hide the exchange, by format; formats without such an interval are omitted."""
     data_parallel_utilisation: float
     """The same fraction for a run that sums fp32 gradients over these links in every step."""
     fewer_bytes: float
-    """Bytes sent by data parallelism divided by those of the recipe, over the same steps."""
+    """Bytes sent with data parallelism, divided by those of the recipe, over the same steps."""
     loss_penalty: str
     """The known effect on the loss, with its source."""
 
@@ -118,7 +117,7 @@ DAY_S = 86_400.0
 WANTED = 0.95
 """An exchange is hidden if it leaves at least this fraction of time for training."""
 KEPT_BYTES = 4 + 4.0
-"""Bytes that a site keeps for each trained parameter: shared weights and outer momentum in fp32."""
+"""Bytes that a site keeps per trained parameter: shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (
     "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
     "interval is not predicted here, so use the shortest one that hides the exchange"
@@ -126,7 +125,7 @@ LOSS_PENALTY = (
 
 
 def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSection | None:
-    """Return the section; None if the recipe does not describe the links of sites."""
+    """Return the section; None if the recipe does not describe the links between sites."""
     if spec.resilience.sites.link_gbit_s is None:
         return None
     sites = outlook(spec.resilience.sites, float(capacity.params), best.step_time_s)
@@ -152,7 +151,7 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
 
 
 def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
-    """Return the prediction. `values`: trained parameters. `step_s`: step time of a site on its own."""
+    """Return the prediction. `values`: number of trained parameters. `step_s`: step time of a site by itself."""
     assert sites.link_gbit_s is not None, "the recipe describes the links"
     through = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
     direct = replace(through, direct=True)

@@ -1,4 +1,4 @@
-"""Rules for training at distant sites: unsupported recipes, and a start that lacks what its site needs."""
+"""Rules for training at distant sites: unsupported recipes, and a start that lacks something its site needs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _is_address(text: str) -> bool:
 
 
 def other_parts(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse settings that sites do not support."""
+    """Reject settings that sites do not support."""
     has_experts = any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
     unlike = {
         "model": (spec.model.unit != "tokens", "supports language models only", "choose another model"),
@@ -90,8 +90,8 @@ SITES_RULES = (numbers, addresses, other_parts)
 
 
 def check_start(spec: RunSpec) -> None:
-    """Raise RecipeError if the run of a site lacks its number or the meeting point; MachineError if its secret cannot
-    be used."""
+    """Raise RecipeError if the run of a site lacks its number or the meeting point, and MachineError if its secret
+    cannot be used."""
     sites = spec.resilience.sites
     given = {"site": sites.site, "endpoint": sites.endpoint, "secret": sites.secret}
     for key, value in given.items():

@@ -1,8 +1,8 @@
-"""The servers of distant sites, each in its own thread: the inbox, and what the meeting point and the inbox share.
+"""The servers of distant sites, each in a separate thread: the inbox, and what the meeting point and the inbox have in
+common.
 
-A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server; it forwards
-their messages. It runs next to its site's supervisor, across worker restarts.
-"""
+A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server. It forwards
+their messages. It runs next to its site's supervisor, across worker restarts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RankConnection:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self.active_s = time.monotonic()
         self.passed: dict[int, str] = {}
-        """For each site, the digest of its newest outer gradient forwarded to the rank."""
+        """For each site, the digest of its newest outer gradient that was forwarded to the rank."""
 
     def note_activity(self) -> None:
         self.active_s = time.monotonic()
@@ -68,7 +68,7 @@ class RankConnection:
             await self._writer.drain()
 
     async def flush(self) -> None:
-        """Write the messages that are queued now."""
+        """Write the messages that are currently queued."""
         while not self._outbox.empty():
             self._writer.write(self._outbox.get_nowait())
         await self._writer.drain()
@@ -90,11 +90,11 @@ class ConnectedSite:
     """Each rank's message for the next round."""
     followed: dict[int, int] = field(default_factory=dict)
     is_welcome: bool = False
-    """All ranks are connected and have been answered."""
+    """Whether all ranks are connected and have been answered."""
 
     @property
     def inbox(self) -> str:
-        """The address of its inbox; empty without one."""
+        """The address of its inbox; empty if it has none."""
         return next(iter(self.hellos.values())).listen
 
     @property
@@ -123,7 +123,7 @@ class Served(Protocol):
     def leave(self, hello: SiteHello, connection: RankConnection) -> None: ...
 
     def tick(self) -> None:
-        """Do what is due; called repeatedly."""
+        """Do whatever is due; called repeatedly."""
 
     def lingers(self, closed_for_s: float) -> bool:
         """Return whether to continue even though the server was asked to end this many seconds ago."""
@@ -170,7 +170,8 @@ class SiteServer:
                 closing_s = self._loop.time()
         server.close()
         self._served.abort()
-        # The loop ends with this coroutine, so first cancel the connection tasks that would be left unfinished.
+        # The loop ends with this coroutine, so first cancel the connection tasks that would otherwise be left
+        # unfinished.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -214,11 +215,10 @@ class SiteServer:
 class SiteInbox:
     """Receives outer gradients directly from other sites and forwards them to the ranks of its own site.
 
-    It stores nothing: ranks get what they have missed from the meeting point.
-    """
+    It stores nothing, because ranks get whatever they have missed from the meeting point."""
 
     def __init__(self, site: int, sites: int, secret: bytes, recipe: str, silence_s: float, log: TextIO):
-        """`recipe`: a digest of everything that all sites must agree on."""
+        """`recipe`: a digest of everything on which all sites must agree."""
         self._site = site
         self._count = sites
         self._recipe = recipe
@@ -252,7 +252,7 @@ class SiteInbox:
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         key = hello.site, hello.rank
         if before := self._ranks.get(key):
-            before.abort()  # a restarted rank; its old connection is not yet known to be broken
+            before.abort()  # a restarted rank, whose old connection is not known to be broken yet
         self._ranks[key] = connection
         if hello.site != self._site and hello.rank == 0:
             self._log(f"site {hello.site} is connected directly")

@@ -308,7 +308,7 @@ class Tape:
         return out
 
     def _pass(self, size: float) -> None:
-        """Hold this many bytes for a moment."""
+        """Allocate this many bytes and free them immediately."""
         self.meter.grow(size)
         self.meter.grow(-size)
 

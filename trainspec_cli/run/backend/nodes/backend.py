@@ -430,7 +430,7 @@ class NodesBackend:
 
     def _end_starter(self, *, in_order: bool) -> None:
         """End the command that started the agents. An agent without work exits by itself. On SIGTERM, srun makes Slurm
-        end the step by its number, which a newer start's step shares."""
+        end the step with its number, and a newer start's step may have the same number."""
         signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
         for number in (None, *signals) if in_order else signals:
             if self._starter.poll() is not None:

@@ -684,7 +684,7 @@ ONE_OF = {
 
 @cache
 def event_types() -> Mapping[str, type[Event]]:
-    """Return all event types by name, including those of the plug-ins, which are loaded for that."""
+    """Return all event types by name. Loads the plug-ins to include theirs."""
     return {name: kind for types in (EVENT_TYPES, *parts_of(EVENT_TYPES_OF_WINGS)) for name, kind in types.items()}
 
 

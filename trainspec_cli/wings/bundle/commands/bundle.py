@@ -1,4 +1,4 @@
-"""`trainspec bundle`: make a folder for installing trainspec and training offline."""
+"""`trainspec bundle`: create a folder for installing trainspec and training offline."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def bundle(
     check: Check = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a folder that installs trainspec and trains without a network: wheels, recipes, data and digests. pip
-    downloads the wheels, by its own settings.
+    """Create a folder for installing trainspec and training without a network: wheels, recipes, data and digests. pip
+    downloads the wheels according to its own settings.
     """
     if check:
         given = {"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels}
@@ -115,7 +115,8 @@ def bundle(
 
 
 def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
-    """Raises RecipeError for a value before the first recipe or a repeated name, and the errors of `load`."""
+    """Yield the recipes. Raises RecipeError for a value before the first recipe or a repeated name, and the errors of
+    `load`."""
     groups: dict[str, list[str]] = {}
     current: list[str] | None = None
     for word in arguments:

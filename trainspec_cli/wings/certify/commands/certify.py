@@ -111,8 +111,8 @@ def certify(
 ) -> int:
     """Test this engine, on these chips, against the open training spec: gradients, losses, resume, resharding.
 
-    Every case is a real torchrun job of a small model; with a recipe, of its model and loss in every layout that they
-    allow. Exits with 5 if a MUST is broken.
+    Every case is a real torchrun job that trains a small model or, with a recipe, its model and loss in every layout
+    that they allow. Exits with 5 if a MUST is broken.
     """
     console = make_console(as_json=as_json)
     if verify is not None:
@@ -122,7 +122,7 @@ def certify(
             raise RecipeError(Problem("usage", message, option, "give one of the two"))
         certificate = read_verified(verify, read_fingerprint(key) if key is not None else "")
     else:
-        # Check the key and the output file now rather than after minutes of runs.
+        # Check the key and the output file now instead of after minutes of runs.
         private = read_key(Path(key)) if key is not None else None
         if output is not None:
             try:
@@ -165,11 +165,10 @@ def _certify_here(
     listed: bool,
 ) -> Certificate | None:
     """Measure this engine and return its certificate; None if the cases were only listed. `device`: a device provided
-    by a wing; empty: the machine's own.
+    by a plug-in; empty for the machine's own.
 
-    Raises RecipeError if the recipe cannot be measured or a pattern matches nothing, MachineError if a run fails,
-    Interrupted if a stop was requested.
-    """
+    Raises RecipeError if the recipe cannot be measured or a pattern matches nothing, MachineError if a run fails, and
+    Interrupted if a stop was requested."""
     if arguments:  # the recipe's model and loss replace the families
         spec = load_for_planning(arguments).spec
         measure_alone(spec.model.family, spec.model, spec.train)
@@ -237,7 +236,7 @@ def _certify_here(
 def _certify_engine(
     command: str, only: list[str], processes: int | None, folder: Path | None, *, listed: bool
 ) -> Certificate | None:
-    """Measure another engine. Raises like `_certify_here`, and WorkerError if an answer is wrong."""
+    """Measure another engine. Raises the errors of `_certify_here`, and WorkerError if an answer is wrong."""
     machine = machine_here()
     processes = processes or ENGINE_PROCESSES
     if len(machine.gpu_names) < processes:
@@ -262,7 +261,7 @@ def _certify_engine(
 
 
 def machine_here() -> Machine:
-    """Return this machine. Raises MachineError if its GPUs cannot be used, because the CPU is certified only on
+    """Return this machine. Raises MachineError if its GPUs cannot be used, because the CPU is only certified on
     request."""
     machine = detect(look_for_gpus=True)
     if problem := machine.gpu_problem:
@@ -277,7 +276,7 @@ def _today() -> str:
 
 @contextmanager
 def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[tuple[Path, str]]:
-    """Yield the folder for the runs and the date of the first one; without `folder`, use a temporary one."""
+    """Yield the folder for the runs and the date of the first one; without `folder`, use a temporary folder."""
     try:
         if folder is not None:
             with opened(folder, subject_of(machine, engine), _today()) as since:

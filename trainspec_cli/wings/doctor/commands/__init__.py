@@ -1,1 +1,1 @@
-"""The wing's commands, one file each."""
+"""The plug-in's commands, with one file each."""

@@ -44,8 +44,8 @@ Arguments = Annotated[
 def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     """Check this node: its hardware, settings and speed, and the links between its processes.
 
-    In a Slurm job (salloc, sbatch --wrap) it checks all nodes of the job and reports the slowest. The exit code is 4 if
-    a check fails.
+    In a Slurm job (salloc, sbatch --wrap), it checks all nodes of the job and reports the slowest. The exit code is 4
+    if a check fails.
     """
     given = arguments or []
     named = any(argument.startswith("recipe=") for argument in given)
@@ -63,7 +63,7 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
 
 
 def _fabric(loaded: Loaded, links: LinksResult | None) -> Iterator[Check]:
-    """Return the network tiers according to Slurm and measurements."""
+    """Yield the network tiers, from Slurm and from measurements."""
     devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
     try:
         yield from check_switches(slurm.show_topology(), devices_per_node)
@@ -78,7 +78,7 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
     if nodes == 1:
         with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
             return examine_here(plan, machine, Path(folder))
-    # srun starts the examination from the job's first node; ./runs is on a file system shared by the nodes.
+    # srun starts the examination from the job's first node; ./runs is on a file system that the nodes share.
     start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
     reach = Reach(slurm.own_address(), tuple(start))
     with private_files():
@@ -88,11 +88,12 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
 
 
 def _plan(loaded: Loaded, machine: Machine) -> Plan:
-    """Plan a run on all devices, including unusable GPUs, because the examination finds the reason."""
+    """Plan a run on all devices, including unusable GPUs, because the examination finds the reason why they are
+    unusable."""
     cluster = loaded.spec.cluster
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
         return plan_for(loaded, machine).as_one_group
-    # Unknown GPUs cannot be planned for, so plan for the CPU and then set the device.
+    # Unknown GPUs cannot be planned for, so the plan is made for the CPU and the device is set afterwards.
     on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
     return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 

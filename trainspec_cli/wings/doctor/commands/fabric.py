@@ -76,8 +76,8 @@ def fabric(
 ) -> None:
     """Discover the fabric: the links of this node's GPUs, its NICs and NUMA nodes, and Slurm's switches.
 
-    GPUs are neither needed nor used. The result is tiers for trainspec plan fabric=NAME, each with its source, and a
-    list of what was not found.
+    GPUs are neither needed nor used. The result consists of tiers for trainspec plan fabric=NAME, each with its source,
+    and a list of what was not found.
     """
     if write:
         _check_target(write)
@@ -116,7 +116,7 @@ def _switches(file: Path) -> SourceText:
 
 
 def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
-    """Return the devices per node and per scale-up domain given on the command line; None if not given."""
+    """Return the devices per node and per scale-up domain as specified on the command line; None if not specified."""
     if not arguments:
         return None, None
     named = any(argument.startswith("recipe=") for argument in arguments)
@@ -125,7 +125,7 @@ def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
 
 
 def _pairs(file: Path) -> tuple[PairRate, ...]:
-    """Return the links between nodes from a doctor report. Raises MachineError if it has none."""
+    """Return the links between nodes from a doctor report. Raises MachineError if the report has none."""
     content = read_object(file)
     hint = "run in a job of two or more nodes: trainspec doctor --json > doctor.json"
     if not isinstance(content.get("links"), dict):
@@ -142,7 +142,7 @@ def _pairs(file: Path) -> tuple[PairRate, ...]:
 
 
 def _check_target(file: Path) -> None:
-    """Raises RecipeError if the file exists or recipes cannot use its name."""
+    """Raise RecipeError if the file exists, or if recipes cannot use its name."""
     hint = f"such as --write {GROUP / 'mine.yaml'}"
     if file.suffix != SUFFIX or not _NAME.fullmatch(file.stem):
         message = f"--write {file} is not NAME{SUFFIX} with letters, digits, _ . and -"

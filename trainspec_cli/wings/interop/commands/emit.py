@@ -38,8 +38,8 @@ def emit(
 
     For a cluster manager (kubernetes, jobset, trainjob, skypilot), write the manifest that starts trainspec.
 
-    Needs neither a GPU nor the engine. Unsupported values are refused by name. DIR/emitted.json lists how each key is
-    translated, what is only approximate, and what is not carried.
+    Needs neither a GPU nor the engine. Unsupported values are rejected with an error that names them. DIR/emitted.json
+    lists how each key is translated, what is only approximate, and what is not carried over.
     """
     emission = emit_recipe(arguments, engine, Container(image, volume))
     write_emission(emission, output, force=force)
@@ -50,7 +50,7 @@ def emit(
 
 
 def _summary(emission: Emission, output: Path) -> Iterator[str]:
-    """Yield a short table; emitted.json has all of it."""
+    """Yield a short table; emitted.json contains everything."""
     target = emission.target
     translation = emission.translation
     style = Style.of(sys.stdout)

@@ -24,10 +24,9 @@ From = Annotated[
 def import_recipe(file: File, output: Output = None, engine: From = "", as_json: AsJson = False) -> None:
     """Read the configuration of an existing run as a recipe, so that trainspec can plan it.
 
-    Reads JSON of DeepSpeed, YAML of Accelerate, axolotl and MaxText, modules of torchtitan or Megatron-Bridge (parsed,
-    not run), and Megatron-LM's arguments in a shell script. The recipe leaves open what the file does not contain:
-    give model=NAME, cluster=NAME and so on.
-    """
+    Reads DeepSpeed's JSON, the YAML of Accelerate, axolotl and MaxText, modules of torchtitan or Megatron-Bridge
+    (parsed, not run), and Megatron-LM's arguments in a shell script. The recipe leaves open everything that the file
+    does not contain: specify model=NAME, cluster=NAME and so on."""
     imported = import_file(file, engine)
     if output:
         write_recipe(imported, output)

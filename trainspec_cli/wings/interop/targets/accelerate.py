@@ -116,7 +116,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
 
 
 def launch_words(run: RunValues, config: str = CONFIG) -> list[str]:
-    """Return the words of `accelerate launch` before the script."""
+    """Return the words of `accelerate launch` that precede the script."""
     words = ["accelerate launch", f"--config_file {FOLDER}/{config}"]
     if run["cluster.num_nodes"] == 1:
         return words

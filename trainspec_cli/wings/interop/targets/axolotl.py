@@ -1,4 +1,4 @@
-"""axolotl: the YAML of `axolotl train`, for existing weights, and the command that starts it."""
+"""axolotl: the YAML for `axolotl train`, for existing weights, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
 
 
 def config_text(keys: Keys) -> str:
-    """Return the YAML; the dataset keys become the only item of `datasets`."""
+    """Return the YAML; the dataset keys become the only item in `datasets`."""
     dataset = {key.removeprefix(DATASET): value for key, value in keys.items() if key.startswith(DATASET)}
     others = nest({key: value for key, value in keys.items() if not key.startswith(DATASET)})
     text: str = yaml.safe_dump({**others, "datasets": [dataset]}, sort_keys=False)
@@ -283,7 +283,8 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Without FSDP, the state is not sharded; the batch size follows from the data-parallel degrees."""
+    """Complete the values: without FSDP, the state is not sharded; the batch size follows from the data-parallel
+    degrees."""
     if keys.get("bf16") is False and "precision.compute" not in values:
         values["precision.compute"] = "fp32"
     if "fsdp_config" not in {key.partition(".")[0] for key in keys}:

@@ -1,4 +1,4 @@
-"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, for the user's script."""
+"""DeepSpeed: the JSON for `deepspeed.initialize(config=...)`, for the user's script."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ LIMITS = {
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield problems for offload without ZeRO and for AutoTP with sequence parallelism."""
+    """Yield problems for offloading without ZeRO, and for AutoTP with sequence parallelism."""
     if run["offload"] == "optimizer" and run["derived.shards"] == 1:
         message = "`offload` is optimizer, but DeepSpeed offloads only with ZeRO, and here nothing is sharded"
         yield Problem("not_said", message, "offload", "set offload=none, or layout.dp_shard=auto")
@@ -142,7 +142,7 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Without ZeRO, nothing is sharded; without bf16 and fp16, the format is fp32."""
+    """Complete the values: without ZeRO, nothing is sharded; without bf16 and fp16, the format is fp32."""
     values.setdefault("precision.compute", "fp32")
     values.setdefault("optim.schedule.kind", "constant")
     if values.get("layout.zero_stage", 0) == 0:

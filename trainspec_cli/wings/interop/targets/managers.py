@@ -1,4 +1,4 @@
-"""Cluster managers, which start trainspec itself in containers with the planned values pinned: a Kubernetes indexed
+"""Cluster managers, which start trainspec itself in containers, with the planned values pinned: a Kubernetes indexed
 Job, a JobSet, a Kubeflow TrainJob, and a SkyPilot task on rented nodes.
 """
 
@@ -16,7 +16,7 @@ from trainspec_cli.wings.interop.table import Choice, Line, RunValues, given, sh
 from trainspec_cli.wings.interop.target import Target, Translation
 
 WORKSPACE = "/workspace"
-"""The shared volume of all nodes, which is also the working folder of trainspec."""
+"""The volume shared by all nodes, which is also trainspec's working folder."""
 PORT = 29500
 PINNED = (
     *(f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")),
@@ -24,18 +24,18 @@ PINNED = (
     *("batching.micro_batch_size", "recompute", "offload", "precision.compute"),
     *("cluster.num_nodes", "cluster.devices_per_node", "cluster.device"),
 )
-"""Keys whose planned values are put on the command line."""
+"""Keys whose planned values are passed on the command line."""
 GPUS: Mapping[str, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
 """Vendor of the accelerator -> the resource name of its device plugin."""
 
 
 def dns_label(name: str) -> str:
-    """Return a valid Kubernetes name: lower-case letters, digits and dashes."""
+    """Return a valid Kubernetes name, with lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
 def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
-    """Return the shell command of each node; `node_rank` and `first_node` are shell expressions."""
+    """Return the shell command for each node; `node_rank` and `first_node` are shell expressions."""
     pinned = [f"{key}={show(run[key])}" for key in PINNED if key in run.values]
     given = [argument for argument in run.arguments if argument.partition("=")[0] not in (*PINNED, "run.dir")]
     words = ["trainspec launch", *map(shlex.quote, given), *map(shlex.quote, pinned)]
@@ -149,7 +149,7 @@ def job_set(run: RunValues) -> list[JsonObject]:
 
 
 def train_job(run: RunValues) -> list[JsonObject]:
-    """Return a TrainJob for the runtime `torch-distributed`, whose variables identify the node of a pod."""
+    """Return a TrainJob for the `torch-distributed` runtime, whose variables identify the node of a pod."""
     name = dns_label(run.recipe)
     command = launch_command(run, '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
     trainer: JsonObject = {
@@ -224,7 +224,7 @@ NAMES = {
     "V100-SXM2-16GB": "V100",
     "V100-SXM2-32GB": "V100-32GB",
 }
-"""The accelerator's name in recipes -> its name in SkyPilot's catalogue."""
+"""Name of the accelerator in recipes -> its name in SkyPilot's catalogue."""
 FIRST_NODE = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
 
 

@@ -35,7 +35,8 @@ FILE = "maxtext.yml"
 
 @dataclass(frozen=True)
 class StepsFraction:
-    """Steps in the recipe; in MaxText, a fraction of the run, which is multiplied by its steps and rounded down."""
+    """Steps in the recipe. In MaxText, a fraction of the run, which is multiplied by its number of steps and rounded
+    down."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -53,7 +54,7 @@ class StepsFraction:
 
 @dataclass(frozen=True)
 class LastFraction:
-    """The decay of WSD; in MaxText, a fraction of the run that yields whole steps."""
+    """The decay of WSD. In MaxText, a fraction of the run that results in an integer number of steps."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return StepsFraction().write(LastSteps().write(value, run), run)
@@ -64,7 +65,8 @@ class LastFraction:
 
 @dataclass(frozen=True)
 class PartOf:
-    """A factor of an axis' size; when reading, `complete` multiplies the factors, so none contradicts another."""
+    """A factor of an axis's size. When reading, `complete` multiplies the factors, so none of them contradicts
+    another."""
 
     key: str
 
@@ -76,7 +78,7 @@ class PartOf:
 
 
 def axis_lines(axis: str, theirs: str, when: tuple[When, ...] = ()) -> tuple[Line, ...]:
-    """Return the lines of the two factors of an axis: within a node, and across nodes."""
+    """Return the lines for the two factors of an axis: within a node, and across nodes."""
     places = (("ici", f"derived.within_node.{axis}"), ("dcn", f"derived.across_nodes.{axis}"))
     return tuple(Line(ours, f"{place}_{theirs}_parallelism", PartOf(ours), when) for place, ours in places)
 
@@ -86,7 +88,8 @@ PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
 SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
-"""MaxText has no constant schedule: a cosine that ends where it started replaces it, and `complete` recognises it."""
+"""MaxText has no constant schedule. It is replaced by a cosine that ends where it started, and `complete` recognises
+it."""
 SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec recomputes other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matmuls"
 WARMUP = "its warm-up starts at 0, one update behind trainspec's"
@@ -275,7 +278,7 @@ DEFAULT_SIZES = {
     "ici_fsdp_parallelism": -1,
     "dcn_data_parallelism": -1,
 }
-"""Axes that use all remaining devices by default, in MaxText's base.yml."""
+"""Axes that use all remaining devices by default, according to MaxText's base.yml."""
 
 
 def _size(key: str, keys: Keys) -> int:

@@ -1,4 +1,4 @@
-"""Megatron-LM: the arguments of pretrain_gpt.py in a shell script, with the environment that they need."""
+"""Megatron-LM: the arguments of pretrain_gpt.py in a shell script, together with the environment that they need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out fraction; in Megatron, percentages for training, validation and test."""
+    """The held-out fraction. In Megatron, percentages for training, validation and test."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -63,7 +63,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class OneMore:
-    """A seed from 0; Megatron's seeds start at 1."""
+    """A seed from 0 on; Megatron's seeds start at 1."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -81,7 +81,7 @@ def _by_fsdp(run: RunValues) -> bool:
 
 BY_FSDP = Where(_by_fsdp)
 BEFORE_BLACKWELL = unless("derived.arch", "blackwell")
-"""Before Blackwell, exchanges must be launched before the kernels that overlap them."""
+"""On chips before Blackwell, exchanges must be launched before the kernels with which they overlap."""
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 FALLS = unless("optim.schedule.kind", "constant")
 AN_UPDATE = "its decay is at most one update behind trainspec's"
@@ -286,7 +286,8 @@ WITHOUT_FLAGS: dict[str, JsonValue] = {
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Missing flags mean Megatron's defaults; without a sharding flag, the state is not sharded."""
+    """Complete the values: missing flags mean Megatron's defaults; without a sharding flag, the state is not
+    sharded."""
     values = {**WITHOUT_FLAGS, **values}
     if "--swiglu" in keys:
         values |= {"model.activation": "silu", "model.gated_mlp": True}

@@ -1,7 +1,6 @@
 """Megatron-Bridge: a Python module that builds a `ConfigContainer` and trains with it, started by torchrun.
 
-It runs the same Megatron as `megatron`, whose arguments are fields here, so most of the table is a renamed copy.
-"""
+It runs the same Megatron as `megatron`, whose arguments are fields here, so most of the table is a renamed copy."""
 
 from __future__ import annotations
 
@@ -97,7 +96,7 @@ NOT_RENAMED = (
     "--group-query-attention",
     "--disable-bias-linear",
 )
-"""Arguments whose field has the opposite meaning or that have no field."""
+"""Arguments whose field has the opposite meaning, or that have no field."""
 BF16 = given("precision.compute", "bf16")
 FP16 = given("precision.compute", "fp16")
 FP32 = unless("precision.compute", "bf16", "fp16")
@@ -158,7 +157,7 @@ CALLS = {
 }
 """Section of the configuration -> its class."""
 REQUIRED = ("ddp",)
-"""Sections that the configuration must have even if they are empty."""
+"""Sections that the configuration must contain even if they are empty."""
 DTYPES = ("params_dtype", "pipeline_dtype")
 """Fields whose value is a type of torch."""
 ELSEWHERE = {
@@ -214,7 +213,8 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Missing fields mean Megatron's defaults; two fields together mean a gated SiLU."""
+    """Complete the values: missing fields mean Megatron's defaults; two particular fields together mean a gated
+    SiLU."""
     values = {**megatron.WITHOUT_FLAGS, **values}
     if keys.get("model.activation_func") == "silu" and keys.get("model.gated_linear_unit") is True:
         values |= {"model.activation": "silu", "model.gated_mlp": True}

@@ -183,7 +183,7 @@ LINES = (
         when=(given("recompute", "selective"),),
         approximate=OPS,
     ),
-    # There is no value for "never", so use a step that the run does not reach.
+    # There is no value for "never", so a step that the run does not reach is used.
     Line("checkpoint.interval_steps", "checkpoint.interval", OrNone(1_000_000_000)),
     Line("checkpoint.mode", "checkpoint.async_mode", Choice({"async": "async", "sync": "disabled"})),
     Line("checkpoint.keep_last", "checkpoint.keep_latest_k", AtLeast(2)),
@@ -288,7 +288,7 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """A minimal factor of 1 means a constant rate; a flavor means the sizes of its model."""
+    """Complete the values: a minimal factor of 1 means a constant rate; a flavor implies the sizes of its model."""
     if keys.get("lr_scheduler.min_lr_factor") == 1.0:
         values["optim.schedule.kind"] = "constant"
         values.pop("optim.schedule.final_lr_ratio", None)

@@ -1,4 +1,4 @@
-"""A PyTorch training loop that resumes bitwise identically from its newest checkpoint."""
+"""A PyTorch training loop that resumes from its newest checkpoint with bitwise identical results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Batch = TypeVar("Batch")
 @dataclass
 class DataPosition:
     """The position in the data: `batch` batches of the epoch are done. `began` is this rank's random state at the start
-    of the epoch, `random` the state after the newest step. Checkpoints store these fields by name."""
+    of the epoch, and `random` is the state after the newest step. Checkpoints store these fields by name."""
 
     epoch: int = 0
     batch: int = 0
@@ -84,8 +84,8 @@ class StepLoop:
         self._save(position)
 
     def _batches(self, loader: Iterable[Batch], position: DataPosition) -> Iterator[Batch]:
-        """Yield the rest of an epoch. The order of a loader that does not come from `sharded` depends on torch's random
-        numbers, so its epoch is restarted with the same random state, and finished batches are skipped."""
+        """Yield the rest of an epoch. If a loader does not come from `sharded`, its order depends on torch's random
+        numbers. Its epoch is therefore restarted with the same random state, and finished batches are skipped."""
         if position.began:
             torch_state.set_random_state(position.began)
         else:
@@ -109,8 +109,8 @@ class StepLoop:
         while True:
             began_s = time.monotonic()
             if isinstance(sampler, ShardedBatches) and self._share(sampler):
-                # Shares have changed: read the rest of the epoch again. The sampler draws no random numbers, but
-                # torch's loader does, so restore the random state.
+                # The sample shares have changed, so the rest of the epoch is read again. The sampler draws no random
+                # numbers, but torch's loader does, so the random state is restored.
                 sampler.first = position.batch
                 kept = torch_state.random_state()
                 batches = iter(loader)
@@ -122,7 +122,7 @@ class StepLoop:
             yield batch  # type: ignore[misc]  # it is not the sentinel
 
     def _share(self, sampler: ShardedBatches) -> bool:
-        """Pass the next step's shares to the sampler; return whether they have changed."""
+        """Pass the sample shares for the next step to the sampler; return whether they have changed."""
         counts = self._run.shares.divide(self._run.step) if self._run.shares else sampler.counts
         changed = counts != sampler.counts
         sampler.counts = counts
@@ -151,8 +151,8 @@ class StepLoop:
         return position
 
     def _position_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPosition:
-        """Return this rank's position. Ranks missing from the checkpoint keep their random state. Raises RecipeError if
-        the data order depends on the number of ranks."""
+        """Return this rank's position. Ranks that are missing from the checkpoint keep their random state. Raises
+        RecipeError if the order of the data depends on the number of ranks."""
         ranks = self._ranks.count
         was = len(places)
         if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):

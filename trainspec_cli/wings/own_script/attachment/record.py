@@ -26,9 +26,9 @@ class StepCounter(Protocol):
 
 
 def attach_counter(rank: int, ranks: int) -> StepCounter | None:
-    """Return the hook, which from now on ignores optimizer steps, because torch takes one when it restores an
-    optimizer. None if Python has not loaded the hook (`python -I`) or outside a run."""
-    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module with this interface
+    """Return the hook. From now on it ignores optimizer steps, because torch takes one when it restores an optimizer.
+    None outside a run, or if Python has not loaded the hook (`python -I`)."""
+    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # it is a module with this interface
     if hook:
         hook.attach(0, rank, ranks)
     return hook
@@ -71,7 +71,7 @@ class StepRecord:
         self._figures |= figures
 
     def waited(self, seconds: float) -> None:
-        """Add time that the step waited for its data."""
+        """Add the time for which the step waited for its data."""
         self._waited_s += seconds
 
     def step(self, step: int) -> None:
@@ -106,7 +106,7 @@ class StepRecord:
             self._writer.write(CheckpointEvent(step=step, path=path, bytes=size_bytes, seconds=seconds))
 
     def evaluated(self, step: int, heldout_loss: SupportsFloat, accuracy: SupportsFloat | None, seconds: float) -> None:
-        """Record an evaluation; its `seconds` do not count toward a step."""
+        """Record an evaluation; its `seconds` do not count towards a step."""
         self._excluded_s += seconds
         if self._writer:
             event = EvalEvent(step=step, heldout_loss=_number(heldout_loss), seconds=seconds)

@@ -1,4 +1,4 @@
-"""The run from a script's point of view: `run = attach()`."""
+"""The run from the point of view of a script: `run = attach()`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Batch = TypeVar("Batch")
 
 
 class AttachedRun:
-    """A script's run. `step`: number of steps over all starts; `is_stopping`: the run was asked to stop, and the script
-    should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must initialise before first
-    using this object."""
+    """A script's run. `step`: number of steps over all starts. `is_stopping`: whether the run was asked to stop, in
+    which case the script should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must
+    initialise before it first uses this object."""
 
     def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
         """`progress`: the folder of this start, in which its processes count their steps."""
@@ -42,7 +42,7 @@ class AttachedRun:
         self._signal = StopSignal()
         self._ranks: ScriptRanks | None = None
         self.shares: Shares | None = None
-        """Shares that adapt to the ranks' speeds; None for equal shares."""
+        """Sample shares that adapt to the ranks' speeds; None for equal shares."""
         self._record: StepRecord | None = None
 
     # PyTorch loops
@@ -60,9 +60,8 @@ class AttachedRun:
         """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is that of one step over all
         ranks, each of which takes an equal share; `options` are those of torch's DataLoader, such as num_workers.
 
-        With `largest_share`, shares adapt to the ranks' measured speeds, as in a recipe's run; no rank takes more
-        samples per step than that. The loss must then be passed to `weighted`.
-        """
+        With `largest_share`, sample shares adapt to the ranks' measured speeds, as in a run of a recipe; no rank takes
+        more samples per step than that. The loss must then be passed to `weighted`."""
         from torch.utils.data import DataLoader
 
         ranks = self._join()
@@ -76,9 +75,9 @@ class AttachedRun:
         return DataLoader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """Return the mean loss of this rank's samples, weighted by its share of the step, so that
-        DistributedDataParallel, which averages gradients over ranks, yields the gradient of the mean over all samples.
-        Call it once per step."""
+        """Return the mean loss of this rank's samples, weighted by its share of the step. DistributedDataParallel
+        averages gradients over ranks, so it then yields the gradient of the mean over all samples. Call this once per
+        step."""
         return self.shares.weighted(loss) if self.shares else loss
 
     def steps(
@@ -101,7 +100,8 @@ class AttachedRun:
     # Any framework
 
     def begin(self, step: int = 0, parameters: int = 0, restored_from: Path | None = None) -> None:
-        """Report that training starts after `step`. Optional: otherwise the first `step_done` does this."""
+        """Report that training starts after `step`. This is optional, because otherwise the first `step_done` does
+        it."""
         ranks = self._join()
         self.step = step
         self._signal.listen()
@@ -109,7 +109,7 @@ class AttachedRun:
         self._record.begin(step, parameters, str(restored_from) if restored_from else None)
 
     def step_done(self, loss: SupportsFloat | None = None, *, grad_norm: SupportsFloat | None = None) -> bool:
-        """Count a step; return True if the script should save and end because the run was asked to stop."""
+        """Count a step; return True if the script should save and exit because the run was asked to stop."""
         if self._record is None:
             self.begin(self.step)
         self.log(loss=loss, grad_norm=grad_norm)
@@ -125,33 +125,33 @@ class AttachedRun:
         grad_norm: SupportsFloat | None = None,
         lr: SupportsFloat | None = None,
     ) -> None:
-        """Record metrics of the current step. Tensors on a GPU are read at the end of the step."""
+        """Record metrics for the current step. Tensors on a GPU are read at the end of the step."""
         given = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
         self.record.log({name: value for name, value in given.items() if value is not None})
 
     def evaluated(
         self, heldout_loss: SupportsFloat, *, accuracy: SupportsFloat | None = None, seconds: float = 0.0
     ) -> None:
-        """Record the loss on held-out data after the newest step and the duration of the evaluation."""
+        """Record the loss on held-out data after the newest step, and the duration of the evaluation."""
         self.record.evaluated(self.step, heldout_loss, accuracy, seconds)
 
     # Trainers
 
     def transformers_callback(self) -> TrainerCallback:
-        """Return a callback for transformers' Trainer that records steps, losses and held-out losses, and makes the
-        Trainer save and end when the run is asked to stop."""
+        """Return a callback for transformers' Trainer. It records steps, losses and held-out losses, and makes the
+        Trainer save and exit when the run is asked to stop."""
         from trainspec_cli.wings.own_script.attachment.transformers_callback import RunCallback
 
         return RunCallback(self)
 
     def lightning_callback(self) -> Callback:
-        """Return the equivalent callback for Lightning; a stop writes the checkpoint `stopped.ckpt` to
+        """Return the equivalent callback for Lightning. On a stop request, it writes the checkpoint `stopped.ckpt` to
         `checkpoints`."""
         from trainspec_cli.wings.own_script.attachment.lightning_callback import RunHooks
 
         return RunHooks(self)
 
-    # For the modules of this package
+    # For the modules in this package
 
     @property
     def record(self) -> StepRecord:
@@ -161,14 +161,14 @@ class AttachedRun:
         return self._record
 
     def _join(self) -> ScriptRanks:
-        """Return the ranks, determined on first use, after the script has initialised them."""
+        """Return the ranks, which are determined on first use, after the script has initialised them."""
         if self._ranks is None:
             self._ranks = ScriptRanks(self._progress)
         return self._ranks
 
 
 def connect(checkpoints: str | Path | None) -> AttachedRun:
-    """Return the run for which `trainspec run` started this process; outside a run, return one without a folder and
+    """Return the run for which `trainspec run` started this process. Outside a run, return one without a folder and
     print a note on stderr."""
     launch, _, progress = os.environ.get(PROGRESS, "").partition(":")
     inside = bool(launch) and launch == os.environ.get(LAUNCH_ID) and Path(progress).is_dir()

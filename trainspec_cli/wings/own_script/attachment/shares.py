@@ -1,11 +1,10 @@
-"""The samples in each step of an attached script, and the shares of its ranks.
+"""The samples in each step of an attached script, and the sample shares of its ranks.
 
-As in a recipe's run, shares can adapt to the ranks' measured speeds. A rank's speed is that of its forward passes: the
-time from receiving a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. A step's
-measurements are exchanged during the next one, all ranks decide with the same function (`balance/decisions/shares.py`),
-and rank 0 records the directive before it takes effect. A later start of the run follows the directives at the same
-steps.
-"""
+As in a run of a recipe, shares can adapt to the ranks' measured speeds. The speed of a rank is that of its forward
+passes: the time from receiving a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. The
+measurements of a step are exchanged during the next step, all ranks decide with the same function
+(`balance/decisions/shares.py`), and rank 0 records the directive before it takes effect. A later start of the run
+follows the directives at the same steps."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The shares of one script. Called collectively by all ranks. `run`: None outside a run; nothing is then
-    recorded."""
+    """The sample shares of one script. Called collectively by all ranks. `run`: None outside a run, in which case
+    nothing is recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
-        """`largest`: maximum samples per rank and step. Raises RecipeError if that is too few."""
+        """`largest`: maximum number of samples per rank per step. Raises RecipeError if that is too small."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
             hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
@@ -51,7 +50,7 @@ class Shares:
         self._tracker = SpeedTracker(change, SETTLING_S)
         self._cost = ChangeCost()
         self._decided: ShareChange | None = None
-        # The shares of earlier starts, as (step, counts); rank 0 reads them for all.
+        # The shares of earlier starts, as (step, counts); rank 0 reads them for all ranks.
         found: Sequence[object] = []
         if run is not None and ranks.number == 0 and run.directives.is_file():
             events = (event for event in read_log(run.directives) if isinstance(event, DirectiveEvent))
@@ -89,8 +88,8 @@ class Shares:
         return loss if factor == 1.0 else loss * factor
 
     def end_step(self) -> None:
-        """Record this rank's time for the step, and decide from the measurements of the previous one. Raises
-        RecipeError if the loss was not weighted, which would make the gradients wrong."""
+        """Record this rank's time for the step, and decide from the measurements of the previous step. Raises
+        RecipeError if the loss was not weighted, because that would make the gradients wrong."""
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
             message = "a step has ended without job.weighted(loss), or with more than one call"
@@ -136,7 +135,7 @@ class Shares:
 
 
 class _Stopwatch:
-    """The time from receiving a batch to the loss; on a GPU, measured on the GPU."""
+    """The time from receiving a batch to the loss; on a GPU, it is measured on the GPU."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -161,7 +160,8 @@ class _Stopwatch:
             self._events[1].record()
 
     def read(self) -> tuple[float | None, float]:
-        """Return the seconds to the loss (None unless it was computed exactly once) and for the full step."""
+        """Return the time in seconds to the loss (None unless the loss was computed exactly once), and for the full
+        step."""
         passed_s = time.monotonic() - self._began_s
         if self._ends != 1:
             return None, passed_s
@@ -173,8 +173,8 @@ class _Stopwatch:
 
 class ShardedBatches:
     """A batch sampler: step N of an epoch takes the N-th group of `batch_size` samples in a permutation, and each rank
-    takes its share of them (`counts`; equal if empty) in order. Samples at the end of an epoch that do not fill a batch
-    are dropped."""
+    takes its share of them (`counts`; equal if empty), in order. Samples at the end of an epoch that do not fill a
+    batch are dropped."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class ShardedBatches:
             message = f"batch_size={batch_size} is more than the dataset's {samples} samples"
             raise RecipeError(Problem("too_large", message, "batch_size", f"give {samples} at most"))
         self.counts = counts or (batch_size // ranks,) * ranks
-        """Each rank's number of samples per step, for the next iteration."""
+        """Number of samples per step for each rank, for the next iteration."""
         self._samples = samples
         self._batch_size = batch_size
         self._rank = rank

@@ -17,19 +17,19 @@ from types import FrameType
 from typing import Any
 
 _FLAG = struct.Struct("<QQ")
-"""A rank's step count, and the first step after which it wanted the run to end (0: none)."""
+"""A rank's step count, and the first step after which it wanted the run to end (0 if none)."""
 _POLL_S = 0.001
 
 
 def find_rank() -> tuple[int, int]:
-    """Return this process' rank and the number of ranks: from JAX, from TensorFlow's TF_CONFIG, or from a launcher's
-    environment; (0, 1) for a single process."""
+    """Return the rank of this process and the number of ranks: from JAX, from TensorFlow's TF_CONFIG, or from the
+    environment of a launcher; (0, 1) for a single process."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         return int(jax.process_index()), int(jax.process_count())
     if "tensorflow" in sys.modules and (rank_and_count := _in_tf_config(os.environ.get("TF_CONFIG", ""))):
         return rank_and_count
-    if "torch" not in sys.modules:  # a script may use torch under a launcher but train in one process
+    if "torch" not in sys.modules:  # a script may use torch with a launcher but train in a single process
         rank = os.environ.get("RANK", "")
         ranks = os.environ.get("WORLD_SIZE", "")
         if rank.isdigit() and ranks.isdigit():
@@ -38,7 +38,8 @@ def find_rank() -> tuple[int, int]:
 
 
 def _in_tf_config(text: str) -> tuple[int, int] | None:
-    """Return the rank among the trainers (the chief, then the workers) and their number; None if there are none."""
+    """Return the rank among the trainers (the chief, then the workers), and the number of trainers; None if there are
+    none."""
     try:
         config = json.loads(text)
         trainers = [
@@ -51,9 +52,9 @@ def _in_tf_config(text: str) -> tuple[int, int] | None:
 
 
 class FlagFiles:
-    """Agreement between ranks on this machine without torch: after each step, each rank writes its step count and
-    whether it wants to end to its own file. All ranks act on the previous step's requests, so that they act at the same
-    step. Ranks that are ahead wait, so no rank is more than one step ahead."""
+    """Agreement between ranks on this machine without torch: after each step, each rank writes its step count, and
+    whether it wants to end, to a separate file. All ranks act on the requests from the previous step, so that they act
+    at the same step. Ranks that are ahead wait, so no rank is more than one step ahead."""
 
     def __init__(self, folder: Path, rank: int, ranks: int):
         self._paths = [folder / f"{number}.flag" for number in range(ranks)]
@@ -91,7 +92,7 @@ class StopSignal:
         self.requested = False
 
     def listen(self) -> None:
-        """Install the handler; only possible in the main thread."""
+        """Install the handler, which is only possible in the main thread."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
 
@@ -103,12 +104,11 @@ class ScriptRanks:
     """This process among the training processes, according to torch.distributed if the script has initialised it.
 
     Ranks agree on a stop request through a four-byte all-reduce on the host, which starts in one step and ends in the
-    next: no rank waits for it, and all ranks act at the same step. Without torch they use files in `folder` (None: each
-    rank decides by itself).
-    """
+    next. No rank waits for it, and all ranks act at the same step. Without torch, they use files in `folder` (None:
+    each rank decides by itself)."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._torch: Any = None  # the module, if the script has loaded it
+        self._torch: Any = None  # torch, if the script has loaded it
         self._group: Any = None
         self._flags: FlagFiles | None = None
         self._pending: tuple[Any, Any] | None = None
@@ -161,7 +161,7 @@ class ScriptRanks:
             work, reported = self._figures
             work.wait()
             before = reported.tolist()
-        # Each rank contributes one row and zeros elsewhere, so that the sum preserves infinite values.
+        # Each rank contributes one row, and zeros elsewhere, so that the sum preserves infinite values.
         self._figures = self._torch.distributed.all_reduce(figures, group=self._group, async_op=True), figures
         return before
 

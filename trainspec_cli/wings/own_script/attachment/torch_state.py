@@ -2,8 +2,7 @@
 
 CHECKPOINTS/step_00000100/ contains `state.pt` (tensors and plain values, which torch reads without unpickling code) and
 `manifest.json` with the digest. Rank 0 writes it under a temporary name, flushes it to disk and renames it, so that it
-is either complete or absent.
-"""
+is either complete or absent."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ PREFIX = "step_"
 
 @dataclass
 class Trained:
-    """The objects that a script trains. `others` have `state_dict` and `load_state_dict`: a scheduler, a scaler."""
+    """The objects that a script trains. `others` have `state_dict` and `load_state_dict`, such as a scheduler or a
+    scaler."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -47,7 +47,7 @@ class Trained:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are sharded, as FSDP2 does with DTensors."""
+        """Whether parameters are sharded, as with FSDP2, which uses DTensors."""
         return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def state(self) -> dict[str, object]:
@@ -62,7 +62,7 @@ class Trained:
 
     def restore(self, state: dict[str, dict[str, object]]) -> None:
         if self.is_sharded:
-            model: Any = state["model"]  # from `state`
+            model: Any = state["model"]  # it comes from `state`
             updates: Any = state["optimizer"]
             sharded.set_model_state_dict(self.model, model, options=WHOLE)
             sharded.set_optimizer_state_dict(self.model, self._bare_optimizer(), updates, options=WHOLE)
@@ -87,7 +87,7 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def random_state() -> dict[str, object]:
-    """Return the random states of Python, numpy, torch and this process's accelerator."""
+    """Return the random states of Python, numpy, torch and the accelerator of this process."""
     version, numbers, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     kind, keys, place, has_gauss, cached = of_numpy
@@ -104,7 +104,7 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: dict[str, object]) -> None:
-    of_python: Any = state["python"]  # from `random_state`
+    of_python: Any = state["python"]  # it comes from `random_state`
     version, numbers, gauss = of_python
     random.setstate((version, tuple(numbers), gauss))
     of_numpy: Any = state["numpy"]
@@ -148,12 +148,13 @@ def read_state(path: Path) -> dict[str, dict[str, object]]:
 
 
 def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, keep: int) -> tuple[Path, int]:
-    """Write a checkpoint, and delete the oldest beyond `keep`; return its folder and its size in bytes."""
+    """Write a checkpoint, and delete the oldest ones in excess of `keep`; return its folder and its size in bytes."""
     path = folder / f"{PREFIX}{step:08d}"
     partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir(parents=True)
     try:
-        # Flush files before the rename and the folder after it, so that a power failure leaves all or nothing.
+        # Flush the files before the rename and the folder after it, so that a power failure leaves everything or
+        # nothing.
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest = _digest(partial / STATE)

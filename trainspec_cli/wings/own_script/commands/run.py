@@ -56,12 +56,12 @@ def run(
 ) -> int:
     """Run a training command unchanged: `python train.py`, `torchrun ...`, `accelerate launch ...`.
 
-    Optimizer steps of torch are counted. A command that fails after its first step is restarted; Ctrl-C asks it to
-    stop. On several nodes, give the same command on each, with --node-rank and a shared --dir; in a Slurm job, srun
-    --ntasks-per-node=1 does that, and trainspec sbatch writes such a job.
+    Steps of torch optimizers are counted. A command that fails after its first step is restarted; Ctrl-C asks it to
+    stop. On several nodes, type the same command on each of them, with --node-rank and a shared --dir; in a Slurm job,
+    srun --ntasks-per-node=1 does that, and trainspec sbatch writes such a job.
     """
     from trainspec_cli.session.launching.nodes import NodeOptions
-    from trainspec_cli.wings.own_script import launching as session  # half a second, which --help does not need
+    from trainspec_cli.wings.own_script import launching as session  # takes half a second; not needed by the help
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     wanted = settings_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
@@ -74,7 +74,7 @@ def run(
 
 
 def settings_of(options: CommandOptions) -> CommandSettings:
-    from trainspec_cli.wings.own_script.job import CommandSettings  # loads modules that --help does not need
+    from trainspec_cli.wings.own_script.job import CommandSettings  # it loads modules that --help does not need
 
     usual = options.hang_s is None
     hang_s, silent_s = (HANG_S, SILENT_S) if usual else (options.hang_s or None, options.hang_s or None)

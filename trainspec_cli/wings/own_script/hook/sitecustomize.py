@@ -1,15 +1,14 @@
-"""Count the optimizer steps of a program that `trainspec run` has started, without changing the program.
+"""Count the optimizer steps of a program started by `trainspec run`, without changing the program.
 
-Python imports a module with this name at startup; `trainspec run` puts this folder on PYTHONPATH. The module removes
-the folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It uses only
-the standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be installed. It
-prints nothing and ignores its own errors, because the program must run as it would without it.
+Python imports a module with this name at startup, and `trainspec run` puts this folder on PYTHONPATH. The module
+removes the folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It
+uses only the standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be
+installed. It prints nothing and ignores its own errors, because the program must run as it would without it.
 
 After its first optimizer step, a process has a 4096-byte file FOLDER/PID-TIME.steps: a 64-byte `HEADER`, then `SLOTS`
-records of format `SLOT`; step number N is in record N % SLOTS. A step is written with one 16-byte `pwrite`: on a full
+records of format `SLOT`. Step number N is in record N % SLOTS. A step is written with one 16-byte `pwrite`: on a full
 disk this fails, whereas a mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of all threads to
-FOLDER/PID-TIME.stacks, unless the program handles that signal itself.
-"""
+FOLDER/PID-TIME.stacks, unless the program handles that signal itself."""
 
 import os
 import sys
@@ -19,10 +18,10 @@ LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 PROGRESS = "TRAINSPEC_PROGRESS"
 MAGIC = b"TSSTEPS1"
 MAGIC_ATTACHED = b"TSSTEPS2"
-"""The magic of a program that reports its steps itself and writes their events."""
+"""The magic number of a program that reports its steps itself and writes their events."""
 HEADER = "<8sIiIIqdQ"
-"""MAGIC, process id, rank (-1: none), world size (0: none), 1 if SIGUSR2 writes stacks, the optimizer state's update
-count before this process's first step (-1: unknown), Unix time, and the main thread's id."""
+"""MAGIC, process id, rank (-1: none), world size (0: none), 1 if SIGUSR2 writes stacks, the update count of the
+optimizer's state before this process's first step (-1: unknown), Unix time, and the main thread's id."""
 HEADER_BYTES = 64
 SLOT = "<Qd"
 """The number of a step in this process, from 1, and its Unix time."""
@@ -37,9 +36,8 @@ STATE_MAKER = "_init_optim_state"
 class StepCount(types.ModuleType):
     """Counts a step when its attribute `stepped` is set.
 
-    It is a module because code compiled by torch sets module attributes after the graph has run, without reading them,
-    so a compiled `optimizer.step()` is counted without a graph break, a guard or a warning.
-    """
+    It is a module because code compiled by torch sets module attributes after the graph has run, without reading them.
+    A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a warning."""
 
     def __setattr__(self, name, optimizer):
         try:
@@ -49,7 +47,7 @@ class StepCount(types.ModuleType):
 
 
 _state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False, "restored": False}
-"""pid: the process that counts (a forked one starts anew). file: its open file; None if there is none or a write
+"""pid: the process that counts (a forked process starts anew). file: its open file; None if there is none or a write
 failed. ranks: its rank and world size, if the program has reported them. known: optimizers that have taken a step.
 registered: the SIGUSR2 handler is this module's. restored: a model or an optimizer has loaded a state."""
 _count = StepCount("trainspec_steps")
@@ -68,7 +66,8 @@ def _count_step(optimizer):
         return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
-        # An optimizer without a counter (SGD) starts at 0 unless a state was loaded; its steps are then unknown.
+        # An optimizer without a counter (SGD) starts at 0 unless a state was loaded, in which case its steps are
+        # unknown.
         _open(max(_updates(optimizer) - 1, -1 if _state["restored"] else 0))
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
@@ -94,7 +93,7 @@ def _is_for_state_only():
 
 
 def attach(before, rank, world_size):
-    """From now on, count calls of `attached_step` instead of optimizers' steps, starting after `before` steps."""
+    """From now on, count calls of `attached_step` instead of optimizer steps, starting after `before` steps."""
     _state.update(magic=MAGIC_ATTACHED, ranks=(rank, world_size))
     if not _folder or not os.path.isdir(_folder):
         return
@@ -121,7 +120,7 @@ def _write_step():
 
 
 def _open(before):
-    """Create this process's file at its first step; a process that only imports torch has none."""
+    """Create this process's file at its first step, so that a process that only imports torch has none."""
     import struct
     import threading
     import time
@@ -155,7 +154,7 @@ def _write_header():
 
 
 def _find_ranks():
-    """Return this process's rank and the world size from torch.distributed (Lightning does not set RANK), or from the
+    """Return this process's rank and the world size, from torch.distributed (Lightning does not set RANK) or from the
     environment."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     try:
@@ -167,7 +166,7 @@ def _find_ranks():
 
 
 def _updates(optimizer):
-    """Return the update count in the optimizer's state, such as after a resume; 0 if there is none."""
+    """Return the update count in the optimizer's state, for example after a resume; 0 if there is none."""
     try:
         for state in optimizer.state.values():
             step = state.get("step", 0)
@@ -181,7 +180,7 @@ def _updates(optimizer):
 
 def _answer_signal(path, flags):
     """Make SIGUSR2 write the stacks of all threads; return 1 on success. A signal that already has a handler is left
-    alone."""
+    unchanged."""
     try:
         import _signal
         import faulthandler
@@ -189,7 +188,7 @@ def _answer_signal(path, flags):
         number = _signal.SIGUSR2
         handler = _signal.getsignal(number)
         _state["replaced"] = lambda: _signal.getsignal(number) != handler
-        # On several nodes, agents ignore SIGUSR2, which is Slurm's warning signal; their processes inherit that.
+        # On several nodes, agents ignore SIGUSR2, which is Slurm's warning signal, and their processes inherit that.
         if handler not in (_signal.SIG_DFL, _signal.SIG_IGN) or (_is_caught(number) and not _state["registered"]):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
@@ -227,7 +226,7 @@ def _note_loads(owner):
 
 
 class OptimizerImport:
-    """A module finder that waits for the import of torch's optimizers and then removes itself."""
+    """A module finder that waits for the import of torch's optimizers, and then removes itself."""
 
     def find_spec(self, name, path=None, target=None):
         if name != OPTIMIZERS:

@@ -1,13 +1,13 @@
 """The coordinator of one of several distant sites.
 
 A site trains independently, in any layout. Every few steps, each of its ranks sends an outer gradient of one fragment
-to the other sites, and a few steps later it applies the sum over all sites. A round's decision holds until the next one
-is applied: it names the members and each member's samples. The last round, after the last step, leaves all sites with
-the same weights.
+to the other sites, and a few steps later it applies the sum over all sites. A round's decision, which names the members
+and each member's samples, holds until the next one is applied. The last round, after the last step, leaves all sites
+with the same weights.
 
-Each rank has its own connections (`SiteLink`) for its shares, so a site has one stream in each direction per rank with
-distinct shares. Among ranks with the same shares (replicas along `dp_replicate`), only the first is connected; it
-forwards what it receives.
+Each rank has separate connections (`SiteLink`) for its parameter shares, so a site has one stream in each direction per
+rank with distinct shares. Among ranks with the same shares (replicas along `dp_replicate`), only the first is
+connected; it forwards everything that it receives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainspec_cli.wings.sites.messages import Sent, SiteHello
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
-"""Waiting for the meeting point is reported after this time."""
+"""Waiting for the meeting point is reported after this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Seen:
 
     answered: bool
     decided: bool
-    """The awaited round has arrived."""
+    """The round that the site is waiting for has arrived."""
     follows: bool
-    """The site is not a member: it must catch up."""
+    """The site is not a member, so it must catch up."""
     stop: bool
     """At least one rank was asked to stop."""
 
 
 class FarSites(Coordinator):
-    """Within a step, a site is the only replica group: outer gradients are exchanged between steps."""
+    """Within a step, a site is the only replica group, because outer gradients are exchanged between steps."""
 
     waits_for_groups = True
     merges_at_end = True
@@ -79,16 +79,16 @@ class FarSites(Coordinator):
         self._speakers = [rank for rank, speaks in enumerate(speaking) if speaks]
         self._is_open = False
         self._link: SiteLink | None = None
-        """None: another rank forwards what it receives."""
+        """None if another rank forwards what it receives."""
         self._waited_s = 0.0
-        """Seconds that training has waited since the last exchange."""
+        """Time in seconds for which training has waited since the last exchange."""
         self._record: RoundRecord | None = None
         """The current decision; None before the first."""
         self._applied: list[SiteExchange] = []
         """The exchanges applied since the start, beginning with the newest one in the loaded checkpoint."""
         self._progress = TrainProgress()
         self._taken = 0
-        """Samples of the current step."""
+        """Number of samples in the current step."""
         # This site's speed between two exchanges, excluding waits for others.
         self._busy_s = 0.0
         self._samples = 0
@@ -110,8 +110,8 @@ class FarSites(Coordinator):
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Take part in the remaining rounds even if a stop is requested meanwhile, because the run cannot end without
-        them."""
+        """Take part in the remaining rounds even if a stop is requested in the meantime, because the run cannot end
+        without them."""
         self._progress = progress
         self._open(heeds_stop=False)
         self._keep_up(heeds_stop=False)
@@ -170,10 +170,10 @@ class FarSites(Coordinator):
         return SiteLink(sites.endpoint, secret, hello, lambda: self._outer.applied, silence_s)
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
-        """Send and apply the exchanges that are due at this step; return False if the run was asked to stop
-        meanwhile."""
+        """Send and apply the exchanges that are due at this step; return False if the run was asked to stop in the
+        meantime."""
         outer = self._outer
-        # Several may be due: without a delay, a sum is applied in the step where it is sent, as is round 0.
+        # Several may be due: without a delay, a sum is applied in the same step in which it is sent, and so is round 0.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -191,7 +191,7 @@ class FarSites(Coordinator):
         saved = newest_applied(self._applied, self._run.run_dir.newest_step)
         self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
         tokens, steps = self._outer.sent_work
-        # Samples per second; 0 if the batch size should not depend on it.
+        # Samples per second; 0 if the batch size should not depend on the speed.
         rate = self._samples / self._busy_s if self._spec.scheduler.mode == "auto" and self._busy_s else 0.0
         self._busy_s = 0.0
         self._samples = 0
@@ -229,7 +229,7 @@ class FarSites(Coordinator):
                 self._apply(record, parts)
             self._note(record)
             if self.site in record.joined:
-                # Only `joined` counts: earlier rounds, from before it was lost, also name this site as a member.
+                # Only `joined` counts, because earlier rounds, from before the site was lost, also name it as a member.
                 break
             self._note_followed(number)
         outer.take_shared()
@@ -244,7 +244,7 @@ class FarSites(Coordinator):
             self._link.follow(number)
 
     def _take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return an arrived round with the outer gradients of this rank's shares by site."""
+        """Return a round that has arrived, with the outer gradients for this rank's shares by site."""
         record, parts = self._link.take(number) if self._link else (None, {})
         if self._copies.size() == 1:
             assert record is not None, "every rank has a connection"
@@ -286,7 +286,7 @@ class FarSites(Coordinator):
         self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
 
     def _note(self, record: RoundRecord) -> None:
-        """Record a round as applied and write its events."""
+        """Record a round as applied, and write its events."""
         self._outer.note_applied(record.round)
         self._record = record
         self._applied.append(record.exchange)
@@ -316,7 +316,8 @@ class FarSites(Coordinator):
                 )
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
-        """Wait until all ranks have seen enough of round `number`; None if the run was asked to stop meanwhile."""
+        """Wait until all ranks have seen enough of round `number`; None if the run was asked to stop in the
+        meantime."""
         began_s = time.perf_counter()
         warned = False
         while True:

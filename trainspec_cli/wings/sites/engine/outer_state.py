@@ -1,8 +1,7 @@
-"""The shared weights of all sites on one rank of a site, and its encoded outer gradients.
+"""The shared weights of all sites on one rank of a site, and the rank's encoded outer gradients.
 
 For its share of each trained parameter, in any layout, the rank keeps the shared weights and the outer momentum in
-fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay bitwise identical.
-"""
+fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay bitwise identical."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from trainspec_cli.engine.shares import Share
 LAYER = re.compile(r"blocks\.(\d+)\.")
 INPUT = "embed."
 NEVER = -2
-"""The applied round of a state that was neither initialised nor loaded."""
+"""The applied round of a state that has been neither initialised nor loaded."""
 
 
 @dataclass(frozen=True)
 class OuterShare:
-    """One share of a parameter with its shared weights and outer momentum."""
+    """One rank's part of a parameter, with its shared weights and outer momentum."""
 
     share: Share
     fragment: int
@@ -62,7 +61,7 @@ class OuterState:
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         """The encoded outer gradient in flight."""
         self._about = torch.tensor([NEVER, 0, 0, 0, 0])
-        """The newest applied round; the round in flight (0: none), its size in bytes, and the tokens and steps of its
+        """The newest applied round; the round in flight (0 if none), its size in bytes, and the tokens and steps of its
         work."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
         """This site's tokens and steps since its work on each fragment was last merged."""
@@ -94,13 +93,13 @@ class OuterState:
 
     @property
     def sent_work(self) -> tuple[int, int]:
-        """Tokens and steps of the outer gradient in flight."""
+        """Number of tokens and steps of the outer gradient in flight."""
         tokens, steps = self._about[3:].tolist()
         return tokens, steps
 
     @property
     def digest(self) -> str:
-        """A digest of this rank's part of the shared state, which any flipped bit changes."""
+        """A digest of this rank's part of the shared state, which changes with any flipped bit."""
         kept = [tensor for one in self.shares for tensor in (one.shared, one.momentum)]
         return str(int(sum_bits(kept)))
 
@@ -120,7 +119,8 @@ class OuterState:
         """Return the encoded outer gradient of the fragments."""
         rows = []
         for one in self._of(fragments):
-            # The outer gradient points away from the site's weights: the update moves the shared weights towards them.
+            # The outer gradient points away from the site's weights, because the update moves the shared weights
+            # towards them.
             wanted = (one.shared - one.share.local.detach().float()).flatten()
             rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
@@ -128,7 +128,7 @@ class OuterState:
             self._sent = sent
         else:
             self._sent[: len(sent)] = sent
-        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # of the least recently merged fragment
+        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # those of the least recently merged fragment
         self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
         return self.sent
 
@@ -139,9 +139,8 @@ class OuterState:
         """Update the shared weights with the weighted mean of the sites' outer gradients, summed in fp32 in the given
         order, and update this rank's own weights accordingly.
 
-        `own`: the index of this site's outer gradient, or None. Raises ValueError if the length of a gradient differs
-        from this rank's.
-        """
+        `own`: index of this site's outer gradient, or None. Raises ValueError if the length of a gradient differs from
+        this rank's."""
         chosen = self._of(fragments)
         sizes = [self._bytes_of(one) for one in chosen]
         rows = [_row(one, self._sent.device) for one in encoded]
@@ -178,7 +177,7 @@ class OuterState:
         self._about[:] = torch.tensor([number, 0, 0, 0, 0])
 
     def note_merged(self, fragments: Sequence[int]) -> None:
-        """Record that the outer gradient in flight was merged; steps since it was sent count toward the next one."""
+        """Record that the outer gradient in flight was merged; steps since it was sent count towards the next one."""
         chosen = list(fragments)
         self.counts[:, chosen] = (self.counts[:, chosen] - self._about[3:, None]).clamp_min(0)
 
@@ -215,7 +214,7 @@ class OuterState:
 @torch.no_grad()
 def _beside(share: Share, fragments: int) -> OuterShare:
     if layer := LAYER.match(share.name):
-        # Strided, so that each fragment contains early and late layers.
+        # The stride lets each fragment contain early and late layers.
         fragment = int(layer[1]) % fragments
     else:
         fragment = 0 if share.name.startswith(INPUT) else fragments - 1

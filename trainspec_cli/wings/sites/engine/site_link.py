@@ -1,10 +1,9 @@
-"""The connections of a rank to the other sites: through the meeting point, and directly where possible. They are
-encrypted and authenticated.
+"""The encrypted and authenticated connections of a rank to the other sites: through the meeting point, and directly
+where possible.
 
-A separate thread sends messages, stores what arrives, and re-establishes broken connections. Outer gradients that are
-not yet decided are resent to the meeting point; those that do not arrive directly are requested from it. The training
-thread never waits for the network.
-"""
+A separate thread sends messages, stores what arrives, and re-establishes broken connections. Outer gradients whose
+round is not yet decided are sent to the meeting point again after a reconnect. Those that do not arrive directly are
+requested from it. The training thread never waits for the network."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
 
 @dataclass(frozen=True)
 class SiteAccess:
-    """A rank's credentials and first message, the same for every server."""
+    """A rank's credentials and first message, which are the same for every server."""
 
     secret: bytes
     hello: Callable[[], SiteHello]
@@ -61,7 +60,7 @@ class SiteAccess:
 
 class SiteConnection:
     def __init__(self, server: str, address: str, access: SiteAccess, hear: Callable[[Message, bytes], None]):
-        """`server`: the server name used in both ends' proofs. `hear` is called with the server's messages."""
+        """`server`: name of the server in the proofs of both ends. `hear` is called with the server's messages."""
         self.server = server
         self.address = address
         self._access = access
@@ -72,10 +71,10 @@ class SiteConnection:
         self.trouble = ""
         """Why the last attempt failed, or why the connection ended."""
         self.sent_bytes = self.received_bytes = 0
-        """Message bytes before encryption; for received messages, only payloads count."""
+        """Number of message bytes before encryption; for received messages, only payloads count."""
         self._outbox: asyncio.Queue[bytes] | None = None
         self.unwritten = 0
-        """Number of messages posted but not yet written."""
+        """Number of messages that have been posted but not yet written."""
         self._last_contact_s = 0.0
 
     @property
@@ -117,7 +116,7 @@ class SiteConnection:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]
     ) -> None:
-        """Write and read until one of them fails, or the server is silent for too long."""
+        """Write and read until one of them fails, or until the server has been silent for too long."""
         self._record_contact()
         serving = (self._write(writer, outbox), self._read(reader), self._watch_silence())
         tasks = [asyncio.ensure_future(one) for one in serving]
@@ -174,7 +173,8 @@ class SiteConnection:
 
 
 HELD_ROUNDS = 4
-"""Outer gradients that arrive before their decision are held for up to this many rounds after the newest one taken."""
+"""Outer gradients that arrive before their decision are held for up to this many rounds after the newest applied
+one."""
 
 
 @dataclass
@@ -183,9 +183,9 @@ class _Arriving:
     digests: dict[int, str] = field(default_factory=dict)
     """Digests of the merged outer gradients, by site."""
     decided: dict[int, bytes] = field(default_factory=dict)
-    """Outer gradients that came with the decision or later from the meeting point."""
+    """Outer gradients that came with the decision, or later from the meeting point."""
     early: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    """Outer gradients that came before the decision, or directly, with their digests."""
+    """Outer gradients that came before the decision or directly, with their digests."""
 
     def lacking(self) -> tuple[int, ...]:
         assert self.record is not None, "the round is decided"
@@ -198,28 +198,27 @@ class _Arriving:
 class ArrivingRounds:
     """Rounds that are arriving: decisions from the meeting point, and outer gradients from any connection.
 
-    A decision names each outer gradient by its digest, so that all sites merge the same bytes: a restarted site may
-    have sent two of them for one round. An outer gradient that is missing or held under another digest is lacking.
-    Methods may be called from several threads.
-    """
+    A decision names each outer gradient by its digest, so that all sites merge identical data: a restarted site may
+    have sent two of them for one round. An outer gradient counts as lacking if it is missing or held with a different
+    digest. Methods may be called from several threads."""
 
     def __init__(self, site: int, taken: int):
-        """`site`: this site. `taken`: the newest round that it has applied."""
+        """`site`: this site. `taken`: newest round that it has applied."""
         self._site = site
         self._taken = taken
         self._rounds: dict[int, _Arriving] = {}
         self._lock = threading.Lock()
 
     def hold(self, number: int, site: int, content: bytes) -> None:
-        """Hold an outer gradient that came before its round's decision or directly."""
+        """Hold an outer gradient that came directly, or before its round's decision."""
         digest = hashlib.sha256(content).hexdigest()
         with self._lock:
             if self._taken < number <= self._taken + HELD_ROUNDS:
-                # The training thread holds this site's own gradient, so its digest is enough.
+                # The training thread holds this site's own gradient, so its digest is sufficient.
                 self._at(number).early[site] = digest, b"" if site == self._site else content
 
     def decide(self, record: RoundRecord, digests: Sequence[str], parts: Mapping[int, bytes]) -> None:
-        """Record a decision. `parts`: outer gradients that came with it; `digests`: those of all merged ones."""
+        """Record a decision. `parts`: outer gradients that came with it; `digests`: digests of all merged ones."""
         with self._lock:
             if record.round <= self._taken:
                 return
@@ -242,8 +241,8 @@ class ArrivingRounds:
             return arriving is not None and arriving.record is not None and not arriving.lacking()
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return an arrived round with the outer gradients by site; earlier rounds are dropped. This site's own
-        gradient is included only if the merged one differs from the one that this start has sent."""
+        """Return a round that has arrived, with the outer gradients by site; earlier rounds are dropped. This site's
+        own gradient is included only if the merged one differs from the one sent by this start."""
         with self._lock:
             found = self._rounds[number]
             assert found.record is not None, "the round is decided"
@@ -265,8 +264,7 @@ class DirectSites:
     """The direct connections between sites: to the inboxes of other sites, and to this site's own inbox.
 
     The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. All
-    members except `notices` are used in the connection thread.
-    """
+    members except `notices` are used in the connection thread."""
 
     def __init__(
         self,
@@ -274,8 +272,8 @@ class DirectSites:
         arrived: Callable[[int, int, bytes], None],
         broken: Callable[[], None],
     ):
-        """`arrived` is called with the round, the site and the outer gradient that arrived; `broken` when a connection
-        on which one was expected has ended."""
+        """`arrived` is called with the round, the site and the outer gradient that arrived; `broken` is called when a
+        connection on which one was expected has ended."""
         hello = access.hello()
         self._site = hello.site
         self._listen = hello.listen
@@ -283,9 +281,9 @@ class DirectSites:
         self._arrived = arrived
         self._broken = broken
         self.trusted: set[int] = set()
-        """Sites whose direct connection to this one has delivered something and has not broken since."""
+        """Sites whose direct connection to this one has delivered something and has not been broken since."""
         self.notices: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Messages for the user; each is sent once."""
+        """Messages for the user, each of which is sent only once."""
         self._said: set[str] = set()
         self._inbox: SiteConnection | None = None
         self._others: dict[int, SiteConnection] = {}
@@ -306,7 +304,7 @@ class DirectSites:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def meet(self, inboxes: Inboxes) -> None:
-        """Connect to the inboxes of other sites that have one."""
+        """Connect to the inboxes of the other sites that have one."""
         addresses = dict(zip(inboxes.sites, inboxes.addresses, strict=True))
         others = {
             site: at for site, at in addresses.items() if FIRST_SITE not in (site, self._site) and site != self._site
@@ -323,10 +321,9 @@ class DirectSites:
                 self._meet(site, address)
 
     def send(self, packed: Callable[[tuple[int, ...]], bytes]) -> bytes:
-        """Send a message to all directly reachable sites and return it. `packed` builds it from their numbers.
+        """Send a message to all directly reachable sites, and return it. `packed` builds it from their numbers.
 
-        A site that is still receiving an earlier message is left out, so that at most one message is queued for it.
-        """
+        A site that is still receiving an earlier message is skipped, so that at most one message is queued for it."""
         behind = {site for site, connection in self._others.items() if connection.is_open and connection.unwritten}
         for site in sorted(behind):
             why = f"the direct connection to site {site} is so slow that it is still sending an earlier message"
@@ -392,13 +389,13 @@ class SiteLink:
         self._rounds = ArrivingRounds(hello.site, applied())
         self._direct = DirectSites(access, self._rounds.hold, self._ask)
         self.is_member: bool | None = None
-        """None: the meeting point has not answered yet."""
+        """None if the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
         """The record of the round that was applied when the connection started."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._asked: set[tuple[int, int]] = set()
-        """Round and site of each request to the meeting point over the current connection."""
+        """Round and site of each request sent to the meeting point over the current connection."""
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._stay_connected())
         self._thread = threading.Thread(target=self._run, name="sites", daemon=True)
@@ -429,8 +426,8 @@ class SiteLink:
         return [notices.get() for _ in range(notices.qsize())]
 
     def send(self, message: Sent, payload: bytes) -> None:
-        """Send an outer gradient to the directly reachable sites and to the meeting point, to which it is resent after
-        each reconnect until its round is decided."""
+        """Send an outer gradient to the directly reachable sites and to the meeting point. It is sent to the meeting
+        point again after each reconnect, until its round is decided."""
         self._call(lambda: self._send(message, payload))
 
     def follow(self, number: int) -> None:
@@ -497,7 +494,7 @@ class SiteLink:
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
             self._ask()
-            # Outer gradients on a direct connection may be lost silently, so limit the wait for them.
+            # Outer gradients on a direct connection may be lost silently, so the wait for them is limited.
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
             self._rounds.hold(message.round, message.site, payload)
@@ -508,7 +505,7 @@ class SiteLink:
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
         """Request from the meeting point what decided rounds lack. Outer gradients that should arrive directly are
-        awaited, except in the round `patiently_awaited`, whose waiting time is over."""
+        still awaited, except in the round `patiently_awaited`, whose waiting time is over."""
         for number, sites in self._rounds.lacking().items():
             waits = self._direct.trusted if number != patiently_awaited else set()
             if wanted := tuple(site for site in sites if site not in waits and (number, site) not in self._asked):
@@ -516,7 +513,7 @@ class SiteLink:
                 self._meeting.post(pack(Lacking(number, wanted)))
 
     def _post_pending(self) -> None:
-        """Send the undecided outer gradient if the meeting point has answered."""
+        """Send the outer gradient whose round is undecided, if the meeting point has answered."""
         if self._pending and self.is_member and not self.trouble:
             self._meeting.post(self._pending[1])
 
