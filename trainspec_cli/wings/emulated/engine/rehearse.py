@@ -83,7 +83,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         fabric = describe_fabric(plan.spec.cluster, None)
         costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
-    with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
+    with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
         found = run_steps(plan, device, log, steps, found)
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
 
