@@ -23,7 +23,7 @@ BYTES = 2**25
 
 
 @cache
-def planned(schedule: str = "1f1b", pp: int = 4, samples: int = 16) -> PlanToRehearse:
+def planned(schedule: str = "1f1b", pp: int = 4, samples: int = 16, fabric: str = "") -> PlanToRehearse:
     virtual = 2 if schedule == "interleaved" else 1
     layout = [f"layout.pp={pp}", f"layout.pipeline_schedule={schedule}", f"layout.virtual_stages={virtual}"]
     layout += [
@@ -35,7 +35,8 @@ def planned(schedule: str = "1f1b", pp: int = 4, samples: int = 16) -> PlanToReh
         "data.seq_len=512",
     ]
     batch = [f"batching.global_batch_size={8 * samples}", "batching.micro_batch_size=1"]
-    return plan_to_rehearse(["recipe=llama3_8b", *layout, *batch], None)
+    network = [f"fabric={fabric}"] if fabric else []
+    return plan_to_rehearse(["recipe=llama3_8b", *layout, *batch, *network], None)
 
 
 def rehearsed(one: PlanToRehearse, rank: int, slowness: float = 1.0, rest_s: float = 0.0) -> RankRehearsal:

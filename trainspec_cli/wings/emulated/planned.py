@@ -1,7 +1,8 @@
-"""Plan a recipe, rehearse some of its ranks, and compare their memory with the plan's."""
+"""Plan a recipe, rehearse some of its ranks, and compare their memory and the time of a step with the plan's."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +27,20 @@ from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES, com
 from trainspec_cli.planner.pipeline import Action, Kind, TimedAction, cut_layers, replay
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
-from trainspec_cli.recipe.results.plan import MemoryBreakdown, Plan, StepTime
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.forecast import Simulation
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, Plan, StepTime
 from trainspec_cli.recipe.rules.check import check_built
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
-from trainspec_cli.wings.emulated.rehearsal import PipelineSeconds, RankRehearsal, equal_ranks, refuse, rehearse
+from trainspec_cli.wings.emulated.rehearsal import (
+    FaultCost,
+    PipelineSeconds,
+    RankRehearsal,
+    equal_ranks,
+    refuse,
+    rehearse,
+)
 
 AT_ONCE = 2
 """Ranks that are rehearsed at the same time: one needs up to 1 GB of host memory."""
@@ -41,6 +51,12 @@ class PlanToRehearse:
     """A plan, and what it says of its ranks' memory; in bytes."""
 
     plan: Plan
+    spec: RunSpec
+    candidate: Candidate
+    """The planned layout."""
+    capacity: CapacityPlan
+    simulation: Simulation | None
+    """The planned run under the disturbance that the command names."""
     device: str
     device_bytes: float
     """The device's memory."""
@@ -89,6 +105,8 @@ class RehearsedStep:
 
     rank: int
     """The rehearsed rank with the most work, whose parts these are: the other stages make it wait (`bubble`)."""
+    stages_s: tuple[tuple[float, float], ...]
+    """For each pipeline rank, seconds of (compute, exposed communication) of a mean micro-batch."""
     parts_s: dict[str, float]
     planned_parts_s: dict[str, float]
     step_s: float
@@ -111,6 +129,14 @@ class Rehearsal:
     ranks: tuple[RehearsedRank, ...]
     step: RehearsedStep | None = None
     """None if the chip is unknown, a rank ran out of memory, or a kind of pipeline stage was not rehearsed."""
+    checkpoint_bytes: float = 0.0
+    """Size of a checkpoint; 0 if `step` is None."""
+    simulation: Simulation | None = None
+    """The run under the disturbance of the command, with rehearsed steps."""
+    planned_simulation: Simulation | None = None
+    """The same with planned steps."""
+    faults: tuple[FaultCost, ...] = ()
+    """What the recipe's faults cost."""
 
 
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
@@ -153,10 +179,20 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         hint = f"give more than {outside_bytes / GIB:.2f}: the device's context and communicators need that much"
         raise RecipeError(Problem("usage", message, "--memory-gib", hint))
     return PlanToRehearse(
-        *(plan, planned.device, device_bytes, outside_bytes, tuple(tensors), tuple(by_rank), best.time.total_s),
-        estimate_step(eager_setup, efficiency_of(spec.cluster)),
-        _kinds_of_ranks(eager_setup, efficiency_of(spec.cluster)),
-        tuple(saved),
+        plan=plan,
+        spec=spec,
+        candidate=best,
+        capacity=planned.capacity,
+        simulation=planned.simulation,
+        device=planned.device,
+        device_bytes=device_bytes,
+        outside_bytes=outside_bytes,
+        tensors_bytes=tuple(tensors),
+        allocator_bytes=tuple(by_rank),
+        step_s=best.time.total_s,
+        time=estimate_step(eager_setup, efficiency_of(spec.cluster)),
+        kinds=_kinds_of_ranks(eager_setup, efficiency_of(spec.cluster)),
+        fused_saves_bytes=tuple(saved),
     )
 
 
@@ -172,7 +208,7 @@ def rehearse_ranks(
         if requests.count:
             raise Interrupted("the rehearsal was interrupted", code="interrupted")
         on_rank(rank)
-        stage = rank * plan.layout.pp // plan.world_size
+        stage = rank * plan.layout.pp // plan.group_size
         try:
             found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, requests)
         except BaseException:
@@ -188,6 +224,7 @@ def rehearse_ranks(
         # The first error interrupted the other ranks.
         raise min(errors, key=lambda error: isinstance(error, Interrupted))
     done = [future.result() for future in futures]
+    found = [one.rehearsed for one in done]
     return Rehearsal(
         plan.layout.describe(),
         plan.world_size,
@@ -200,13 +237,13 @@ def rehearse_ranks(
         planned.outside_bytes,
         planned.step_s,
         tuple(done),
-        time_step(planned, [one.rehearsed for one in done]),
+        time_step(planned, found),
+        size_checkpoint(planned, found),
     )
 
 
 def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
-    """Return for each pipeline rank the first one whose stages have as many layers of each kind, and the embedding or
-    the head if it has."""
+    """Return for each pipeline rank the first one with the same work: layers of each kind by stage, embedding, head."""
     layout = setup.layout
     once = micro_batch(setup, axis_groups(layout, setup.fabric, eff), eff)
     stages = cut_layers(once.num_layers, layout)
@@ -232,8 +269,9 @@ def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> Rehear
             return None
         slowest = max(timed, key=lambda rank: sum(rank.time_s.values()))
         busy_s = _by_part(slowest.time_s)
+        stages_s = [(busy_s["compute"], busy_s["exposed_comm"])]
     else:
-        per_stage = plan.world_size // layout.pp
+        per_stage = plan.group_size // layout.pp
         by_kind: dict[int, tuple[RankRehearsal, PassSeconds]] = {}
         for rank in ranks:
             kind = planned.kinds[rank.rank // per_stage]
@@ -246,12 +284,25 @@ def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> Rehear
         by_rank = [by_kind[kind] for kind in planned.kinds]
         slowest, passes = max(by_rank, key=lambda one: one[1].busy_s)
         busy_s = passes.parts_s
+        stages_s = [(one.parts_s["compute"], one.parts_s["exposed_comm"]) for _, one in by_rank]
         step_s = replay_step(plan, [one[1] for one in by_rank])
         bubble_s = replay_step(plan, [one[1] for one in by_rank], hands_over=False) - passes.busy_s
         hand_over_s = step_s - bubble_s - passes.busy_s
     parts_s = dict.fromkeys(STEP_PARTS, 0.0) | busy_s | {"hand_over": hand_over_s, "bubble": bubble_s}
     planned_s = {part: sum(getattr(planned.time, name) for name in names) for part, names in STEP_PARTS.items()}
-    return RehearsedStep(slowest.rank, parts_s, planned_s, sum(parts_s.values()), planned.time.total_s)
+    count = plan.grad_accum_steps
+    each_s = tuple((compute_s / count, exposed_s / count) for compute_s, exposed_s in stages_s)
+    return RehearsedStep(slowest.rank, each_s, parts_s, planned_s, sum(parts_s.values()), planned.time.total_s)
+
+
+def size_checkpoint(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> float:
+    """Return the bytes of a checkpoint, from what a rank of each kind of pipeline stage holds; 0 if one is missing.
+    Replicas hold the same."""
+    plan = planned.plan
+    per_stage = plan.group_size // plan.layout.pp
+    by_kind = {planned.kinds[rank.rank // per_stage]: rank.checkpoint_bytes for rank in ranks}
+    held = sum(by_kind.get(kind, math.nan) for kind in planned.kinds)
+    return 0.0 if math.isnan(held) else held * per_stage / plan.layout.dp_replicate
 
 
 def _by_part(time_s: Mapping[str, float]) -> dict[str, float]:
@@ -314,7 +365,7 @@ def replay_passes(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool 
     cluster = plan.spec.cluster
     fabric = describe_fabric(cluster, None)
     eff = efficiency_of(cluster)
-    per_stage = plan.world_size // layout.pp
+    per_stage = plan.group_size // layout.pp
 
     @cache
     def hand_over_s(sender: int, receiver: int) -> float:

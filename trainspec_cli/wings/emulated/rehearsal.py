@@ -106,6 +106,25 @@ class RankRehearsal:
     """The last step, or what there was of it when memory ran out; None without virtual time."""
 
 
+@dataclass(frozen=True)
+class FaultCost:
+    """What a fault costs, compared with the same run without it."""
+
+    fault: str
+    wall_s: float | None
+    """Seconds by which the run ends later; None if the fault ends it."""
+    lost_steps: float
+    """Steps that are made again."""
+    pause_s: float
+    """Seconds from the fault until the first new step begins; 0 if the run continues."""
+    device_hours: float
+    """The devices' time for `wall_s`, or for the lost steps of a run that ends."""
+    usd: float | None
+    """None if no price is known."""
+    parts_s: dict[str, float] = field(default_factory=dict)
+    """`wall_s` by cause, as in the plan's goodput; empty for a slow rank or link."""
+
+
 REHEARSE = Tool(
     "rehearse",
     RehearsalRequest,
@@ -127,7 +146,7 @@ def distinct(plan: Plan) -> list[int]:
     """Return a rank of each pipeline stage: the others of a stage hold equal parts. Along cp it is the last rank, whose
     queries attend to every part of the keys."""
     layout = plan.layout
-    per_stage = plan.world_size // layout.pp
+    per_stage = plan.group_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
     return [stage * per_stage + along_cp for stage in range(layout.pp)]
 
@@ -158,14 +177,14 @@ def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
     if text == "all":
         return [rank - (layout.cp - 1 - place) * layout.tp for rank in each for place in range(layout.cp)]
     numbers = text.split(",")
-    if not all(number.strip().isdecimal() and int(number) < plan.world_size for number in numbers):
+    if not all(number.strip().isdecimal() and int(number) < plan.group_size for number in numbers):
         message = f"--ranks {text} does not name ranks of this plan"
-        hint = f"ends, distinct, all, or numbers from 0 to {plan.world_size - 1}, such as 0,8"
+        hint = f"ends, distinct, all, or numbers from 0 to {plan.group_size - 1}, such as 0,8"
         raise RecipeError(Problem("unknown_value", message, "--ranks", hint))
     return sorted({int(number) for number in numbers})
 
 
 def equal_ranks(plan: Plan) -> int:
     """Return the number of ranks that do the same as any one of them: those with its pipeline stages and its part of
-    the sequences."""
+    the sequences, in all replica groups."""
     return plan.world_size // (plan.layout.pp * plan.layout.cp)

@@ -9,12 +9,14 @@ import typer
 from rich.table import Table
 
 from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, check_writable, page_origin, write_page
-from trainspec_cli.core.errors import PlanError, Problem, RecipeError
+from trainspec_cli.core.errors import PlanError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.console import PrintableConsole
-from trainspec_cli.session.planning.plan import names_disturbance
+from trainspec_cli.reporter.plan.sections import describe_won_back, render_simulation
+from trainspec_cli.session.planning.disturbance import load_disturbance
+from trainspec_cli.wings.emulated.disturbed import add_costs, check_faults
 from trainspec_cli.wings.emulated.planned import Rehearsal, RehearsedStep, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
 from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
@@ -64,18 +66,19 @@ def rehearse(
 
     The engine's own code runs on an emulated device whose tensors have sizes but no values; the other ranks are not
     needed. Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of
-    memory.
+    memory. With the rehearsed steps, disturb=NAME|FILE simulates the run under a disturbance, and fault=... shows what
+    a fault costs.
     """
-    if names_disturbance(arguments):
-        message = "a rehearsal cannot be disturbed"
-        raise RecipeError(Problem("usage", message, "disturb", "leave out disturb=; trainspec plan simulates it"))
     for file, option in ((html, "--html"), (trace, "--trace")):
         if file is not None:
             check_writable(file, option)
     planned = plan_to_rehearse(arguments, memory_gib)
     numbers = read_ranks(ranks, planned.plan, planned.kinds)
+    disturbed = load_disturbance(arguments)
+    faults = check_faults(planned, numbers, disturbed=disturbed is not None)
     with PrintableConsole(stderr=True).status("") as status:
         done = rehearse_ranks(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}"))
+    done = add_costs(planned, done, disturbed, faults)
     model = planned.plan.spec.model
     written = _write(done, f"{model.name or model.family} on {planned.device}", html, trace)
     if as_json:
@@ -136,6 +139,7 @@ def _show(done: Rehearsal) -> None:
         )
     if done.step is not None:
         _show_step(console, done, done.step)
+    _show_costs(console, done)
     for rank in done.ranks:
         found = rank.rehearsed
         equal = f" (with {rank.equal_ranks - 1:,} equal to it)" if rank.equal_ranks > 1 else ""
@@ -171,3 +175,29 @@ def _show_step(console: PrintableConsole, done: Rehearsal, step: RehearsedStep) 
         f"column is the plan's difference as a part of the step. Planned for the recipe's run: "
         f"{format_duration(done.planned_step_s)}",
     )
+
+
+def _show_costs(console: PrintableConsole, done: Rehearsal) -> None:
+    """Print the simulated disturbance and the faults."""
+    if done.simulation is not None and done.planned_simulation is not None:
+        console.report("")
+        console.show(render_simulation(done.simulation, console.width, verbose=False))
+        planned = describe_won_back(done.planned_simulation)
+        console.report(f"At the planned step time of {format_duration(done.planned_simulation.step_s)}: {planned}")
+    if not done.faults:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("fault", header_style="dim", overflow="fold")
+    for column in ("lost steps", "pause", "run ends later by", "GPU-hours", "cost"):
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    for cost in done.faults:
+        table.add_row(
+            cost.fault,
+            f"{cost.lost_steps:,.1f}",
+            format_duration(cost.pause_s) if cost.pause_s else "",
+            "never" if cost.wall_s is None else format_duration(cost.wall_s),
+            f"{cost.device_hours:,.1f}",
+            "" if cost.usd is None else f"${cost.usd:,.2f}",
+        )
+    console.report("")
+    console.show(table)

@@ -85,7 +85,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
-    with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
+    with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
         found = run_steps(plan, device, log, steps, found)
     found = replace(found, timeline=TIMELINE.result())
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
@@ -155,8 +155,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
     costs = TIME.costs
     if costs is None:
         return found
-    if is_pipeline:
-        assert isinstance(costs, LonelyCosts)
+    if isinstance(costs, LonelyCosts) and is_pipeline:
         return replace(found, pipeline=_time_pipeline(passes, run_batches, costs.message_bytes))
     whole = times_s[run_batches]
     if not fewer:
