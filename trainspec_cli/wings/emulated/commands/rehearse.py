@@ -26,14 +26,14 @@ Ranks = Annotated[
         help="ends: a rank of the first and one of the last pipeline stage; distinct: one of each stage; or numbers.",
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a trace of the ranks' last step, for ui.perfetto.dev."),
+]
 Steps = Annotated[int, typer.Option(help="Steps of each rank.", min=1)]
 MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="Write a trace of the ranks' last step, for ui.perfetto.dev."),
 ]
 NEGLIGIBLE = 0.001
 SHOWN = 10
