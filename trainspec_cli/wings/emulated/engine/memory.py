@@ -105,9 +105,9 @@ class EmulatedMemory:
                 )
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            entry = self.log.add(int(block.size), shape) if self.log is not None else None
             if self.on_change is not None:
                 self.on_change(self.allocated_bytes, self.reserved_bytes)
+            entry = self.log.add(int(block.size), shape) if self.log is not None else None
             return Allocation(self, allocator, block, stream, entry)
 
     def _try(self, allocator: CachingAllocator, nbytes: int) -> MemoryBlock | None:
