@@ -10,7 +10,7 @@ from operator import itemgetter
 
 COMPUTE = "compute stream"
 WAIT = "wait"
-"""The name of a slice in which the compute stream waits for another one."""
+"""Name of the slices that are waits of the compute stream."""
 MOST_SLICES = 40_000
 """Slices of a rank to keep: about 12 MB of a trace. A rank of Llama 3 70B on 256 devices has 11,600."""
 
@@ -47,13 +47,13 @@ class StepPart:
 @dataclass(frozen=True)
 class Timeline:
     micro_batches: int
-    """Those that were run; later ones repeat them."""
+    """The number of micro-batches that were run; later ones repeat them."""
     parts: tuple[StepPart, ...]
     allocated: tuple[tuple[float, int], ...]
     """(seconds, bytes), thinned; the peak is one of these points."""
     reserved: tuple[tuple[float, int], ...]
     slices: tuple[Slice, ...] = ()
-    """Of all streams; empty in `--json`, because only a trace needs them."""
+    """The slices of all streams; empty in `--json`, because only a trace needs them."""
     slices_left_out: int = 0
     """Number of short ones that were left out, to keep a trace small."""
 

@@ -42,7 +42,7 @@ def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
 
 
 def without_slices(done: Rehearsal) -> Rehearsal:
-    """Return the same without the slices, of which there are tens of thousands."""
+    """Return a rehearsal without the tens of thousands of slices that only a trace needs."""
     ranks = []
     for one in done.ranks:
         found = one.rehearsed

@@ -29,14 +29,14 @@ Ranks = Annotated[
         "stage; all: every rank, equal ones once; or numbers.",
     ),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write a trace of the ranks' last step, for ui.perfetto.dev."),
+]
 Steps = Annotated[int, typer.Option(help="Steps of each rank.", min=1)]
 MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="Write a trace of the ranks' last step, for ui.perfetto.dev."),
 ]
 PART_NAMES = {
     "compute": "compute",

@@ -36,7 +36,7 @@ from trainspec_cli.planner.time.step import Rates, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.wings.emulated import Disturbance, Settings
-from trainspec_cli.wings.emulated.engine.streams import HOST, SCHEDULER, Stream, current_stream
+from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 """Matrix products, with the position of their first factor among their arguments."""
@@ -220,6 +220,10 @@ def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | 
     return ChipCosts(chip, fabric, rank, settings.disturbances, per_node, world_size)
 
 
+def _shapes(args: Any) -> str:
+    return " ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+
+
 class VirtualTime:
     """The virtual time of operations in this process."""
 
@@ -242,10 +246,8 @@ class VirtualTime:
             stream = current_stream()
             HOST.launch()
             seconds = self.costs.operation_s(op, args, kwargs, result)
-            about = ""
-            if SCHEDULER.on_work is not None:
-                about = " ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            stream.spend(seconds * self.costs.factor(stream, HOST.now_s), op.overloadpacket.__name__, about)
+            name = op.overloadpacket.__name__
+            stream.spend(seconds * self.costs.factor(stream, HOST.now_s), name, lambda: _shapes(args))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
         """Return the time of a copy inside the device, or between host and device."""

@@ -425,7 +425,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _queue(lambda: into.copy_(value), copy_s)
     else:
         ends = "to the host" if to_host else "from the host" if from_host else "on the device"
-        current_stream().spend(copy_s, f"copy {ends}", format_bytes(nbytes_of(source)))
+        current_stream().spend(copy_s, f"copy {ends}", lambda: format_bytes(nbytes_of(source)))
         if to_host and extent(target) * target.dtype.itemsize <= READ_BYTES:
             target.zero_()
     if to_host:

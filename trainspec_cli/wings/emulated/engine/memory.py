@@ -106,9 +106,9 @@ class EmulatedMemory:
                 )
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            entry = self.log.add(int(block.size), shape) if self.log is not None else None
             if self.on_change is not None:
                 self.on_change(self.allocated_bytes, self.reserved_bytes)
+            entry = self.log.add(int(block.size), shape) if self.log is not None else None
             allocation = Allocation(self, allocator, block, stream, entry)
             self._overwrite(allocation)
             return allocation

@@ -138,8 +138,8 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
         log.part = "start of the step"
         with state.device:
             batches = [fake_batch(plan, state) for _ in range(plan.grad_accum_steps)]
-        state.clock.restart()
         TIMELINE.begin(count)
+        state.clock.restart()
         with _noting_parts(state, log, count) as passes:
             outcome = train_step(
                 state,

@@ -175,9 +175,11 @@ class Stream:
     def run(self, start: Callable[[], object], duration_s: float = 0.0) -> None:
         self.add(QueuedWork(start, duration_s=duration_s))
 
-    def spend(self, duration_s: float, name: str = "", about: str = "") -> None:
-        """Queue work that has already run on the host, and lasts this long on the device."""
-        self.add(QueuedWork(duration_s=duration_s, name=name, about=about))
+    def spend(self, duration_s: float, name: str = "", about: Callable[[], str] = str) -> None:
+        """Queue work that has already run on the host, and lasts this long on the device. `about` describes its sizes,
+        for a trace."""
+        sizes = "" if SCHEDULER.on_work is None else about()
+        self.add(QueuedWork(duration_s=duration_s, name=name, about=sizes))
 
     def has_done(self, number: int) -> bool:
         with LOCK:
@@ -319,8 +321,6 @@ class Scheduler:
         """Whether a piece of work is running."""
         self.random: random.Random | None = None
         """The random generator of order mode."""
-        self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
-        """Called after a piece of work, with the stream's times before it and when it started."""
         self._priorities: dict[Stream, float] = {}
         self._picked = 0.0
         self._needed = 0.0
@@ -328,6 +328,8 @@ class Scheduler:
         """Real time of the last progress, in order mode."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
+        self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
+        """Called after a piece of work, with the stream's times before it and when it started."""
 
     def start_order(self, seed: int | None) -> None:
         """Begin a schedule of order mode; None: end it, and run work as soon as possible."""

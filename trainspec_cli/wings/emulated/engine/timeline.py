@@ -19,7 +19,7 @@ STRETCHES = 500
 """A curve of the memory keeps the lowest and the highest value of this many stretches, so that a page and `--json` stay
 small. The peak is one of these values."""
 REST = "rest of the step"
-"""What runs between the named parts of a step, such as the first sums over the gradients' squares."""
+"""The part of a step outside the named parts."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class _Merged:
 class StepTimeline:
     """The work of all streams since `begin`, and the memory at each allocation and release.
 
-    The memory is recorded at the compute stream's time, because a rehearsal's host queues work in no time: by the
-    host's own time, a whole step would happen at once.
+    The memory is recorded at the compute stream's time. By the host's time, all of a step would happen in its first
+    moment, because a rehearsal's host takes no time to queue work.
     """
 
     def __init__(self) -> None:
