@@ -102,7 +102,7 @@ def gathering() -> dict[str, Any]:
     shards = [torch.full((2,), 3.0, device="emulated"), torch.full((1,), 4.0, device="emulated")]
     buffer = torch.zeros(9, device="emulated")
     allocated = MEMORY.allocated_bytes
-    own, whole = torch.ops.fsdp.all_gather_copy_in(shards, buffer, [2, 1], 3, 1)
+    own, _ = torch.ops.fsdp.all_gather_copy_in(shards, buffer, [2, 1], 3, 1)
     values = [] if not MEMORY.has_values else buffer.tolist()
     return {"values": values, "own": [own.storage_offset(), *own.shape], "new": MEMORY.allocated_bytes - allocated}
 
