@@ -100,7 +100,7 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
     return plain and all(layer.window is None for layer in layers) and not model.as_decoder.attention_sinks
 
 
-def engine_peak(run: EngineRun, pipeline_rank: int) -> Peak:
+def engine_peak(run: EngineRun, pipeline_rank: int) -> PeakMemory:
     """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
@@ -109,17 +109,17 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> Peak:
 class FamilyMemory(Protocol):
     """The functions of the module that a family's record names (`FamilyRecord.memory`)."""
 
-    def replay(self, run: EngineRun, pipeline_rank: int) -> Peak:
+    def replay(self, run: EngineRun, pipeline_rank: int) -> PeakMemory:
         """Return the bytes by cause (`CAUSES`) at the fullest moment of a step on one pipeline rank."""
 
 
-def rank_peaks(run: EngineRun) -> Iterator[Peak]:
+def rank_peaks(run: EngineRun) -> Iterator[PeakMemory]:
     """Yield the peaks of all pipeline ranks.
 
     If a rank has no more layers of any kind than an earlier one, it needs no more memory, since the earlier one keeps
     them for more micro-batches; it is not counted separately unless it has the head.
     """
-    counted: list[tuple[Counter[Layer], Peak]] = []
+    counted: list[tuple[Counter[Layer], PeakMemory]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
         fuller = [peak for others, peak in counted if layers <= others]
         if fuller and rank < run.layout.pp - 1:
@@ -161,7 +161,7 @@ Stream = Literal["compute", "gather", "reduce"]
 there. FSDP2 makes buffers of all-gathers in one stream, and sums of gradients in another."""
 
 
-class Peak(dict[str, float]):
+class PeakMemory(dict[str, float]):
     """Bytes by cause (`CAUSES`) at the fullest moment of a rank's step."""
 
     idle_bytes = 0.0
@@ -171,13 +171,13 @@ class Peak(dict[str, float]):
 class Account:
     def __init__(self) -> None:
         self.live = dict.fromkeys(CAUSES, 0.0)
-        self._at_peak = Peak(self.live)
+        self._at_peak = PeakMemory(self.live)
         self._total = self._peak = 0.0
         self._in_pool: dict[Stream, float] = {"compute": 0.0, "gather": 0.0, "reduce": 0.0}
         self._pool_peaks = dict(self._in_pool)
 
     @property
-    def at_peak(self) -> Peak:
+    def at_peak(self) -> PeakMemory:
         self._at_peak.idle_bytes = sum(self._pool_peaks.values()) - self._peak
         return self._at_peak
 
@@ -192,7 +192,7 @@ class Account:
         self._pool_peaks[stream] = max(self._pool_peaks[stream], self._in_pool[stream] + size)
         if self._total + size > self._peak:
             self._peak = self._total + size
-            self._at_peak = Peak({**self.live, cause: self.live[cause] + size})
+            self._at_peak = PeakMemory({**self.live, cause: self.live[cause] + size})
 
 
 # FSDP2 (torch 2.13): units are gathered and freed, and their gradients are reduced.
@@ -346,7 +346,7 @@ class Sharding:
         self.reduced_bytes = 0.0
 
 
-def replay(run: EngineRun, pipeline_rank: int) -> Peak:
+def replay(run: EngineRun, pipeline_rank: int) -> PeakMemory:
     """Return the bytes by cause at the fullest moment of a text model's step."""
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
@@ -429,7 +429,7 @@ class _Replay:
         own, whole = block_unit(model, layer, layout, lora), freeze(whole_experts(model, layer, layout), lora)
         return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
 
-    def run(self) -> Peak:
+    def run(self) -> PeakMemory:
         self._hold_state()
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
