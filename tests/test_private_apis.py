@@ -61,6 +61,7 @@ PARTS: dict[str, str] = {
     "torch.ops._c10d_functional": "wings/emulated/engine/exchanges.py",
     "torch.utils._device._device_constructors": "wings/emulated/engine/device.py",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "wings/emulated/engine/device.py",
+    "torch._foreach_copy_": "wings/emulated/engine/device.py",
     "torch._foreach_div_": "engine/kernels/adamw.py engine/optim/own.py",
     "torch._foreach_norm": "engine/optim/optimizer.py",
     "torch._ops.OpOverload._overloadpacket": "engine/tools/ledger.py",

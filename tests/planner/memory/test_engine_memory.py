@@ -20,8 +20,9 @@ from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.tools.ledger import Ledger
 from trainspec_cli.planner.hardware.rates import models
-from trainspec_cli.planner.memory.engine.blocks import linear, rotate
+from trainspec_cli.planner.memory.engine.blocks import linear, profile_block, rotate
 from trainspec_cli.planner.memory.engine.step import (
+    Account,
     engine_peak,
     is_counted,
     rank_peaks,
@@ -86,6 +87,13 @@ DENSE_RUNS = (
     Run("qwen3_0_6b", {"pp": 2, "dp_shard": 2}, samples=2, micro_batches=8),
     Run("qwen3_0_6b", {"pp": 4, "pipeline_schedule": "zero_bubble"}, samples=1, micro_batches=8),
     Run("qwen3_1_7b", fsdp(4, cp=4), seq_len=32768),
+    Run("qwen3_1_7b", {"pp": 2, "pipeline_schedule": "zero_bubble"}, micro_batches=8, samples=4, recompute="full"),
+    Run(
+        "qwen3_1_7b",
+        {"pp": 4, "cp": 2, "dp_replicate": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2},
+        micro_batches=8,
+        recompute="full",
+    ),
     Run("qwen3_8b", fsdp(2, tp=8, sequence_parallel=False), samples=2),
     Run("llama3_8b", fsdp(8), samples=2, seq_len=8192, reduce="bf16"),
     Run("llama3_8b", fsdp(8, zero_stage=1), micro_batches=4),
@@ -300,6 +308,24 @@ def test_rotary_embeddings_take_for_a_moment_what_the_engines_do() -> None:
     assert rotated.node is not None
     tape.backward(rotated.node, tape.new(rotated.elements))
     assert tape.meter.peak == backward
+
+
+def test_a_forward_that_is_recomputed_keeps_no_inputs_for_deferred_weight_gradients() -> None:
+    run = run_of(plan_of(Run("llama_6m", {}, recompute="full")))
+    assert isinstance(run.model, TextModel)
+    shape = shape_of(run, run.model, run.model.layer_list[0])
+    assert profile_block(shape, "full", True).kept == profile_block(shape, "full", False).kept
+
+
+def test_pools_are_idle_by_what_they_hold_at_other_moments() -> None:
+    account = Account()
+    account.add("collectives", 5.0, "gather")
+    account.add("collectives", -5.0, "gather")
+    account.touch(2.0, "gradients", "reduce")
+    account.add("activations", 7.0)
+    account.touch(1.0)
+    assert sum(account.at_peak.values()) == 8.0
+    assert account.at_peak.idle_bytes == 5.0 + 2.0
 
 
 def test_a_forward_of_convolutions_frees_parameters_where_they_are_sharded_and_else_keeps_them() -> None:

@@ -229,11 +229,11 @@ def several_stages() -> list[list[float]]:
     there = join_processes("cpu")
     mesh = build_mesh(plan.layout, there.type)
     found = []
-    for seed in (None, 1, 2):
+    for seed in (None, 1):
         order(seed)
         state = build_train_state(plan, there, mesh)
         generator = torch.Generator().manual_seed(mesh.data_rank)
-        for _ in range(3):
+        for _ in range(2):
             tokens = torch.randint(0, 64, (4, plan.spec.data.seq_len), generator=generator).to(there)
             batches = [(one, one) for one in tokens.split(1)]
             outcome = train_step(state, batches, global_tokens=2 * tokens.numel(), clip_norm=1.0)

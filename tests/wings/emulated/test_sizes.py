@@ -197,7 +197,13 @@ def test_what_cannot_be_rehearsed_is_refused(
         ],
         ["recipe=llama3_8b", "model.num_layers=8", "cluster.num_nodes=1", "batching.global_batch_size=16", "comm=int8"],
         ["recipe=mixtral_8x7b", "model.num_layers=2", "cluster.num_nodes=1", "layout.ep=4", "layout.dp_shard=8"],
-        ["recipe=qwen3_8b", "model.num_layers=4", "cluster.num_nodes=1", "layout.pp=2", "layout.tp=2", "--ranks=0"],
+        ["recipe=mixtral_8x7b", "model.num_layers=2", "cluster.num_nodes=4", "layout.tp=4", "layout.dp_shard=8"],
+        ["recipe=qwen3_8b", "model.num_layers=4", "cluster.num_nodes=1", "layout.pp=2", "layout.tp=2"],
+        [
+            *("recipe=qwen3_1_7b", "model.num_layers=8", "cluster.num_nodes=2", "batching.global_batch_size=64"),
+            *("layout.pp=4", "layout.cp=2", "layout.dp_replicate=2", "recompute=full"),
+            *("layout.pipeline_schedule=interleaved", "layout.virtual_stages=2"),
+        ],
     ],
 )
 def test_peaks_are_those_of_the_plan(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

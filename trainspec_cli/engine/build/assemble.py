@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.engine.accelerators import release_unused
 from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
 from trainspec_cli.engine.build.own_code import load_loss, try_own_block
 from trainspec_cli.engine.build.train_state import DTYPES, Allowance, LateSum, Stages, Throttle, TrainState
@@ -294,6 +295,8 @@ def build_train_state(
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None
+    # Each parameter was full while it was filled; steps need blocks of other sizes.
+    release_unused(device)
     late = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
     return TrainState(
         device=device,

@@ -74,8 +74,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor, Tensor | None, None, None]:  # type: ignore[override]
         dx_TD, dweight_VD = ctx.saved_tensors
-        dweight_VD = None if dweight_VD is None else (dweight_VD * scale).to(ctx.weight_dtype)
-        return None, dx_TD * scale.to(dx_TD.dtype), dweight_VD, None, None
+        scaled_VD = None
+        if dweight_VD is not None:
+            # Rounded as it is written: a product in fp32 would be the largest tensor of a step with a large vocabulary.
+            scaled_VD = torch.empty_like(dweight_VD, dtype=ctx.weight_dtype)
+            torch.mul(dweight_VD, scale, out=scaled_VD)
+        return None, dx_TD * scale.to(dx_TD.dtype), scaled_VD, None, None
 
 
 def linear_cross_entropy(

@@ -23,7 +23,7 @@ from trainspec_cli.planner.hardware.cluster import (
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.engine.step import is_counted, rank_peaks, run_of
-from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES, communicators
+from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES, RESERVE, communicators
 from trainspec_cli.planner.pipeline import Action, Kind, TimedAction, cut_layers, replay
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
@@ -65,7 +65,7 @@ class PlanToRehearse:
     tensors_bytes: tuple[float, ...]
     """The highest sum of a rank's tensors with eager blocks, by pipeline rank."""
     allocator_bytes: tuple[float, ...]
-    """The same with fragmentation and the plan's reserve."""
+    """The same with fragmentation and the pools of other streams; without the plan's reserve."""
     step_s: float
     """Seconds of a step, with the recipe's kernels and compilation."""
     time: StepTime
@@ -157,20 +157,23 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     refuse(plan)
     in_groups = GROUP_BYTES * communicators(setup_of(best, spec, None))
 
-    def allocated(memory: MemoryBreakdown) -> float:
-        return memory.total_bytes - memory.context_bytes - in_groups
+    def held(memory: MemoryBreakdown) -> float:
+        """Return what the allocator is expected to hold, without the plan's reserve."""
+        return memory.total_bytes / (1 + RESERVE) - memory.context_bytes - in_groups
 
-    by_rank = [allocated(memory) for memory in best.memory]
-    tensors = [allocated(memory) - memory.fragmentation_bytes for memory in best.memory]
+    by_rank = [held(memory) for memory in best.memory]
+    tensors = [
+        memory.total_bytes - memory.context_bytes - in_groups - memory.fragmentation_bytes for memory in best.memory
+    ]
     saved = [0.0] * plan.layout.pp
     if is_counted(spec.model, plan.offload):
         # The recipe's run may have compiled blocks and fused kernels; a rehearsal has neither.
         as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
-        peaks = zip(rank_peaks(run_of(eager)), best.memory, strict=True)
-        tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in peaks]
+        peaks = list(rank_peaks(run_of(eager)))
+        tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in zip(peaks, best.memory, strict=True)]
         saved = [one - other for one, other in zip(tensors, as_planned, strict=True)]
-        by_rank = [size + more for size, more in zip(by_rank, saved, strict=True)]
+        by_rank = [size + more + peak.idle_bytes for size, more, peak in zip(by_rank, saved, peaks, strict=True)]
     eager_setup = setup_of(best, replace(spec, compile=False), None)
     device_bytes = best.memory_limit_bytes if memory_gib is None else memory_gib * GIB
     outside_bytes = CONTEXT_BYTES + in_groups

@@ -89,7 +89,8 @@ class RankRehearsal:
     peak_bytes: int
     """The peak of the last step."""
     reserved_bytes: int
-    """The most that the allocator holds, including memory that is free for reuse by the same stream only."""
+    """The most that the allocator holds during the steps, including memory that is free for reuse by the same stream
+    only."""
     checkpoint_bytes: int
     """What a checkpoint copies to the host, if this rank writes everything that it holds."""
     peak: MemoryMoment

@@ -13,7 +13,15 @@ from math import prod
 from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
-from trainspec_cli.planner.memory.engine.step import MASTER_WIDTH, WIDTHS, Account, EngineRun, Sharded, Sharding
+from trainspec_cli.planner.memory.engine.step import (
+    MASTER_WIDTH,
+    WIDTHS,
+    Account,
+    EngineRun,
+    PeakMemory,
+    Sharded,
+    Sharding,
+)
 from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Tape, Value
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit, state_bytes, update_bytes
 from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
@@ -234,8 +242,8 @@ class _ConvBlock:
     own: Sharded
 
 
-def replay(run: EngineRun, _pipeline_rank: int) -> dict[str, float]:
-    """Return the bytes by cause at the moment of peak memory in a convolutional network's step."""
+def replay(run: EngineRun, _pipeline_rank: int) -> PeakMemory:
+    """Return the bytes by cause at the fullest moment of a convolutional network's step."""
     return _ConvReplay(run).run()
 
 
@@ -259,7 +267,7 @@ class _ConvReplay:
         unit = Unit(part.unit.matrices, self.given.layout.dp_shard)
         return _ConvBlock(part, _profiled(part, self.width, self.given.recompute), Sharded(unit))
 
-    def run(self) -> dict[str, float]:
+    def run(self) -> PeakMemory:
         self._hold_state()
         for left in reversed(range(self.given.micro_batches)):
             self._forward()

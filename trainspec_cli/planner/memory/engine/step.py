@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 from trainspec_cli.core.wings import Point
 from trainspec_cli.planner.memory.engine.blocks import BlockProfile, Shape, profile_block
@@ -101,8 +101,8 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
     return plain and all(layer.window is None for layer in layers) and not model.as_decoder.attention_sinks
 
 
-def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-    """Return the bytes by cause (`CAUSES`) at the moment of peak memory on one pipeline rank, if `is_counted`."""
+def engine_peak(run: EngineRun, pipeline_rank: int) -> PeakMemory:
+    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
 
@@ -110,16 +110,17 @@ def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
 class FamilyMemory(Protocol):
     """The functions that a memory module (`FamilyRecord.memory`) provides."""
 
-    def replay(self, run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-        """Return the bytes by cause (`CAUSES`) at the moment of peak memory during a step on one pipeline rank."""
+    def replay(self, run: EngineRun, pipeline_rank: int) -> PeakMemory:
+        """Return the bytes by cause (`CAUSES`) at the fullest moment of a step on one pipeline rank."""
 
 
-def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
+def rank_peaks(run: EngineRun) -> Iterator[PeakMemory]:
     """Yield the peaks of all pipeline ranks.
 
-    If a rank has no more layers of any kind than an earlier one, it needs no more memory, because the earlier one keeps
-    them for more micro-batches. Such a rank is not counted separately unless it has the head."""
-    counted: list[tuple[Counter[Layer], dict[str, float]]] = []
+    If a rank has no more layers of any kind than an earlier one, it needs no more memory, since the earlier one keeps
+    them for more micro-batches; it is not counted separately unless it has the head.
+    """
+    counted: list[tuple[Counter[Layer], PeakMemory]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
         fuller = [peak for others, peak in counted if layers <= others]
         if fuller and rank < run.layout.pp - 1:
@@ -157,23 +158,43 @@ the buffers of data-parallel exchanges, and the pipeline's messages. Until a blo
 as activations."""
 
 
+Stream = Literal["compute", "gather", "reduce"]
+"""The stream in which memory is allocated: the caching allocator has a pool for each, and only it can use what is free
+there. FSDP2 makes buffers of all-gathers in one stream, and sums of gradients in another."""
+
+
+class PeakMemory(dict[str, float]):
+    """Bytes by cause (`CAUSES`) at the fullest moment of a rank's step."""
+
+    idle_bytes = 0.0
+    """What the pools hold at that moment because each was fuller at another one."""
+
+
 class Account:
     def __init__(self) -> None:
         self.live = dict.fromkeys(CAUSES, 0.0)
-        self.at_peak = dict(self.live)
+        self._at_peak = PeakMemory(self.live)
         self._total = self._peak = 0.0
+        self._in_pool: dict[Stream, float] = {"compute": 0.0, "gather": 0.0, "reduce": 0.0}
+        self._pool_peaks = dict(self._in_pool)
 
-    def add(self, cause: str, size: float) -> None:
+    @property
+    def at_peak(self) -> PeakMemory:
+        self._at_peak.idle_bytes = sum(self._pool_peaks.values()) - self._peak
+        return self._at_peak
+
+    def add(self, cause: str, size: float, stream: Stream = "compute") -> None:
         self.live[cause] += size
         self._total += size
-        if self._total > self._peak:
-            self.touch(0.0)
+        self._in_pool[stream] += size
+        self.touch(0.0, stream=stream)
 
-    def touch(self, size: float, cause: str = "temporaries") -> None:
+    def touch(self, size: float, cause: str = "temporaries", stream: Stream = "compute") -> None:
         """Record that `size` more bytes are live for a moment."""
+        self._pool_peaks[stream] = max(self._pool_peaks[stream], self._in_pool[stream] + size)
         if self._total + size > self._peak:
             self._peak = self._total + size
-            self.at_peak = {**self.live, cause: self.live[cause] + size}
+            self._at_peak = PeakMemory({**self.live, cause: self.live[cause] + size})
 
 
 # FSDP2 (torch 2.13): units are gathered and freed, and their gradients are reduced.
@@ -219,7 +240,7 @@ class Sharding:
         size, account = part.unit.gathered * self.width, self.account
         if part.unit.shards > 1:
             self.prefetch(part)
-            account.add("collectives", -self.buffer_bytes)
+            account.add("collectives", -self.buffer_bytes, "gather")
             self.buffer_bytes, part.prefetched = size, False
         self._copy_out(part, size)
 
@@ -229,7 +250,7 @@ class Sharding:
         part.is_gathered = True
 
     def end_forward(self) -> None:
-        self.account.add("collectives", -self.buffer_bytes)
+        self.account.add("collectives", -self.buffer_bytes, "gather")
         self.buffer_bytes = 0.0
 
     def free_after_forward(self, part: Sharded) -> None:
@@ -244,8 +265,8 @@ class Sharding:
     def prefetch(self, part: Sharded | None) -> None:
         if part is None or part.is_gathered or part.prefetched or part.unit.shards == 1:
             return
-        self.account.touch((part.unit.gathered + part.unit.own) * self.width, "collectives")
-        self.account.add("collectives", part.unit.gathered * self.width)
+        self.account.touch((part.unit.gathered + part.unit.own) * self.width, "collectives", "gather")
+        self.account.add("collectives", part.unit.gathered * self.width, "gather")
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
@@ -256,7 +277,7 @@ class Sharding:
         self.prefetch(part)
         self._copy_out(part, size)
         if part.prefetched:
-            self.account.add("collectives", -size)
+            self.account.add("collectives", -size, "gather")
         part.prefetched = False
 
     def make_early_gradient(self, part: Sharded) -> None:
@@ -279,7 +300,11 @@ class Sharding:
             self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
             part.accumulated_bytes = part.unit.trained.full * self.reduce_width
-            self.account.add("gradients", part.accumulated_bytes)
+            each = part.gradient_bytes / part.unit.trained.full
+            for rows, row in part.unit.trained.matrices:
+                self.account.add("gradients", rows * row * self.reduce_width)
+                self.account.add("gradients", -rows * row * each)
+            part.gradient_bytes = 0.0
         if part.accumulated_bytes:
             self.account.add("gradients", -part.gradient_bytes)
             part.gradient_bytes = 0.0
@@ -311,8 +336,9 @@ class Sharding:
         account.add("gradients", lingering - waiting)
         own = part.unit.trained.own * MASTER_WIDTH
         narrow = part.unit.trained.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0)
-        account.touch(narrow + own, "collectives" if part.has_gradient else "gradients")
-        account.add("gradients", 0.0 if part.has_gradient else own)
+        stream: Stream = "reduce" if part.unit.shards > 1 else "compute"
+        account.touch(narrow + own, "collectives" if part.has_gradient else "gradients", stream)
+        account.add("gradients", 0.0 if part.has_gradient else own, stream)
         account.add("gradients", -lingering)
         part.gradient_bytes = part.accumulated_bytes = 0.0
         self.reduced_bytes, part.has_gradient = size, True
@@ -322,8 +348,8 @@ class Sharding:
         self.reduced_bytes = 0.0
 
 
-def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
-    """Return the bytes by cause at the moment of peak memory in a text model's step."""
+def replay(run: EngineRun, pipeline_rank: int) -> PeakMemory:
+    """Return the bytes by cause at the fullest moment of a text model's step."""
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 
@@ -405,7 +431,7 @@ class _Replay:
         own, whole = block_unit(model, layer, layout, lora), freeze(whole_experts(model, layer, layout), lora)
         return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
 
-    def run(self) -> dict[str, float]:
+    def run(self) -> PeakMemory:
         self._hold_state()
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
@@ -476,7 +502,9 @@ class _Replay:
         account.add("activations", -sum(block.profile.put_off for block in stage.blocks))
         stage.left -= 1
         if stage.left == 0:
-            for part in stage.units:
+            # `exchange_now` visits a module before those inside it.
+            blocks = [unit for block in stage.blocks for unit in reversed(block.units)]
+            for part in (stage.outside, *blocks):
                 stage.sharding.after_backward(part, exchanges=True, last=True)
             stage.sharding.end_backward()
 
@@ -562,11 +590,7 @@ class _Replay:
         account, hidden, width = self.account, self.model.hidden_size, self.width
         table = self._trains_head * (self.model.vocab_size // self.layout.tp) * hidden
         states = self.shape.tokens * hidden * width
-        narrow = table * width if width < 4.0 else 0.0
-        # First the head's gradient is scaled in fp32 and cast; the fp32 product is freed before the gradient of the
-        # hidden states is scaled. What the forward kept is freed when both have been returned.
-        account.touch(table * 4.0 + narrow, "gradients")
-        account.touch(states + (narrow or table * 4.0), "gradients")
+        account.touch(states + table * width, "gradients")
         account.add("gradients", -table * 4.0)
         account.touch(states)
         account.add("activations", -states)
@@ -584,10 +608,10 @@ def loss_bytes(run: EngineRun, model: TextModel) -> float:
     logits = chunk * rows
     narrow = width < 4.0
     product = logits * (width if narrow else 4.0) + (not run.lora.rank) * rows * model.hidden_size * width
-    before = logits * width if tokens > chunk else 0.0
     in_place = run.layout.tp == 1 and not run.compiled
-    precise = 8.0 if in_place else 17.0
-    return max(before + logits * (precise + (width if narrow else 0.0)), product)
+    each = (8.0 if in_place else 17.0) + (width if narrow else 0.0)
+    second = logits * width + min(chunk, tokens - chunk) * rows * each if tokens > chunk else 0.0
+    return max(logits * each, second, product)
 
 
 def _without_data(layout: Layout) -> Layout:

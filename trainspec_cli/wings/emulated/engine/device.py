@@ -13,7 +13,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -437,9 +437,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _copy_in(
-    inputs: Sequence[Tensor], output: Tensor, sizes: Sequence[int], numel: int, rank: int
-) -> tuple[Tensor, Tensor]:
+def _copy_in(inputs: list[Tensor], output: Tensor, sizes: list[int], numel: int, rank: int) -> tuple[Tensor, Tensor]:
     """Copy FSDP2's shards to their place in the buffer of an all-gather. It is an operation of its own, whose schema
     does not say that it returns its argument and a view of it."""
     own = output.narrow(0, numel * rank, numel)

@@ -97,6 +97,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     try:
         state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
         found = replace(found, state_bytes=MEMORY.allocated_bytes, build_peak_bytes=MEMORY.peak_bytes)
+        MEMORY.peak_reserved_bytes = MEMORY.reserved_bytes
         found = _make_steps(plan, state, log, steps, found)
     except (torch.OutOfMemoryError, PassesOutOfMemory):
         failed = log.failed
