@@ -35,7 +35,7 @@ from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Set
 from trainspec_cli.planner.workload import Gemm, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import TextModel
+from trainspec_cli.recipe.keys.model import TextModel, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
@@ -437,6 +437,8 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
+    if setup.software.counted and setup.trainable >= 1.0 and model.unit == "tokens":
+        head = replace(head, memory_b=head.memory_b + head_gradient_s(setup, rates, eff))
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates)
     if model.prediction_layers:  # each adds a layer and a head on the last stage
@@ -444,6 +446,21 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
     return replace(once, head=head)
+
+
+def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
+    """Return the seconds per micro-batch in which trainspec's loss casts, adds, and scales the head's gradient in fp32
+    (`engine/models/cross_entropy.py`)."""
+    model = cast("TextModel", setup.model)
+    rows = model.vocab_size // setup.layout.tp
+    width = rates.element_bytes
+    products = math.ceil(setup.tokens / loss_group_tokens(model.hidden_size, width, loss_chunk_tokens(rows)))
+    moved = width + 4.0  # scaled, in one kernel
+    kernels = 1
+    if width < 4.0:  # in fp32, the products themselves add
+        moved += 6.0 + 10.0 * (products - 1)
+        kernels += products
+    return moved * rows * model.hidden_size / rates.memory + kernels * eff.kernel_s
 
 
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
