@@ -249,9 +249,16 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     if not software.fused_kernels:
         pass_bytes += work.eager_bytes / scale
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
-    passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
-    passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
-    passes = slow * passes
+
+    def passes_s(moved_bytes: float, times: float) -> float:
+        memory_s = times * (1 - eff.cache_reuse * cached) * moved_bytes * rates.element_bytes / 2 / rates.memory
+        return slow * (memory_s + eff.issue * moved_bytes * rates.element_bytes / 2 / rates.load_store)
+
+    forward_s = passes_s(pass_bytes, scale)
+    backward_s = (2 - work.leaf) * forward_s
+    if work.counted_bytes is not None and software.counted and not (software.fused_kernels or setup.lora.rank):
+        # `elementwise_eager` was fitted to other frameworks' passes; trainspec's own are counted.
+        forward_s, backward_s = (passes_s(moved_bytes, 1.0) for moved_bytes in work.counted_bytes)
     # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
     casts = 0.0
     if setup.matmul in EIGHT_BIT:
@@ -281,8 +288,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         matmul_b=slow * backward,
         attention_f=attention_f,
         attention_b=attention_b,
-        memory_f=passes + casts + waits,
-        memory_b=0.0 if work.frozen else (2 - work.leaf) * passes + casts,
+        memory_f=forward_s + casts + waits,
+        memory_b=0.0 if work.frozen else backward_s + casts,
         kernels=kernels,
         experts=work.experts,
         tp=work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp),

@@ -68,6 +68,8 @@ class ChipCosts:
     slow_until_s: float = math.inf
     jitter: float = 0.0
     eff: Efficiency = field(default_factory=Efficiency)
+    attention_generation: int = 2
+    """Generation of tensor cores that torch's attention kernels are written for (`Rates.generation`)."""
     sources: dict[int, random.Random] = field(default_factory=dict)
     """Number of a stream -> its source of noise: the streams' threads then do not disturb one another's noise."""
 
@@ -101,11 +103,12 @@ class ChipCosts:
             batch, heads, length, width = query.shape
             flops = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if args[causal] else 1.0)
             rates = self.rates(query.dtype)
+            older = self.eff.attention_older ** max(0, rates.generation - self.attention_generation)
             softmax_s = self.eff.exponentials * flops / (4.0 * width * rates.exponentials)
             if name == ATTENTION_BACKWARD:
-                arithmetic_s = BACKWARD_FLOPS * flops / (rates.plain_matmul * self.eff.attention_backward)
+                arithmetic_s = BACKWARD_FLOPS * flops / (older * rates.plain_matmul * self.eff.attention_backward)
             else:
-                arithmetic_s = flops / (rates.plain_matmul * self.eff.attention_forward)
+                arithmetic_s = flops / (older * rates.plain_matmul * self.eff.attention_forward)
             return arithmetic_s + softmax_s + self.eff.kernel_s
         traffic_s = self.memory_s(traffic_bytes(op, args, kwargs, result))
         if op.overloadpacket in flop_registry:

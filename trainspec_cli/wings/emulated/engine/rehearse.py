@@ -62,7 +62,9 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     chip = plan.spec.cluster.accelerator
     if chip is not None and plan.layout.pp == 1:
         fabric = describe_fabric(plan.spec.cluster, None)
-        costs = ChipCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
+        eff = efficiency_of(plan.spec.cluster)
+        generation = plan.spec.framework.attention_generation
+        costs = ChipCosts(replace(chip, sources=None), fabric, rank, eff=eff, attention_generation=generation)
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
         found = run_steps(plan, device, log, steps, found)
