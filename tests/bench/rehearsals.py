@@ -3,8 +3,9 @@
 Draws legal (recipe, cluster, layout) from the shipped recipes and clusters, with fewer layers so that a case takes
 seconds, and rehearses the first and the last pipeline stage of each with eager blocks (`compile=false`). Prints for
 each case the arguments with which `trainspec rehearse` repeats it, and its planned step time, tensors and reserved
-memory, each followed by the rehearsed figure divided by the planned one. The last lines give the share of cases whose
-step time differs by at most 3% and whose tensors differ by at most 2%.
+memory, each followed by the rehearsed figure divided by the planned one. Step times lack the host's work between steps
+and waiting for slower devices, which a rehearsal does not have. The last lines give the share of cases whose step time
+differs by at most 3% and whose tensors differ by at most 2%.
 
 `--only WORD` keeps the drawn cases whose arguments contain a word; `--arguments FILE` rehearses the lines of a file in
 place of drawn cases. Takes about 20 seconds per case on one core.
@@ -83,11 +84,13 @@ def step_s(done: Rehearsal) -> float:
     return max(steps) if all(steps) else 0.0
 
 
-def show(done: Rehearsal) -> tuple[float | None, float]:
-    """Print the figures of a case. Return rehearsed over planned step time, and the largest ratio of tensors."""
+def show(done: Rehearsal, host_s: float) -> tuple[float | None, float]:
+    """Print the figures of a case. Return rehearsed over planned step time without the host's, and the largest ratio of
+    tensors."""
     rehearsed_s = step_s(done)
-    ratio = rehearsed_s / done.planned_step_s if rehearsed_s else None
-    shown = f"step {done.planned_step_s:.4f} s {ratio:.3f}" if ratio else "step -"
+    planned_s = done.planned_step_s - host_s
+    ratio = rehearsed_s / planned_s if rehearsed_s else None
+    shown = f"step {planned_s:.4f} s {ratio:.3f}" if ratio else "step -"
     memory = []
     for rank in done.ranks:
         tensors = rank.rehearsed.peak_bytes / rank.planned_tensors_bytes
@@ -139,7 +142,7 @@ def main() -> None:
             print(f"  FAILED {error}")
             continue
         print(end="  ")
-        ratio, memory = show(done)
+        ratio, memory = show(done, planned.host_s)
         print(f"  {time.perf_counter() - began_s:.0f} s", flush=True)
         tensors.append(memory)
         if ratio is not None:

@@ -42,6 +42,8 @@ from trainspec_cli.recipe.results.plan import StepTime
 FUSED_LOSS = 1 / 3
 """Traffic of a fused softmax and loss, which reads the logits once per direction and keeps nothing, relative to one
 kernel per operation."""
+LOSS_KERNELS = 18
+"""Kernels per chunk of trainspec's loss without compilation; most of them are for one number per token."""
 WAVE_OUTPUTS = 128 * 256 * 128
 """Outputs per wave: tiles of 128 x 256 on 128 multiprocessors, accurate enough for all chips in the table."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
@@ -225,7 +227,10 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     if not software.grouped_experts and work.experts > 1:
         slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
 
-    times = [gemm_s(gemm, rates, eff, convolves=work.convolves) for gemm in work.gemms]
+    # The fitted factors belong to other frameworks' passes; what trainspec runs without compilation is counted.
+    counted = software.counted and not (software.fused_kernels or setup.lora.rank)
+    gemms = work.counted_gemms if counted and work.counted_gemms is not None else work.gemms
+    times = [gemm_s(gemm, rates, eff, convolves=work.convolves) for gemm in gemms]
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
     products = uneven * sum(time[0] for time in times)
     backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
@@ -256,8 +261,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
 
     forward_s = passes_s(pass_bytes, scale)
     backward_s = (2 - work.leaf) * forward_s
-    if work.counted_bytes is not None and software.counted and not (software.fused_kernels or setup.lora.rank):
-        # `elementwise_eager` was fitted to other frameworks' passes; trainspec's own are counted.
+    if counted and work.counted_bytes is not None:
         forward_s, backward_s = (passes_s(moved_bytes, 1.0) for moved_bytes in work.counted_bytes)
     # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
     casts = 0.0
@@ -456,18 +460,22 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
 
 
 def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
-    """Return the seconds per micro-batch in which trainspec's loss casts, adds, and scales the head's gradient in fp32
-    (`engine/models/cross_entropy.py`)."""
+    """Return the seconds per micro-batch in which trainspec's loss casts, adds, and scales the head's gradient in fp32,
+    and runs the kernels of its chunks (`engine/models/cross_entropy.py`)."""
     model = cast("TextModel", setup.model)
     rows = model.vocab_size // setup.layout.tp
     width = rates.element_bytes
-    products = math.ceil(setup.tokens / loss_group_tokens(model.hidden_size, width, loss_chunk_tokens(rows)))
+    chunk = loss_chunk_tokens(rows)
+    products = math.ceil(setup.tokens / loss_group_tokens(model.hidden_size, width, chunk))
     moved = width + 4.0  # scaled, in one kernel
     kernels = 1
     if width < 4.0:  # in fp32, the products themselves add
         moved += 6.0 + 10.0 * (products - 1)
         kernels += products
-    return moved * rows * model.hidden_size / rates.memory + kernels * eff.kernel_s
+    if not setup.software.fused_kernels:
+        kernels += LOSS_KERNELS * math.ceil(setup.tokens / chunk)
+    moved_bytes = moved * rows * model.hidden_size
+    return moved_bytes / rates.memory + eff.issue * moved_bytes / rates.load_store + kernels * eff.kernel_s
 
 
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:

@@ -55,6 +55,8 @@ class Work:
     counted_bytes: tuple[float, float] | None = None
     """Memory traffic (forward, backward) of the operations that trainspec runs without compilation, counted from its
     code; None: not counted."""
+    counted_gemms: tuple[Gemm, ...] | None = None
+    """The products of those operations, if they are not `gemms`."""
     tensor_bytes: float = 1e9
     """Bytes of one activation that passes from kernel to kernel."""
     kernels: int = 0

@@ -112,6 +112,12 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
     return tuple(gemms)
 
 
+def separate_gemms(tokens: float, hidden: int, query: float, key: float) -> tuple[Gemm, ...]:
+    """Return the products of q, k, v and output, one after another, for these widths on a rank."""
+    kv = Gemm(tokens, max(key, 1.0), hidden)
+    return Gemm(tokens, query, hidden), kv, kv, Gemm(tokens, hidden, query)
+
+
 EAGER_NORM_BYTES = 24.0
 """Traffic per element of a root-mean-square norm with separate operations: cast to 4 bytes, squared, averaged, scaled,
 cast back."""
@@ -166,6 +172,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * rotated + 2 * latent),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
         counted_bytes=counted,
+        counted_gemms=None if counted is None else separate_gemms(tokens, hidden, query / tp, key / tp),
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
@@ -195,6 +202,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
     return Work(
         gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
         counted_bytes=counted,
+        counted_gemms=None if counted is None else (*2 * (Gemm(tokens, width, hidden),), Gemm(tokens, hidden, width)),
         pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_GATE_BYTES * width) if model.gated_mlp else 0.0,
         tensor_bytes=2.0 * tokens * hidden / split,

@@ -35,6 +35,8 @@ class PlanToRehearse:
     """Seconds of a step, with the recipe's kernels and compilation."""
     fused_saves_bytes: tuple[float, ...]
     """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
+    host_s: float
+    """The part of `step_s` for the host's own work and for waiting for slower devices: a rehearsal has neither."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     return PlanToRehearse(
         *(plan, planned.device, device_bytes, outside_bytes, tuple(tensors), tuple(by_rank), best.time.total_s),
         tuple(saved),
+        best.time.host_s,
     )
 
 

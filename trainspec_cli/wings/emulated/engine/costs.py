@@ -220,12 +220,13 @@ class VirtualTime:
             stream.spend(seconds * self.costs.factor(stream, HOST.now_s))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
-        """Return the time of a copy inside the device, or between host and device."""
+        """Return the time of a copy that reads and writes `nbytes` inside the device, or of one between host and device
+        that sends them."""
         if self.costs is None:
             return 0.0
         HOST.launch()
         if inside:
-            return self.costs.memory_s(2 * nbytes) * self.costs.factor(current_stream(), HOST.now_s)
+            return self.costs.memory_s(nbytes) * self.costs.factor(current_stream(), HOST.now_s)
         return nbytes / (self.costs.fabric.host_link_gb_per_s * 1e9)
 
 
