@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.exchange import Peers, enter_region, exchange, leave_region, sent_bytes
 from trainspec_cli.engine.digest import IGNORED_TARGET
-from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.engine.shares import Cut
 from trainspec_cli.recipe.keys.layout import ContextMethod
 
@@ -292,7 +291,7 @@ class VocabularyCutChunk(nn.Module):
         mine_C = (targets_C >= self.cut.start) & (targets_C < self.cut.start + self.cut.size)
         index_C1 = torch.where(mine_C, targets_C - self.cut.start, 0)[:, None]
         # In place: one tensor per operation would need 17 bytes per logit and move about 80.
-        softmax_CV = precise(logits_CV)
+        softmax_CV = logits_CV.to(_precise(logits_CV))
         peak_C = self.peers.maximum_(softmax_CV.amax(dim=-1))
         target_C = torch.where(mine_C, softmax_CV.gather(1, index_C1)[:, 0], 0.0)
         softmax_CV.sub_(peak_C[:, None]).exp_()
