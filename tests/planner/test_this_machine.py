@@ -250,11 +250,11 @@ def test_forward_and_backward_have_curves_of_their_own() -> None:
 
 
 def test_a_large_vocabulary_goes_through_the_loss_in_chunks() -> None:
-    """Of 256 tokens: each casts the head's weights and adds to their gradients."""
+    """Of 256 tokens. All 1,024 are one group, whose product is cast and added to the head's gradient."""
     model = replace(MODEL, vocab_size=2**17)
     probe = replace(RAW, cast=linear(1e-6))
     head, outside = 2**17 * 64, 2**17 * 64 + 64
-    casts = 4 * BLOCK + 4 * 2 * head + outside
+    casts = 4 * BLOCK + 2 * head + outside
     assert curve_parts_s(made(model=model), probe)["forward"] == pytest.approx(2 * (2 + 1e-6 * casts), rel=1e-3)
     parts = curve_parts_s(made(model=model), replace(RAW, loss=linear(1e-6)))
     assert parts["forward"] == pytest.approx(2 * (2 + 1024 * 2**17 * 1e-6), rel=1e-3)
@@ -308,7 +308,8 @@ def test_memory_of_each_sharding_and_format(
     assert memory["parameters"] == parameters
     assert (memory["optimizer"], memory["gradients"]) == (optimizer * params, gradients * params)
     assert memory["collectives"] == collectives * max(BLOCK, OUTSIDE)
-    assert memory["loss"] == 1024 * 512 * 12 + 4 * 512 * 64
+    # The softmax in fp32, and the logits; with bf16 also their copy in fp32. The gradient takes less and comes later.
+    assert memory["loss"] == 1024 * 512 * (10 if planned.compute == "bf16" else 8)
     per_token = 2 * (8 + 2) * 64 + 8 + 2 * 32 * 2 * 4 + 4 * 2 + 4 * 2 * 128
     wide_per_token = 2 * (8 + 4) * 64 + 8 + 4 * 32 * 2 * 4 + 4 * 2 + 4 * 4 * 128
     assert memory["activations"] == 1024 * 4 * (per_token if planned.compute == "bf16" else wide_per_token)

@@ -101,7 +101,7 @@ def test_on_gpus_each_change_is_planned() -> None:
     assert saved(WIDER) > saved(FASTER) > saved(SOONER) > 0
     assert sum(outlook.shares.values()) == pytest.approx(1.0)
     assert outlook.exposed == pytest.approx({EXCHANGES: 1.0, BUBBLE: 0.0})
-    assert before["exposed_comm"] > before["forward"] + before["backward"], "the exchanges bound this step"
+    assert before["exposed_comm"] > 0.45 * sum(before.values()), "the exchanges take most of this step"
 
 
 def test_the_first_choice_of_the_search_is_another_layout_until_it_is_in_force() -> None:

@@ -172,8 +172,9 @@ def told(work: Work | None) -> dict[str, Any]:
     """The fields that differ from their defaults; products as m, n, k, count, in the linear layers' format or not."""
     assert work is not None
     found = {item.name: getattr(work, item.name) for item in fields(Work) if getattr(work, item.name) != item.default}
-    if work.gemms:
-        found["gemms"] = [(gemm.m, gemm.n, gemm.k, gemm.count, gemm.wide) for gemm in work.gemms]
+    for name in ("gemms", "counted_gemms"):
+        if name in found:
+            found[name] = [(gemm.m, gemm.n, gemm.k, gemm.count, gemm.wide) for gemm in found[name]]
     return found
 
 
@@ -199,6 +200,8 @@ LLAMA_ATTENTION = {
     "score_bytes": 2 * 10 * 20 * 4 / 2,
     "pass_bytes": 2 * 10 * (7 * 4 + 2 * (16 + 8) / 2),
     "eager_bytes": 10 * (24 * 4 + 16 * 12),
+    "counted_gemms": [one(10, 8, 8), one(10, 4, 8), one(10, 4, 8), one(10, 8, 8)],
+    "counted_bytes": (10 * (4 * 4 + 20 * 12 + 6 * 4), 10 * (6 * 4 + 20 * 12 + 6 * (4 + 2 * 8))),
     "tensor_bytes": 2 * 10 * 4,
     "kernels": 16,
     "tp_bytes": 2 * 10 * 8,
@@ -214,6 +217,8 @@ LLAMA_MLP = {
     "gemms": [one(10, 2 * 8, 8), one(10, 8, 8)],
     "pass_bytes": 2 * 10 * (7 * 4 + 3 * 8),
     "eager_bytes": 10 * (24 * 4 + 4 * 8),
+    "counted_gemms": [one(10, 8, 8), one(10, 8, 8), one(10, 8, 8)],
+    "counted_bytes": (10 * (4 * 4 + 10 * 8 + 6 * 4), 10 * (6 * 4 + 18 * 8 + 6 * (4 + 8))),
     "tensor_bytes": 80,
     "kernels": 10,
     "tp_bytes": 160,
@@ -235,6 +240,7 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
         "gemms": [one(10, 16, 8, wide=False)],
         "pass_bytes": 8 * 10 * 4,
         "loss_bytes": 12 * 10 * 16,
+        "counted_bytes": (10 * (4 * 4 + 48 * 16), 10 * (6 * 4 + 4 * 8)),
         "kernels": 12,
         "tp_bytes": 160,
         "tp_exchanges": 1,

@@ -11,12 +11,12 @@ from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
 from trainspec_cli.planner.capacity import software_of, template_of
 from trainspec_cli.planner.hardware.cluster import axis_groups, chip_of, describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.memory.engine.step import outer_bytes_of
+from trainspec_cli.planner.memory.engine.step import loss_bytes, outer_bytes_of, run_of
 from trainspec_cli.planner.memory.predict import feedback_bytes, memory_limit_bytes, predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, UPDATE_BYTES, Setup, matrix_share, moment_bytes, newton_schulz_flops
 from trainspec_cli.planner.time.step import ENCODING_BYTES, GRADIENT_BYTES, assemble_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLink
 from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
@@ -135,10 +135,10 @@ def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     groups = axis_groups(setup.layout, setup.fabric, eff)
     once = micro_batch(setup, groups, eff)
     time = assemble_step(setup, once, groups, eff)
-    # The step model has no separate times for the passes, so the work is split in the same proportion as for a mean
-    # layer and the head.
-    forward = sum(part.forward for part in (once.layer, once.head))
-    backward = sum(part.backward for part in (once.layer, once.head))
+    # The step model has no separate times for the passes, so the work is split in the same proportion as for the layers
+    # and the head. The loss computes its gradients in the forward.
+    forward = once.num_layers * once.layer.forward + once.head.forward + once.head.backward
+    backward = once.num_layers * once.layer.backward
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s
     forward_s = work_s * forward / (forward + backward)
     exposed_s = time.tp_comm_s + time.cp_comm_s + time.ep_comm_s + time.pp_comm_s + time.dp_comm_s + time.bubble_s
@@ -182,9 +182,6 @@ ADAMW_TRAFFIC_BYTES = 28.0
 moments."""
 CAST_BYTES = 6.0
 """Bytes per value that a cast from fp32 to bf16 moves."""
-LOSS_BYTES_A_LOGIT = 12
-"""Logits and their softmax in fp32 (2 x 4), and logits and their gradient in bf16 (2 x 2) or, with fp32 compute, a
-third fp32 tensor (4)."""
 
 
 def _decoder(plan: Plan) -> DecoderModel:
@@ -308,7 +305,10 @@ def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
     forward = sum(_products_s(curve, head, tokens) for curve in products)
     chunk = min(tokens, loss_chunk_tokens(model.vocab_size))
     forward += tokens / chunk * probe.loss.beyond_call(chunk * model.vocab_size)
-    forward += tokens / chunk * 2 * probe.cast.beyond_call(head) + probe.cast.beyond_call(params)
+    width = COMPUTE_BYTES[plan.compute]
+    groups = math.ceil(tokens / loss_group_tokens(hidden, width, loss_chunk_tokens(model.vocab_size)))
+    added = 2 * groups * (width < 4)  # in fp32, the product itself adds
+    forward += added * probe.cast.beyond_call(head) + probe.cast.beyond_call(params)
     forward += probe.norm.forward.beyond_call(tokens * hidden) + probe.add.beyond_call(tokens * hidden)
     backward = probe.norm.backward.beyond_call(tokens * hidden) + 2 * probe.add.beyond_call(tokens * hidden)
     # Scale and cast, zero and fill the embedding's gradient, then gather for the collective.
@@ -420,13 +420,11 @@ def step_bytes(plan: Plan) -> dict[str, float]:
     moments = moment_bytes(model, plan.spec.optim.kept_state, plan.spec.lora)
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
-    # A chunk of logits with all values derived from it, and the head's gradient in fp32.
-    chunk = min(micro_tokens(plan), loss_chunk_tokens(model.vocab_size))
     return {
         "optimizer": moments * own,
         "gradients": 4 * own,
         "activations": micro_tokens(plan) * model.num_layers * activation_bytes_per_token(model, plan.compute),
-        "loss": chunk * model.vocab_size * LOSS_BYTES_A_LOGIT + 4.0 * model.vocab_size * model.hidden_size,
+        "loss": loss_bytes(run_of(plan), model) + 4.0 * model.vocab_size * model.hidden_size,
         "collectives": formats * max(unit_params(plan)),
     }
 

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models import cross_entropy
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
-from trainspec_cli.recipe.keys.model import loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import loss_chunk_tokens, loss_group_tokens
 
 TOKENS, HIDDEN, VOCAB = 300, 24, 97
 
@@ -24,6 +24,7 @@ def problem(dtype: torch.dtype):
 def small_chunks(monkeypatch):
     assert loss_chunk_tokens(VOCAB, 4 * VOCAB * 64) == loss_chunk_tokens(VOCAB, 1) == 64
     monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _rows, _bytes: 64)
+    monkeypatch.setattr(cross_entropy, "loss_group_tokens", lambda _hidden, _width, chunk: chunk)
 
 
 def reference(x, weight, targets):
@@ -56,6 +57,49 @@ def test_bf16_is_no_worse_than_torch_on_full_bf16_logits(small_chunks):
     for our, torch_own, expected in zip(ours, torchs, (expected_dx, expected_dweight), strict=True):
         our_error, torch_error = ((g.double() - expected).norm() for g in (our, torch_own))
         assert our_error <= 1.1 * torch_error
+
+
+@pytest.mark.parametrize(("dtype", "added"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_a_group_of_chunks_is_added_to_the_weights_gradient_at_once(
+    monkeypatch, dtype: torch.dtype, added: int
+) -> None:
+    """300 tokens in chunks of 64 are two groups: of 256 and of 44. Products in fp32 add by themselves."""
+    monkeypatch.setattr(cross_entropy, "loss_chunk_tokens", lambda _rows, _bytes: 64)
+    monkeypatch.setattr(cross_entropy, "loss_group_tokens", lambda _hidden, _width, chunk: 4 * chunk)
+    x, weight, targets = problem(dtype)
+    with Operations() as seen:
+        loss = LinearCrossEntropy()(x, weight, targets)
+    gradient = (VOCAB, HIDDEN)
+    assert seen.shapes.count(("add_", gradient)) == added
+    assert seen.shapes.count(("mm", gradient)) + seen.shapes.count(("addmm_", gradient)) == 2
+    assert seen.shapes.count(("mm", (256, HIDDEN))) == seen.shapes.count(("mm", (44, HIDDEN))) == 1
+    expected_loss, *expected = reference(x, weight, targets)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=0)
+    if dtype is torch.float32:
+        for found, truth in zip(torch.autograd.grad(loss / 10, (x, weight)), expected, strict=True):
+            torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "chunk", "tokens"),
+    [(4096, 2, 256, 4096), (1024, 2, 192, 1920), (1024, 4, 192, 960), (16384, 2, 2048, 16384), (64, 2, 65536, 65536)],
+)
+def test_groups_are_whole_chunks_of_half_the_gradients_memory(hidden: int, width: int, chunk: int, tokens: int) -> None:
+    assert loss_group_tokens(hidden, width, chunk) == tokens
+
+
+class Operations(TorchDispatchMode):
+    """The names of operations, with the shape of the tensor that each writes or returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.shapes.append((func.__name__.partition(".")[0], tuple(out.shape)))
+        return out
 
 
 class Sizes(TorchDispatchMode):

@@ -41,6 +41,7 @@ from trainspec_cli.planner.workload import Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Candidate, StepTime
 from trainspec_cli.session.recipe.load import load_for_planning
 
@@ -480,6 +481,19 @@ def test_passes_over_memory(work: Work, software: Software, forward: float, back
     assert found.kernels == 7
     wider = timed(work, setup_of(software=software), replace(ROUND, element_bytes=4.0))
     assert wider.memory_f == pytest.approx(2 * forward)
+
+
+def test_what_trainspec_runs_eagerly_is_counted() -> None:
+    """Compiled blocks, other frameworks and adapters keep the fitted factors."""
+    work = replace(PASSES, gemms=(PRODUCT,), counted_bytes=(100.0, 300.0), counted_gemms=(PRODUCT, PRODUCT))
+    eager = setup_of(accum=1, software=Software(fused_kernels=False))
+    found = timed(work, eager)
+    assert (found.memory_f, found.memory_b) == pytest.approx((0.875 * 10 + 5, 0.875 * 30 + 15))
+    assert found.matmul_f == pytest.approx(2 * gemm_s(PRODUCT, ROUND, ROUND_EFF)[0])
+    uncounted = replace(work, counted_bytes=None, counted_gemms=None)
+    others = (Software(), Software(fused_kernels=False, counted=False))
+    for setup in (*(replace(eager, software=software) for software in others), replace(eager, lora=LoraSpec(rank=4))):
+        assert timed(work, setup) == timed(uncounted, setup)
 
 
 def test_products_of_a_layer_forward_and_backward() -> None:

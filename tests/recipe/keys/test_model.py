@@ -121,10 +121,10 @@ def test_families_refuse_what_the_engine_cannot_do_and_name_modules_that_exist()
         assert all(find_spec(name) for name in (record.work, record.builder, record.memory) if name)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(512, 65_536), (131_072, 256), (2**19, 64), (2**25, 64)])
-def test_the_loss_holds_128_mib_of_logits_and_64_tokens_at_least(rows: int, tokens: int) -> None:
+@pytest.mark.parametrize(("rows", "tokens"), [(512, 65_536), (128_256, 256), (151_936, 192), (2**19, 64), (2**25, 64)])
+def test_the_loss_computes_at_most_128_mib_of_logits_in_multiples_of_64_tokens(rows: int, tokens: int) -> None:
     assert loss_chunk_tokens(rows) == tokens
-    assert loss_chunk_tokens(rows, chunk_bytes=2**30) == max(64, 8 * tokens if tokens > 64 else 2**28 // rows)
+    assert loss_chunk_tokens(rows, chunk_bytes=2**30) == max(64, 2**28 // rows // 64 * 64)
 
 
 def test_adapters_are_scaled_by_their_rank() -> None:

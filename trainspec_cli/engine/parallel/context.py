@@ -285,22 +285,19 @@ class VocabularyCutChunk(nn.Module):
 
     @torch.compiler.disable
     def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (loss summed over the chunk, the same on every rank; this rank's d loss / d logits)."""
+        """Return (loss summed over the chunk, the same on every rank; this rank's d loss / d logits, which overwrites
+        the logits)."""
         counted_C = targets_C != IGNORED_TARGET
         mine_C = (targets_C >= self.cut.start) & (targets_C < self.cut.start + self.cut.size)
         index_C1 = torch.where(mine_C, targets_C - self.cut.start, 0)[:, None]
-        logits_fp32_CV = logits_CV.float()
-        peak_C = self.peers.maximum_(logits_fp32_CV.amax(dim=-1))
-        summed_2C = torch.stack(
-            [
-                (logits_fp32_CV - peak_C[:, None]).exp().sum(dim=-1),
-                torch.where(mine_C, logits_fp32_CV.gather(1, index_C1)[:, 0], 0.0),
-            ]
-        )
+        # In place: one tensor per operation would need 17 bytes per logit and move about 80.
+        softmax_CV = logits_CV.to(_precise(logits_CV))
+        peak_C = self.peers.maximum_(softmax_CV.amax(dim=-1))
+        target_C = torch.where(mine_C, softmax_CV.gather(1, index_C1)[:, 0], 0.0)
+        softmax_CV.sub_(peak_C[:, None]).exp_()
+        summed_2C = torch.stack([softmax_CV.sum(dim=-1), target_C])
         self.peers.sum_(summed_2C)
-        log_total_C = peak_C + summed_2C[0].log()
-        softmax_CV = (logits_fp32_CV - log_total_C[:, None]).exp()
-        is_target_CV = (torch.arange(logits_CV.shape[1], device=logits_CV.device) == index_C1) & mine_C[:, None]
-        dlogits_CV = (softmax_CV - is_target_CV.float()) * counted_C[:, None]
-        loss = torch.where(counted_C, log_total_C - summed_2C[1], 0.0).sum()
-        return loss, dlogits_CV.to(logits_CV.dtype)
+        softmax_CV.div_(summed_2C[0][:, None])
+        softmax_CV.scatter_(1, index_C1, softmax_CV.gather(1, index_C1) - mine_C[:, None].float())
+        loss = torch.where(counted_C, peak_C + summed_2C[0].log() - summed_2C[1], 0.0).sum()
+        return loss, logits_CV.copy_(softmax_CV).masked_fill_(~counted_C[:, None], 0)

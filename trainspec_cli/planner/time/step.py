@@ -35,13 +35,15 @@ from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Set
 from trainspec_cli.planner.workload import Gemm, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import TextModel
+from trainspec_cli.recipe.keys.model import TextModel, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
 """Memory traffic of a fused softmax and loss relative to one kernel per operation. The fused kernel reads the logits
 once per direction and keeps nothing."""
+LOSS_KERNELS = 18
+"""Kernels per chunk of trainspec's loss without compilation; most of them are for one number per token."""
 WAVE_OUTPUTS = 128 * 256 * 128
 """Outputs per wave: tiles of 128 x 256 on 128 multiprocessors. This is accurate enough for all chips in the table."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
@@ -227,7 +229,10 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     if not software.grouped_experts and work.experts > 1:
         slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
 
-    times = [gemm_s(gemm, rates, eff, convolves=work.convolves) for gemm in work.gemms]
+    # The fitted factors belong to other frameworks' passes; what trainspec runs without compilation is counted.
+    counted = software.counted and not (software.fused_kernels or setup.lora.rank)
+    gemms = work.counted_gemms if counted and work.counted_gemms is not None else work.gemms
+    times = [gemm_s(gemm, rates, eff, convolves=work.convolves) for gemm in gemms]
     uneven = 1.0 + eff.expert_imbalance if work.expert_params else 1.0
     products = uneven * sum(time[0] for time in times)
     backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
@@ -252,11 +257,16 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     if not software.fused_kernels:
         pass_bytes += work.eager_bytes / scale
     cached = rates.cache_bytes / (rates.cache_bytes + work.tensor_bytes)
-    passes = scale * (1 - eff.cache_reuse * cached) * pass_bytes * rates.element_bytes / 2 / rates.memory
-    passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
-    passes = slow * passes
-    # The inputs of matrix multiplications in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (once
-    # transposed).
+
+    def passes_s(moved_bytes: float, times: float) -> float:
+        memory_s = times * (1 - eff.cache_reuse * cached) * moved_bytes * rates.element_bytes / 2 / rates.memory
+        return slow * (memory_s + eff.issue * moved_bytes * rates.element_bytes / 2 / rates.load_store)
+
+    forward_s = passes_s(pass_bytes, scale)
+    backward_s = (2 - work.leaf) * forward_s
+    if counted and work.counted_bytes is not None:
+        forward_s, backward_s = (passes_s(moved_bytes, 1.0) for moved_bytes in work.counted_bytes)
+    # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
     casts = 0.0
     if setup.matmul in EIGHT_BIT:
         share = 1.0 / setup.grad_accum  # weights are cast once per step
@@ -285,8 +295,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         matmul_b=slow * backward,
         attention_f=attention_f,
         attention_b=attention_b,
-        memory_f=passes + casts + waits,
-        memory_b=0.0 if work.frozen else (2 - work.leaf) * passes + casts,
+        memory_f=forward_s + casts + waits,
+        memory_b=0.0 if work.frozen else backward_s + casts,
         kernels=kernels,
         experts=work.experts,
         tp=work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp),
@@ -443,6 +453,8 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
+    if setup.software.counted and setup.trainable >= 1.0 and model.unit == "tokens":
+        head = replace(head, memory_b=head.memory_b + head_gradient_s(setup, rates, eff))
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates)
     if model.prediction_layers:  # each one adds a layer and a head on the last stage
@@ -450,6 +462,25 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
     return replace(once, head=head)
+
+
+def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
+    """Return the seconds per micro-batch in which trainspec's loss casts, adds, and scales the head's gradient in fp32,
+    and runs the kernels of its chunks (`engine/models/cross_entropy.py`)."""
+    model = cast("TextModel", setup.model)
+    rows = model.vocab_size // setup.layout.tp
+    width = rates.element_bytes
+    chunk = loss_chunk_tokens(rows)
+    products = math.ceil(setup.tokens / loss_group_tokens(model.hidden_size, width, chunk))
+    moved = width + 4.0  # scaled, in one kernel
+    kernels = 1
+    if width < 4.0:  # in fp32, the products themselves add
+        moved += 6.0 + 10.0 * (products - 1)
+        kernels += products
+    if not setup.software.fused_kernels:
+        kernels += LOSS_KERNELS * math.ceil(setup.tokens / chunk)
+    moved_bytes = moved * rows * model.hidden_size
+    return moved_bytes / rates.memory + eff.issue * moved_bytes / rates.load_store + kernels * eff.kernel_s
 
 
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:

@@ -52,6 +52,11 @@ class Work:
     eager_bytes: float = 0.0
     """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) run in separate
     kernels."""
+    counted_bytes: tuple[float, float] | None = None
+    """Memory traffic (forward, backward) of the operations that trainspec runs without compilation, counted from its
+    code; None: not counted."""
+    counted_gemms: tuple[Gemm, ...] | None = None
+    """The products of those operations, if they are not `gemms`."""
     tensor_bytes: float = 1e9
     """Bytes of one activation passed from kernel to kernel."""
     kernels: int = 0
@@ -105,6 +110,11 @@ Layers = tuple[tuple[Work, ...], ...]
 Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
 """(number, parts) for each kind of layer in a model, in order of first appearance."""
 WHOLE = LoraSpec()
+COUNTED_LOSS_BYTES = 32.0
+"""Memory traffic per logit of trainspec's loss (`engine/models/cross_entropy.py`): a cast to fp32, softmax and its
+exponential, a copy in the compute format, and a mask; its backward only scales the gradients."""
+CUT_LOSS_BYTES = 48.0
+"""The same along a cut vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
 LOSS_BYTES = 12.0
 """Memory traffic per logit of softmax and loss in the forward: 2 bytes written and read, 4 bytes kept and read."""
 
@@ -190,6 +200,11 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         gemms=(Gemm(tokens, vocab, hidden, wide=False),),
         pass_bytes=tokens * 8.0 * hidden / split,
         loss_bytes=tokens * LOSS_BYTES * vocab,
+        # Norm; and in the backward, the gradient of the hidden states scaled.
+        counted_bytes=(
+            tokens * (4.0 * hidden / split + (CUT_LOSS_BYTES if layout.tp > 1 else COUNTED_LOSS_BYTES) * vocab),
+            tokens * (6.0 * hidden / split + 4.0 * hidden),
+        ),
         kernels=12,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,

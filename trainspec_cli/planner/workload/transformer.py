@@ -112,6 +112,12 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
     return tuple(gemms)
 
 
+def separate_gemms(tokens: float, hidden: int, query: float, key: float) -> tuple[Gemm, ...]:
+    """Return the products of q, k, v and output, one after another, for these widths on a rank."""
+    kv = Gemm(tokens, max(key, 1.0), hidden)
+    return Gemm(tokens, query, hidden), kv, kv, Gemm(tokens, hidden, query)
+
+
 EAGER_NORM_BYTES = 24.0
 """Traffic per element of a root-mean-square norm with separate operations: cast to 4 bytes, squared, averaged, scaled,
 cast back."""
@@ -119,6 +125,18 @@ EAGER_ROTATION_BYTES = 16.0
 """Traffic per element of a query or key that is rotated in 4 bytes."""
 EAGER_GATE_BYTES = 4.0
 """Traffic per element of a gate whose activation is written before it is multiplied."""
+
+
+# What trainspec's operations read and write per element without compilation, in 2-byte formats (`engine/models`).
+
+
+NORM_BYTES = (4.0, 6.0)
+"""One kernel: x is read, and the result written; in its backward dy and x are read, and dx is written."""
+ROTATION_BYTES = (20.0, 20.0)
+"""Negated half, concatenation, two products and their sum; in the backward two products, halves, and their sum."""
+GATE_BYTES = (10.0, 18.0)
+"""silu and product; in the backward two products and silu's."""
+SUM_BYTES = 6.0
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
@@ -138,6 +156,14 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     latent = 0.0
     if model.mla is not None:
         latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
+    counted = None
+    if model.mla is None and model.gated_mlp:
+        normed = hidden / split + model.qk_norm * (query + key) / tp
+        # The sums: the residual; in the backward its gradient's, and two of those of the inputs of q, k and v.
+        counted = (
+            tokens * (NORM_BYTES[0] * normed + ROTATION_BYTES[0] * rotated + SUM_BYTES * hidden / split),
+            tokens * (NORM_BYTES[1] * normed + ROTATION_BYTES[1] * rotated + SUM_BYTES * (hidden / split + 2 * hidden)),
+        )
     return Work(
         gemms=attention_gemms(model, tokens, tp),
         attention_flops=4.0 * tokens * attention_width(model) / tp * context(window, seq_len),
@@ -145,6 +171,8 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
         pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * rotated + 2 * latent),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
+        counted_bytes=counted,
+        counted_gemms=None if counted is None else separate_gemms(tokens, hidden, query / tp, key / tp),
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
@@ -165,8 +193,16 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
     width = model.ffn_size / layout.tp
     split = tp if layout.sequence_parallel else 1
     gates = 2 if model.gated_mlp else 1
+    counted = None
+    if model.gated_mlp:
+        counted = (
+            tokens * (NORM_BYTES[0] * hidden / split + GATE_BYTES[0] * width + SUM_BYTES * hidden / split),
+            tokens * (NORM_BYTES[1] * hidden / split + GATE_BYTES[1] * width + SUM_BYTES * (hidden / split + hidden)),
+        )
     return Work(
         gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
+        counted_bytes=counted,
+        counted_gemms=None if counted is None else (*2 * (Gemm(tokens, width, hidden),), Gemm(tokens, hidden, width)),
         pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_GATE_BYTES * width) if model.gated_mlp else 0.0,
         tensor_bytes=2.0 * tokens * hidden / split,

@@ -30,9 +30,16 @@ LOSS_CHUNK_BYTES = 128 * 2**20
 
 
 def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
-    """Return the number of tokens whose logits the loss computes at a time: as many as fit in `chunk_bytes`, but at
-    least 64."""
-    return max(64, chunk_bytes // (4 * vocab_rows))
+    """Return the number of tokens whose logits the loss computes at once: as many as fit in `chunk_bytes`, in multiples
+    of 64, which fill the tiles of matrix products."""
+    return max(64, chunk_bytes // (4 * vocab_rows) // 64 * 64)
+
+
+def loss_group_tokens(hidden_size: int, width: float, chunk_tokens: int) -> int:
+    """Return the number of tokens, in whole chunks, whose gradients of logits (`width` bytes each) the loss multiplies
+    at once: at least 2,048 tokens in bf16, and as many as take half the memory of the head's gradient in fp32."""
+    bytes_per_row = max(4096, 2 * hidden_size)
+    return max(1, int(bytes_per_row / width) // chunk_tokens) * chunk_tokens
 
 
 Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]

@@ -30,6 +30,7 @@ from trainspec_cli.recipe.keys.model import (
     TextModel,
     has_layer_list,
     loss_chunk_tokens,
+    loss_group_tokens,
 )
 from trainspec_cli.recipe.keys.run import Recompute, RunSpec
 from trainspec_cli.recipe.keys.training import KeptState, LoraSpec
@@ -522,7 +523,11 @@ class _Replay:
         account.add("activations", tokens * hidden * width)
         account.add("gradients", trained * rows * hidden * 4.0)
         account.add("activations", entered)
-        account.touch(loss_bytes(self.given, self.model), "logits")
+        logits, temporaries, product = loss_parts(self.given, self.model)
+        account.touch(logits + temporaries, "logits")
+        account.add("gradients", product)
+        account.touch(logits, "logits")
+        account.add("gradients", -product)
         account.add("activations", -entered)
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
@@ -600,18 +605,31 @@ class _Replay:
 
 
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
-    """Return the bytes of a chunk of logits with the loss's temporaries, or of its product with the hidden states. The
-    gradient of a chunk stays alive during the next chunk."""
+    """Return the most bytes that the loss needs in addition to the head's fp32 gradient, which lasts until the
+    backward."""
+    logits, temporaries, product = loss_parts(run, model)
+    return logits + max(temporaries, product)
+
+
+def loss_parts(run: EngineRun, model: TextModel) -> tuple[float, float, float]:
+    """Return the bytes of (a group's logits, the temporaries of one of its chunks, the product of the group's gradients
+    and hidden states); the product is computed after the chunks."""
     width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
     tokens = run.samples * (run.seq_len // run.layout.cp)
-    chunk = min(tokens, loss_chunk_tokens(rows))
-    logits = chunk * rows
+    chunk = loss_chunk_tokens(rows)
+    trained = not run.lora.rank
+    group = min(tokens, loss_group_tokens(model.hidden_size, width, chunk) if trained else chunk)
+    table = trained * rows * model.hidden_size
     narrow = width < 4.0
-    product = logits * (width if narrow else 4.0) + (not run.lora.rank) * rows * model.hidden_size * width
-    in_place = run.layout.tp == 1 and not run.compiled
-    each = (8.0 if in_place else 17.0) + (width if narrow else 0.0)
-    second = logits * width + min(chunk, tokens - chunk) * rows * each if tokens > chunk else 0.0
-    return max(logits * each, second, product)
+    # The softmax in fp32, and the narrow logits' copy in fp32 that it is computed from. A compiler fuses both. Along a
+    # cut vocabulary, the softmax overwrites the copy.
+    values = 4.0 * (narrow + (run.layout.tp == 1))
+    if run.compiled and run.layout.tp == 1:
+        values = 0.0
+    temporaries = min(tokens, chunk) * rows * values
+    if tokens <= group:  # the gradient is allocated after the only group's chunks
+        temporaries -= 4.0 * table
+    return group * rows * width, temporaries, table * width if narrow else 0.0
 
 
 def _without_data(layout: Layout) -> Layout:

@@ -66,6 +66,8 @@ class ChipCosts:
     node_ranks: int = 1
     world_size: int = 1
     eff: Efficiency = field(default_factory=Efficiency)
+    attention_generation: int = 2
+    """Generation of tensor cores that torch's attention kernels are written for (`Rates.generation`)."""
     sources: dict[int, random.Random] = field(default_factory=dict)
     """Number of a stream -> its source of noise: the streams' threads then do not disturb one another's noise."""
 
@@ -99,11 +101,12 @@ class ChipCosts:
             batch, heads, length, width = query.shape
             flops = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if args[causal] else 1.0)
             rates = self.rates(query.dtype)
+            older = self.eff.attention_older ** max(0, rates.generation - self.attention_generation)
             softmax_s = self.eff.exponentials * flops / (4.0 * width * rates.exponentials)
             if name == ATTENTION_BACKWARD:
-                arithmetic_s = BACKWARD_FLOPS * flops / (rates.plain_matmul * self.eff.attention_backward)
+                arithmetic_s = BACKWARD_FLOPS * flops / (older * rates.plain_matmul * self.eff.attention_backward)
             else:
-                arithmetic_s = flops / (rates.plain_matmul * self.eff.attention_forward)
+                arithmetic_s = flops / (older * rates.plain_matmul * self.eff.attention_forward)
             return arithmetic_s + softmax_s + self.eff.kernel_s
         traffic_s = self.memory_s(traffic_bytes(op, args, kwargs, result))
         if op.overloadpacket in flop_registry:
@@ -250,12 +253,13 @@ class VirtualTime:
             stream.spend(seconds * self.costs.factor(stream, HOST.now_s), name, lambda: _shapes(args))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
-        """Return the time of a copy inside the device, or between host and device."""
+        """Return the time of a copy that reads and writes `nbytes` inside the device, or of one between host and device
+        that sends them."""
         if self.costs is None:
             return 0.0
         HOST.launch()
         if inside:
-            return self.costs.memory_s(2 * nbytes) * self.costs.factor(current_stream(), HOST.now_s)
+            return self.costs.memory_s(nbytes) * self.costs.factor(current_stream(), HOST.now_s)
         return nbytes / (self.costs.fabric.host_link_gb_per_s * 1e9)
 
 

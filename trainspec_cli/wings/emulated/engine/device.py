@@ -420,7 +420,9 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         counts["host to device"] += 1
         if MEMORY.has_values and not (non_blocking and is_pinned(source)):
             value = source.detach().clone()  # it must be read before the call returns
-    copy_s = TIME.copy_s(nbytes_of(source), inside=not (from_host or to_host))
+    # Inside the device, both ends use its memory; their formats may differ.
+    inside = not (from_host or to_host)
+    copy_s = TIME.copy_s(nbytes_of((source, target) if inside else source), inside=inside)
     if MEMORY.has_values:
         _queue(lambda: into.copy_(value), copy_s)
     else:

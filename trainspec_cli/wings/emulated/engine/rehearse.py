@@ -82,7 +82,9 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     chip = plan.spec.cluster.accelerator
     if chip is not None:
         fabric = describe_fabric(plan.spec.cluster, None)
-        costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
+        eff = efficiency_of(plan.spec.cluster)
+        generation = plan.spec.framework.attention_generation
+        costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=eff, attention_generation=generation)
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
     with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
