@@ -23,7 +23,7 @@ from pathlib import Path
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.wings.emulated.planned import PlanToRehearse, Rehearsal, plan_to_rehearse, rehearse_ranks
-from trainspec_cli.wings.emulated.rehearsal import ends
+from trainspec_cli.wings.emulated.rehearsal import read_ranks
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("tiny", "chaos", "plan_defaults", "quickstart", "finetune_chat")
@@ -78,18 +78,11 @@ def plans(cases: int, seed: int, only: str) -> Iterator[tuple[list[str], PlanToR
             yield arguments, planned
 
 
-def step_s(done: Rehearsal) -> float:
-    """Return the longest rehearsed step of a rank; 0 if a rank has no time."""
-    steps = [sum(rank.rehearsed.time_s.values()) for rank in done.ranks]
-    return max(steps) if all(steps) else 0.0
-
-
 def show(done: Rehearsal, host_s: float) -> tuple[float | None, float]:
     """Print the figures of a case. Return rehearsed over planned step time without the host's, and the largest ratio of
     tensors."""
-    rehearsed_s = step_s(done)
-    planned_s = done.planned_step_s - host_s
-    ratio = rehearsed_s / planned_s if rehearsed_s else None
+    planned_s = 0.0 if done.step is None else done.step.planned_s - host_s
+    ratio = None if done.step is None else done.step.step_s / planned_s
     shown = f"step {planned_s:.4f} s {ratio:.3f}" if ratio else "step -"
     memory = []
     for rank in done.ranks:
@@ -137,12 +130,12 @@ def main() -> None:
         print(f"{number} {' '.join(arguments)}\n  {planned.plan.layout.describe()}", end=" ", flush=True)
         print(f"{planned.plan.micro_batch_size} x {planned.plan.grad_accum_steps}", flush=True)
         try:
-            done = rehearse_ranks(planned, ends(planned.plan), 2, lambda _rank: None)
+            done = rehearse_ranks(planned, read_ranks("ends", planned.plan, planned.kinds), 2, lambda _rank: None)
         except TrainspecError as error:
             print(f"  FAILED {error}")
             continue
         print(end="  ")
-        ratio, memory = show(done, planned.host_s)
+        ratio, memory = show(done, planned.time.host_s)
         print(f"  {time.perf_counter() - began_s:.0f} s", flush=True)
         tensors.append(memory)
         if ratio is not None:

@@ -74,8 +74,6 @@ class PlanToRehearse:
     """For each pipeline rank, the first one whose stages do the same work."""
     fused_saves_bytes: tuple[float, ...]
     """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
-    host_s: float
-    """The part of `step_s` for the host's own work and for waiting for slower devices: a rehearsal has neither."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,6 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         time=estimate_step(eager_setup, efficiency_of(spec.cluster)),
         kinds=_kinds_of_ranks(eager_setup, efficiency_of(spec.cluster)),
         fused_saves_bytes=tuple(saved),
-        host_s=best.time.host_s,
     )
 
 
