@@ -309,7 +309,7 @@ def shortest_in_turns_s(slowed: Slowed) -> float:
         (("layout.dp_replicate=8",), 3, 27),
         (("layout.dp_shard=8", "layout.zero_stage=3"), 3, 27),
         (("layout.tp=2", "layout.dp_replicate=4"), 3, 33),
-        (("model=moe_tiny", "layout.ep=2", "layout.dp_shard=8"), 3, 29),
+        (("model=moe_tiny", "layout.ep=2", "layout.dp_shard=8"), 3, 38),
         (("layout.pp=2", "layout.dp_replicate=4", "batching.micro_batch_size=8"), 7, 38),
     ],
 )
