@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def node_ranks(layout: str) -> int:
+def node_ranks_of(layout: str) -> int:
     return int(LAYOUTS[layout][0].rpartition("=")[2])
 
 
@@ -80,7 +80,7 @@ STEP_S = {"pp": 0.6, "pp_dp_nodes": 0.6, "experts": 0.6}
 USUAL_STEP_S = 0.33
 HEALTHY_STEPS = 26
 """Healthy steps at the beginning; speeds of links are known after 8 samples."""
-GAP_STEPS = 5
+GAP_STEPS = 4
 LEAST_STEPS = 8
 """A disturbance of fewer steps is not judged: the run ended in it."""
 CAUSES = (
@@ -96,7 +96,7 @@ class Disturbed:
     settings: str
     longer_s: float
     """About how much longer a step takes."""
-    steps: int = 13
+    steps: int = 10
     rank: int | None = None
     node: int | None = None
     node_ranks: int = 1
@@ -115,44 +115,52 @@ class Disturbed:
         return (verdict.rank, verdict.node) == (self.rank, self.node)
 
 
-def draw(source: random.Random, cause: str, layout: str, step_s: float) -> Disturbed | None:
-    """Return a disturbance of a random size at a random place; None if the layout does not have the place."""
+def draw(
+    source: random.Random,
+    cause: str,
+    layout: str,
+    step_s: float,
+    node_ranks: int,
+    transfer_s: float = 0.03,
+    delays: float = 20.0,
+) -> Disturbed | None:
+    """Return a disturbance of a random size at a random place; None if the layout does not have the place. `transfer_s`
+    and `delays`: by how much a step grows for twice the transfer time, and for a second of delay."""
     has_nodes = nodes_of(layout) > 1
-    rank = source.randrange(nodes_of(layout) * node_ranks(layout))
+    rank = source.randrange(nodes_of(layout) * node_ranks)
     node = source.randrange(NODES)
     factor = source.uniform(1.4, 2.5)
+    longer_s = source.uniform(0.3, 1.0) * step_s
     computes_s = 0.75 * step_s
     match cause:
         case "slow_device":
             return Disturbed(cause, f"slowness={factor:.2f},slow_rank={rank}", (factor - 1) * computes_s, rank=rank)
         case "interference":
             settings = f"slowness={factor + 0.5:.2f},slow_rank={rank},slow_every_s={4 * step_s:.3g}"
-            return Disturbed(cause, settings, 0.6 * (factor - 0.5) * computes_s, 24, rank=rank)
+            return Disturbed(cause, settings, 0.6 * (factor - 0.5) * computes_s, 16, rank=rank)
         case "slow_node" if has_nodes:
             return Disturbed(cause, f"slowness={factor:.2f},slow_node={node}", (factor - 1) * computes_s, node=node)
         case "narrow_link":
             where = f"slow_node={node}" if has_nodes else f"slow_rank={rank}"
-            slowness = source.uniform(4, 9)
             place = {"node": node} if has_nodes else {"rank": rank}
-            return Disturbed(cause, f"link_slowness={slowness:.2f},{where}", 0.06 * slowness, 16, **place)
+            return Disturbed(cause, f"link_slowness={1 + longer_s / transfer_s:.2f},{where}", longer_s, 13, **place)
         case "slow_network":
-            slowness = source.uniform(4, 9)
-            return Disturbed(cause, f"link_slowness={slowness:.2f}", 0.06 * slowness, 16)
+            return Disturbed(cause, f"link_slowness={1 + longer_s / transfer_s:.2f}", longer_s, 13)
         case "delayed_link":
-            delay_s = source.uniform(5e-3, 15e-3)
-            return Disturbed(cause, f"link_delay_us={delay_s * 1e6:.0f}", 20 * delay_s, 16)
+            return Disturbed(cause, f"link_delay_us={longer_s / delays * 1e6:.0f}", longer_s, 12)
         case "slow_loader":
-            longer_s = source.uniform(0.3, 1.0) * step_s
-            return Disturbed(cause, f"read_ms={(step_s + longer_s) * 1e3:.0f},slow_rank={rank}", longer_s, rank=rank)
+            # Steps are longer once the batches that were read ahead are used up.
+            settings = f"read_ms={(step_s + longer_s) * 1e3:.0f},slow_rank={rank}"
+            return Disturbed(cause, settings, longer_s, 20, rank=rank)
         case "checkpoint_writing":
             writes_s = source.uniform(2.0, 5.0) * step_s
-            return Disturbed(cause, f"write_ms={writes_s * 1e3:.0f}", writes_s / WRITTEN_STEPS, 3 * WRITTEN_STEPS)
+            return Disturbed(cause, f"write_ms={writes_s * 1e3:.0f}", writes_s / WRITTEN_STEPS, 2 * WRITTEN_STEPS + 2)
         case "host_bound":
             slowness = source.uniform(6, 9)
             return Disturbed(cause, f"host_slowness={slowness:.2f},slow_rank={rank}", step_s, rank=rank)
         case "noise":
             steps = 4 + round(9 / (factor * step_s))
-            return Disturbed(cause, f"slowness={factor:.2f}", (factor - 1) * computes_s, max(15, steps))
+            return Disturbed(cause, f"slowness={factor:.2f}", (factor - 1) * computes_s, max(10, steps))
     return None
 
 
@@ -169,11 +177,11 @@ def schedule(layout: str, rounds: int, seed: int) -> tuple[str, list[Disturbed],
     placed = []
     for _ in range(rounds):
         for cause in source.sample(CAUSES, len(CAUSES)):
-            one = draw(source, cause, layout, step_s)
+            one = draw(source, cause, layout, step_s, node_ranks_of(layout))
             if one is None:
                 continue
             until_s = now_s + one.steps * (step_s + one.longer_s)
-            placed.append(replace(one, node_ranks=node_ranks(layout), from_s=now_s, until_s=until_s))
+            placed.append(replace(one, node_ranks=node_ranks_of(layout), from_s=now_s, until_s=until_s))
             if cause == "interference":  # it comes and goes, three steps of four
                 every_s = 4 * step_s
                 for turn in range(int((until_s - now_s) / every_s)):
@@ -289,7 +297,7 @@ def print_found(folders: Iterable[Path]) -> None:
             if not is_right:
                 steps = f"steps {evidence.steps[0]}-{evidence.steps[-1]}, {len(evidence.steps)} of them"
                 print(
-                    f"{folder.name} {case and (case.cause, case.settings)} {steps}: {[_brief(one) for one in verdicts]}"
+                    f"{folder.name} {case and (case.cause, case.settings)} {steps}: {[brief(one) for one in verdicts]}"
                 )
     for name, counted in sorted(counts.items()):
         print(f"{name}: {counted[True]} of {counted.total()}")
@@ -297,7 +305,7 @@ def print_found(folders: Iterable[Path]) -> None:
     print(f"all: {sum(one[True] for one in disturbed)} of {sum(one.total() for one in disturbed)}")
 
 
-def _brief(one: RunVerdict) -> dict[str, Any]:
+def brief(one: RunVerdict) -> dict[str, Any]:
     brief: dict[str, Any] = {"cause": one.cause, "rank": one.rank, "node": one.node, "link": one.link}
     return {name: value for name, value in brief.items() if value is not None} | {"cost_s": round(one.cost_s, 3)}
 
