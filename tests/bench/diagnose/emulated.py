@@ -10,6 +10,7 @@ healthy stretch is a case, too. Prints how many verdicts have the right cause an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -19,7 +20,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,31 @@ from trainspec_cli.run.folder.paths import RunDir
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `lab`, as in the tests
 from lab.ports import free_port
 
-RANKS = 4
-TWO = ("cluster.num_nodes=2", "cluster.devices_per_node=2")
-ONE = ("cluster.devices_per_node=4",)
+NODES = 2
+"""Of the layouts on several nodes; each node is a launch of its own."""
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "dp": (*ONE, "layout.dp_replicate=4"),
-    "dp_nodes": (*TWO, "layout.dp_replicate=4"),
-    "zero3": (*TWO, "layout.dp_shard=4", "layout.zero_stage=3"),
-    "tp_dp": (*TWO, "layout.tp=2", "layout.dp_replicate=2"),
-    "pp_dp": (*TWO, "layout.pp=2", "layout.dp_replicate=2", "model.num_layers=2"),
-    "experts": (*ONE, "model=moe_tiny", "layout.ep=2", "layout.dp_shard=4"),
+    "dp": ("cluster.devices_per_node=4", "layout.dp_replicate=4"),
+    "zero3": ("cluster.devices_per_node=2", "layout.dp_shard=2", "layout.zero_stage=3"),
+    "tp": ("cluster.devices_per_node=2", "layout.tp=2"),
+    "pp": ("cluster.devices_per_node=2", "layout.pp=2", "model.num_layers=2"),
+    "experts": ("cluster.devices_per_node=2", "model=moe_tiny", "layout.ep=2", "layout.dp_shard=2"),
+    "dp_nodes": ("cluster.devices_per_node=2", "layout.dp_replicate=4"),
+    "tp_dp_nodes": ("cluster.devices_per_node=2", "layout.tp=2", "layout.dp_replicate=2"),
+    "pp_dp_nodes": ("cluster.devices_per_node=2", "layout.pp=2", "layout.dp_replicate=2", "model.num_layers=2"),
 }
+
+
+def node_ranks_of(layout: str) -> int:
+    return int(LAYOUTS[layout][0].rpartition("=")[2])
+
+
+def nodes_of(layout: str) -> int:
+    return NODES if layout.endswith("_nodes") else 1
+
+
 SMALL = ("recipe=tiny", "batching.global_batch_size=4", "run.preflight=false", "observe.deeper_look=false")
-SYNC = ("checkpoint.interval_steps=4", "checkpoint.mode=sync", "checkpoint.keep_last=1")
+WRITTEN_STEPS = 8
+SYNC = (f"checkpoint.interval_steps={WRITTEN_STEPS}", "checkpoint.mode=sync", "checkpoint.keep_last=1")
 CHIP = """\
 name: Bench
 vendor: nvidia
@@ -64,11 +76,13 @@ sources:
   default: "made up"
 """
 """A chip on which a tiny model's kernels take as long as a large model's."""
-STEP_S = {"pp_dp": 0.6, "experts": 0.6}
+STEP_S = {"pp": 0.6, "pp_dp_nodes": 0.6, "experts": 0.6}
 USUAL_STEP_S = 0.33
 HEALTHY_STEPS = 26
 """Healthy steps at the beginning; speeds of links are known after 8 samples."""
-GAP_STEPS = 6
+GAP_STEPS = 4
+LEAST_STEPS = 8
+"""A disturbance of fewer steps is not judged: the run ended in it."""
 CAUSES = (
     "slow_device", "interference", "slow_node", "narrow_link", "slow_network", "delayed_link", "slow_loader",
     "checkpoint_writing", "host_bound", "noise",
@@ -82,9 +96,10 @@ class Disturbed:
     settings: str
     longer_s: float
     """About how much longer a step takes."""
-    steps: int = 15
+    steps: int = 10
     rank: int | None = None
     node: int | None = None
+    node_ranks: int = 1
     from_s: float = 0.0
     until_s: float = 0.0
 
@@ -92,49 +107,60 @@ class Disturbed:
         if verdict.cause != VERDICTS.get(self.cause, self.cause):
             return False
         if self.cause in ("narrow_link", "slow_network", "delayed_link"):
-            ranks = range(RANKS) if self.node is None else range(2 * self.node, 2 * self.node + 2)
-            return bool(set(verdict.link or ()) & ({self.rank} if self.rank is not None else set(ranks)))
+            # A link is named by its ranks, one of which is at the place.
+            return any(
+                self.rank in (None, rank) and self.node in (None, rank // self.node_ranks)
+                for rank in verdict.link or ()
+            )
         return (verdict.rank, verdict.node) == (self.rank, self.node)
 
 
-def draw(source: random.Random, cause: str, layout: str, step_s: float) -> Disturbed | None:
-    """Return a disturbance of a random size at a random place; None if the layout does not have the place."""
-    has_nodes = TWO[0] in LAYOUTS[layout]
-    rank = source.randrange(RANKS)
-    node = source.randrange(2)
+def draw(
+    source: random.Random,
+    cause: str,
+    layout: str,
+    step_s: float,
+    node_ranks: int,
+    transfer_s: float = 0.03,
+    delays: float = 20.0,
+) -> Disturbed | None:
+    """Return a disturbance of a random size at a random place; None if the layout does not have the place. `transfer_s`
+    and `delays`: by how much a step grows for twice the transfer time, and for a second of delay."""
+    has_nodes = nodes_of(layout) > 1
+    rank = source.randrange(nodes_of(layout) * node_ranks)
+    node = source.randrange(NODES)
     factor = source.uniform(1.4, 2.5)
+    longer_s = source.uniform(0.3, 1.0) * step_s
     computes_s = 0.75 * step_s
     match cause:
         case "slow_device":
             return Disturbed(cause, f"slowness={factor:.2f},slow_rank={rank}", (factor - 1) * computes_s, rank=rank)
         case "interference":
             settings = f"slowness={factor + 0.5:.2f},slow_rank={rank},slow_every_s={4 * step_s:.3g}"
-            return Disturbed(cause, settings, 0.6 * (factor - 0.5) * computes_s, 30, rank=rank)
+            return Disturbed(cause, settings, 0.6 * (factor - 0.5) * computes_s, 16, rank=rank)
         case "slow_node" if has_nodes:
             return Disturbed(cause, f"slowness={factor:.2f},slow_node={node}", (factor - 1) * computes_s, node=node)
         case "narrow_link":
             where = f"slow_node={node}" if has_nodes else f"slow_rank={rank}"
-            slowness = source.uniform(4, 9)
             place = {"node": node} if has_nodes else {"rank": rank}
-            return Disturbed(cause, f"link_slowness={slowness:.2f},{where}", 0.06 * slowness, 20, **place)
+            return Disturbed(cause, f"link_slowness={1 + longer_s / transfer_s:.2f},{where}", longer_s, 13, **place)
         case "slow_network":
-            slowness = source.uniform(4, 9)
-            return Disturbed(cause, f"link_slowness={slowness:.2f}", 0.06 * slowness, 20)
+            return Disturbed(cause, f"link_slowness={1 + longer_s / transfer_s:.2f}", longer_s, 13)
         case "delayed_link":
-            delay_s = source.uniform(5e-3, 15e-3)
-            return Disturbed(cause, f"link_delay_us={delay_s * 1e6:.0f}", 20 * delay_s, 20)
+            return Disturbed(cause, f"link_delay_us={longer_s / delays * 1e6:.0f}", longer_s, 12)
         case "slow_loader":
-            longer_s = source.uniform(0.3, 1.0) * step_s
-            return Disturbed(cause, f"read_ms={(step_s + longer_s) * 1e3:.0f},slow_rank={rank}", longer_s, rank=rank)
+            # Steps are longer once the batches that were read ahead are used up.
+            settings = f"read_ms={(step_s + longer_s) * 1e3:.0f},slow_rank={rank}"
+            return Disturbed(cause, settings, longer_s, 20, rank=rank)
         case "checkpoint_writing":
-            writes_s = source.uniform(1.0, 3.0) * step_s
-            return Disturbed(cause, f"write_ms={writes_s * 1e3:.0f}", writes_s / 4)
+            writes_s = source.uniform(2.0, 5.0) * step_s
+            return Disturbed(cause, f"write_ms={writes_s * 1e3:.0f}", writes_s / WRITTEN_STEPS, 2 * WRITTEN_STEPS + 2)
         case "host_bound":
             slowness = source.uniform(6, 9)
             return Disturbed(cause, f"host_slowness={slowness:.2f},slow_rank={rank}", step_s, rank=rank)
         case "noise":
             steps = 4 + round(9 / (factor * step_s))
-            return Disturbed(cause, f"slowness={factor:.2f}", (factor - 1) * computes_s, max(15, steps))
+            return Disturbed(cause, f"slowness={factor:.2f}", (factor - 1) * computes_s, max(10, steps))
     return None
 
 
@@ -151,11 +177,11 @@ def schedule(layout: str, rounds: int, seed: int) -> tuple[str, list[Disturbed],
     placed = []
     for _ in range(rounds):
         for cause in source.sample(CAUSES, len(CAUSES)):
-            one = draw(source, cause, layout, step_s)
+            one = draw(source, cause, layout, step_s, node_ranks_of(layout))
             if one is None:
                 continue
             until_s = now_s + one.steps * (step_s + one.longer_s)
-            placed.append(replace(one, from_s=now_s, until_s=until_s))
+            placed.append(replace(one, node_ranks=node_ranks_of(layout), from_s=now_s, until_s=until_s))
             if cause == "interference":  # it comes and goes, three steps of four
                 every_s = 4 * step_s
                 for turn in range(int((until_s - now_s) / every_s)):
@@ -179,9 +205,9 @@ def launch(layout: str, settings: str, steps: int, folder: Path) -> RunDir:
     }  # fmt: skip
     command = [sys.executable, "-m", "trainspec_cli", "launch", "run.dir=run", f"train.max_steps={steps}", *SMALL]
     command += [*SYNC, *(() if "num_layers" in str(LAYOUTS[layout]) else ("model.num_layers=1",)), *LAYOUTS[layout]]
-    nodes = 2 if TWO[0] in command else 1
+    nodes = nodes_of(layout)
     if nodes > 1:
-        command += ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank"]
+        command += ["--nnodes", str(nodes), "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--node-rank"]
     with (folder / "printed.txt").open("w") as printed:
         started = [
             subprocess.Popen(
@@ -197,7 +223,8 @@ def launch(layout: str, settings: str, steps: int, folder: Path) -> RunDir:
 
 
 def cases_of(run: RunDir, placed: Sequence[Disturbed]) -> Iterator[tuple[Disturbed | None, RunEvidence]]:
-    """Yield each disturbance, and None for each healthy stretch, with its evidence."""
+    """Yield each disturbance, and None for each healthy stretch, with its evidence; those that the run has not reached
+    are left out."""
     events = [event for event in read_events(run.events(0)) if event["type"] in ("step", "counters")]
     lasted_s = {event["step"]: event["step_time_s"] for event in events if event["type"] == "step"}
     ended_s: dict[int, float] = {}
@@ -212,9 +239,13 @@ def cases_of(run: RunDir, placed: Sequence[Disturbed]) -> Iterator[tuple[Disturb
     first = ends < placed[0].from_s
     for one in placed:
         # The host is up to a step ahead of the device, and a step is read when the next one has begun.
-        yield one, part_of(evidence, first | ((ends > one.from_s) & (begins < one.until_s - lasted_s[2])))
-    for before, after in pairwise(placed):
-        yield None, part_of(evidence, first | ((begins > before.until_s + lasted_s[2]) & (ends < after.from_s)))
+        disturbed = (ends > one.from_s) & (begins < one.until_s - lasted_s[2])
+        if disturbed.sum() >= LEAST_STEPS:
+            yield one, part_of(evidence, first | disturbed)
+    for before, after in itertools.pairwise(placed):
+        healthy = (begins > before.until_s + lasted_s[2]) & (ends < after.from_s)
+        if healthy.any():
+            yield None, part_of(evidence, first | healthy)
 
 
 def part_of(evidence: RunEvidence, steps: np.ndarray) -> RunEvidence:
@@ -266,7 +297,7 @@ def print_found(folders: Iterable[Path]) -> None:
             if not is_right:
                 steps = f"steps {evidence.steps[0]}-{evidence.steps[-1]}, {len(evidence.steps)} of them"
                 print(
-                    f"{folder.name} {case and (case.cause, case.settings)} {steps}: {[_brief(one) for one in verdicts]}"
+                    f"{folder.name} {case and (case.cause, case.settings)} {steps}: {[brief(one) for one in verdicts]}"
                 )
     for name, counted in sorted(counts.items()):
         print(f"{name}: {counted[True]} of {counted.total()}")
@@ -274,7 +305,7 @@ def print_found(folders: Iterable[Path]) -> None:
     print(f"all: {sum(one[True] for one in disturbed)} of {sum(one.total() for one in disturbed)}")
 
 
-def _brief(one: RunVerdict) -> dict[str, Any]:
+def brief(one: RunVerdict) -> dict[str, Any]:
     brief: dict[str, Any] = {"cause": one.cause, "rank": one.rank, "node": one.node, "link": one.link}
     return {name: value for name, value in brief.items() if value is not None} | {"cost_s": round(one.cost_s, 3)}
 

@@ -166,6 +166,7 @@ COUNTERS = CountersEvent(
     memory_stall_s=0.5,
     major_faults=3,
     gc_s=0.0625,
+    starved_s=0.125,
     gc_runs=2,
     compiles=1,
     allocator_retries=5,
