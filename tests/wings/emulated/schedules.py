@@ -2,8 +2,9 @@
 `python -m wings.emulated.schedules JOB`, a process for each rank.
 
 JOB, in JSON: `cases` (names in `CASES`), `seeds` (null: work runs as soon as possible), `steps`, and optionally `plant`
-(a list of (module, text, other text): modules are imported with their text changed). Rank 0 prints a line of JSON for
-every run: the case, the seed, what differs from the CPU's run, and the seconds that it took.
+(a list of (module, text, other text): modules are imported with their text changed) and `stop` (1: end after the first
+difference). Rank 0 prints a line of JSON for every run: the case, the seed, what differs from the CPU's run, and the
+seconds that it took. A rank that fails prints its error so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,8 @@ class Planter:
 
 
 JOB: dict[str, Any] = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
-# Before anything imports the modules.
-sys.meta_path.insert(0, Planter(JOB.get("plant", ())))
+if JOB.get("plant"):
+    sys.meta_path.insert(0, Planter(JOB["plant"]))  # before anything imports the modules
 
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
@@ -73,7 +75,7 @@ from trainspec_cli.recipe.keys.run import CheckpointSpec  # noqa: E402
 from trainspec_cli.recipe.keys.training import LoraSpec, OptimSpec, ScheduleSpec  # noqa: E402
 from trainspec_cli.recipe.results.plan import Plan  # noqa: E402
 from trainspec_cli.run.folder.paths import RunDir  # noqa: E402
-from trainspec_cli.wings.certify.cases import Case, build_plan  # noqa: E402
+from trainspec_cli.wings.certify.cases import Case, Live, build_plan  # noqa: E402
 from trainspec_cli.wings.certify.families import FAMILIES  # noqa: E402
 from trainspec_cli.wings.emulated.engine import streams  # noqa: E402
 from trainspec_cli.wings.emulated.engine.device import PLUGIN  # noqa: E402
@@ -81,9 +83,11 @@ from trainspec_cli.wings.emulated.engine.device import PLUGIN  # noqa: E402
 SMALL = DecoderModel(
     num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_size=32, vocab_size=64, qk_norm=True
 )
-FAMILIES["small"] = SMALL
-FAMILIES["small_deep"] = replace(SMALL, num_layers=4)
-FAMILIES["small_moe"] = replace(SMALL, experts=ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=16))
+SMALL_MODELS = {
+    "small": SMALL,
+    "small_deep": replace(SMALL, num_layers=4),
+    "small_moe": replace(SMALL, experts=ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=16)),
+}
 SEQ_LEN = 16
 CONSTANT = ScheduleSpec(kind="constant")
 ADAMW = OptimSpec(name="adamw", lr=1e-2, schedule=CONSTANT)
@@ -99,7 +103,7 @@ class Short:
     def plan(self, steps: int) -> Plan:
         plan = build_plan(self.case, "cpu")
         spec = plan.spec
-        seq_len = SEQ_LEN if self.case.family.startswith("small") else spec.data.seq_len
+        seq_len = SEQ_LEN if self.case.family in SMALL_MODELS else spec.data.seq_len
         sections = {"optim": ADAMW} | self.sections
         spec = replace(
             spec,
@@ -154,9 +158,11 @@ CASES: dict[str, Short] = {
     "zero3_zbv": small(Layout(dp_shard=2, pp=2, pipeline_schedule="zbv"), "small_deep"),
     "tp_pp": small(Layout(tp=2, pp=2)),
     "tp_cp": small(Layout(tp=2, cp=2)),
+    "moved": small(Layout(dp_shard=2), live=Live((Layout(tp=2), Layout(pp=2)))),
 }
 MESHES = {kind: Meshes() for kind in ("cpu", PLUGIN.name)}
 Found = dict[str, Any]
+CPU = "cpu"
 
 
 def train(plan: Plan, there: torch.device, folder: Path) -> Found:
@@ -184,28 +190,32 @@ def differences(found: Found, expected: Found) -> list[str]:
         one, other = found.get(name), expected.get(name)
         return not torch.equal(one, other) if isinstance(one, torch.Tensor) else one != other
 
-    for name in sorted(found):
-        if name.startswith("step"):
-            print(name, found[name], expected.get(name), file=sys.stderr)
-    return [name for name in found.keys() & expected.keys() if differs(name)]
+    return sorted(name for name in found.keys() & expected.keys() if differs(name))
 
 
 def main() -> None:
+    FAMILIES.update(SMALL_MODELS)
     os.environ |= {DEVICE: PLUGIN.name, "LOCAL_RANK": "0"}
     enter("cpu")
     there = join_processes("cpu")
     folders = [tempfile.mkdtemp(prefix="schedules") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folders, device=torch.device("cpu"))
     folder = Path(folders[0])
+    case, seed = "", None
+    began_s = time.monotonic()
     try:
-        for case in JOB["cases"]:
+        for case, seed in product(JOB["cases"], (CPU, *JOB["seeds"])):
+            began_s = time.monotonic()
             plan = CASES[case].plan(JOB["steps"])
-            expected = train(plan, torch.device("cpu"), folder / case / "cpu")
-            for seed in JOB["seeds"]:
-                began_s = time.monotonic()
-                streams.SCHEDULER.start_order(seed)
-                found = train(plan, there, folder / case / str(seed))
-                report(case, seed, sorted(differences(found, expected)), began_s)
+            if seed == CPU:
+                expected = train(plan, torch.device("cpu"), folder / case / CPU)
+                continue
+            streams.SCHEDULER.start_order(seed)
+            found = differences(train(plan, there, folder / case / str(seed)), expected)
+            if dist.get_rank() == 0:
+                report(case, seed, found, began_s)
+            if found and JOB.get("stop"):
+                break
     except Exception as error:
         traceback.print_exc()
         report(case, seed, [f"{type(error).__name__}: {error}"], began_s)
@@ -216,7 +226,7 @@ def main() -> None:
     os._exit(0)
 
 
-def report(case: str, seed: int | None, differing: list[str], began_s: float) -> None:
+def report(case: str, seed: int | str | None, differing: list[str], began_s: float) -> None:
     line = {"case": case, "seed": seed, "differing": len(differing), "first": differing[-3:]}
     print(json.dumps(line | {"seconds": round(time.monotonic() - began_s, 2)}), flush=True)
 

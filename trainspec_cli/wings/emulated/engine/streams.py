@@ -42,8 +42,9 @@ CHANGED = 0.05
 """In order mode: the probability that a stream gets another priority after a piece of its work."""
 QUERIED = 0.1
 """In order mode: the probability that asking whether work is done runs a piece of it, so that polling ends."""
-IDLE_S = 0.01
-"""In order mode: real time without progress after which any work runs. Another rank may wait for it."""
+IDLE_S = 0.03
+"""In order mode: real time in which nothing is queued or run, after which exchanges run, and the work that they need:
+another rank may wait for them."""
 POLL_S = 2e-5
 BACKGROUND_S = 5e-4
 """Pause between two attempts to progress exchanges for which no thread waits."""
@@ -149,6 +150,7 @@ class Stream:
             if not self._queue:
                 SCHEDULER.busy.append(self)
             self._queue.append(work)
+            SCHEDULER.active_s = time.monotonic()
             self.queued += 1
             if work.moment is not None:
                 work.moment.number = self.queued
@@ -167,6 +169,10 @@ class Stream:
         with LOCK:
             SCHEDULER.poll()
             return self.done >= number
+
+    @property
+    def has_exchange(self) -> bool:
+        return any(work.exchange is not None for work in self._queue)
 
     @property
     def needed(self) -> Stream:
@@ -270,6 +276,10 @@ class StreamEvent:
             SCHEDULER.finish(self.at.stream, self.at.number)
             HOST.wait_until(self.at.device_s)
 
+    @property
+    def is_reached(self) -> bool:
+        return self.at is None or self.at.is_reached
+
     def query(self) -> bool:
         return self.at is None or self.at.stream.has_done(self.at.number)
 
@@ -298,8 +308,8 @@ class Scheduler:
         self._priorities: dict[Stream, float] = {}
         self._picked = 0.0
         self._needed = 0.0
-        self._progressed_s = 0.0
-        """Real time of the last progress, in order mode."""
+        self.active_s = 0.0
+        """Real time when work was last queued or run, in order mode."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
 
@@ -345,11 +355,23 @@ class Scheduler:
                 self._priorities[stream] = self.random.random()
         for stream in sorted(self.busy, key=self._priorities.__getitem__):
             if stream.step():
-                self._progressed_s = time.monotonic()
+                self.active_s = time.monotonic()
                 if self.random.random() < CHANGED:
                     self._priorities[stream] = self.random.random()
                 return True
         return False
+
+    def _step_exchanges(self) -> bool:
+        """In order mode, let exchanges in progress continue and, if nothing else happens, others start. Return whether
+        anything changed."""
+        changed = False
+        is_idle = time.monotonic() - self.active_s > IDLE_S
+        for stream in tuple(self.busy):
+            if stream._queue and stream._queue[0].handle is not None:
+                changed |= stream.step()
+            elif is_idle and stream.has_exchange:
+                changed |= stream.needed.step()
+        return changed
 
     def progress_exchanges(self) -> None:
         """Let exchanges progress while the host does something else, such as waiting for other ranks."""
@@ -362,13 +384,12 @@ class Scheduler:
         while True:
             self._has_exchanges.wait()
             with LOCK:
-                is_late = time.monotonic() - self._progressed_s > IDLE_S
-                for stream in tuple(self.busy):
-                    # In order mode, the random generator decides which exchange starts, until nothing else happens.
-                    if self.random is None or is_late or stream._queue[0].handle is not None:
-                        with suppress(Exception):  # the thread that waits for the exchange gets the same error
-                            stream.step()
-                if not any(work.exchange for stream in self.busy for work in stream._queue):
+                with suppress(Exception):  # the thread that waits for the exchange gets the same error
+                    if self.random is None:
+                        self._step_all()
+                    else:
+                        self._step_exchanges()
+                if not any(stream.has_exchange for stream in self.busy):
                     self._has_exchanges.clear()
             time.sleep(BACKGROUND_S)
 
@@ -380,13 +401,11 @@ class Scheduler:
                     if self.random is None:
                         changed = self._step_all()
                     elif self.random.random() < self._needed:
-                        changed = stream.needed.step()
-                        if not changed and time.monotonic() - self._progressed_s > IDLE_S:
-                            changed = self._pick()
+                        changed = stream.needed.step() or self._step_exchanges()
                     else:
                         changed = self._pick()
                     if changed:
-                        self._progressed_s = time.monotonic()
+                        self.active_s = time.monotonic()
                     else:
                         break
                 if stream.done >= number:
