@@ -134,6 +134,7 @@ CASES: dict[str, Short] = {
     "zero3_selective": small(Layout(dp_shard=2), recompute="selective"),
     "zero3_full": small(Layout(dp_shard=2), recompute="full"),
     "zero3_offload": small(Layout(dp_shard=2), offload="optimizer"),
+    "zero3_fp8": small(Layout(dp_shard=2), compute="fp8"),
     "zero3_muon": small(Layout(dp_shard=2), sections={"optim": replace(ADAMW, name="muon")}),
     "zero3_adamw8bit": small(Layout(dp_shard=2), sections={"optim": replace(ADAMW, name="adamw8bit")}),
     "zero3_lora": small(Layout(dp_shard=2), sections={"lora": LoraSpec(rank=4)}),

@@ -77,6 +77,8 @@ def test_tensors_of_host_and_device_do_not_mix_and_numbers_may() -> None:
     found = run("mixing")
     assert "emulated:0 and cpu" in found["refused"]
     assert found["number"] == [3.0, 3.0, 3.0]
+    # torch.compile has no backend for such a device.
+    assert found["uncompiled"] == {key: ["unsupported", key] for key in ("compile", "kernels.swiglu")}
 
 
 def test_what_makes_the_host_wait_is_counted() -> None:

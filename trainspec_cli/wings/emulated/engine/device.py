@@ -383,7 +383,9 @@ def is_pinned(host: Tensor) -> bool:
 
 
 def pin(host: Tensor) -> Tensor:
-    _pinned[host.untyped_storage().data_ptr()] = weakref.ref(host)
+    # The storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
+    storage = host.untyped_storage()
+    _pinned[storage.data_ptr()] = weakref.ref(storage)
     return host
 
 
@@ -662,7 +664,7 @@ _libraries: list[torch.library.Library] = []
 
 class EmulatedDevice:
     name = KIND
-    kind = DeviceKind("gloo", is_profiled=False)
+    kind = DeviceKind("gloo", is_profiled=False, compiles=False)
 
     def register(self) -> None:
         """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` holds its settings."""
