@@ -2,9 +2,10 @@
 `python -m wings.emulated.schedules JOB`, a process for each rank.
 
 JOB, in JSON: `cases` (names in `CASES`), `seeds` (null: work runs as soon as possible), `steps`, and optionally `plant`
-(a list of (module, text, other text): modules are imported with their text changed) and `stop` (1: end after the first
-difference). Rank 0 prints a line of JSON for every run: the case, the seed, what differs from the CPU's run, and the
-seconds that it took. A rank that fails prints its error so.
+(a list of (module, text, other text): modules are imported with their text changed), `stop` (1: end after the first
+difference), and `expected` (the folder that keeps the CPU's runs: a plant may change them, too). Rank 0 prints a line
+of JSON for every run: the case, the seed, what differs from the CPU's run, and the seconds that it took. A rank that
+fails prints its error so. With `steady` (1), it prints instead what makes the host wait in a later step of each case.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from trainspec_cli.balance.batch.division import even_division_of  # noqa: E402
 from trainspec_cli.core.environment_names import DEVICE  # noqa: E402
 from trainspec_cli.engine.accelerators import enter  # noqa: E402
 from trainspec_cli.engine.build.assemble import build_train_state  # noqa: E402
@@ -66,9 +68,10 @@ from trainspec_cli.engine.observe.journal import Journal  # noqa: E402
 from trainspec_cli.engine.run.coordinator import Coordinator  # noqa: E402
 from trainspec_cli.engine.run.faults import StopRequest  # noqa: E402
 from trainspec_cli.engine.run.scheduling.relayout import Meshes  # noqa: E402
+from trainspec_cli.engine.run.step import train_step  # noqa: E402
 from trainspec_cli.engine.run.trainer import Trainer  # noqa: E402
 from trainspec_cli.engine.run.training_run import TrainingRun  # noqa: E402
-from trainspec_cli.engine.tools.certify_worker import DrawnSource  # noqa: E402
+from trainspec_cli.engine.tools.certify_worker import DrawnSource, drawn_batch  # noqa: E402
 from trainspec_cli.recipe.keys.layout import Layout  # noqa: E402
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec  # noqa: E402
 from trainspec_cli.recipe.keys.run import CheckpointSpec  # noqa: E402
@@ -100,6 +103,11 @@ class Short:
     case: Case
     sections: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether all steps are alike, with the state on the device and without packages that may be missing."""
+        return self.case.live is None and self.case.offload == "none" and self.case.compute != "fp8"
+
     def plan(self, steps: int) -> Plan:
         plan = build_plan(self.case, "cpu")
         spec = plan.spec
@@ -121,6 +129,7 @@ def small(layout: Layout, family: str = "small", sections: dict[str, Any] | None
 
 CASES: dict[str, Short] = {
     "one": small(Layout()),
+    "one_offload": small(Layout(), offload="optimizer"),
     "dp": small(Layout(dp_replicate=2)),
     "dp_bf16": small(Layout(dp_replicate=2), compute="bf16"),
     "dp_int8": small(Layout(dp_replicate=2), gradients="int8"),
@@ -162,6 +171,8 @@ CASES: dict[str, Short] = {
     "moved": small(Layout(dp_shard=2), live=Live((Layout(tp=2), Layout(pp=2)))),
 }
 MESHES = {kind: Meshes() for kind in ("cpu", PLUGIN.name)}
+STEADY_STEPS = 3
+"""Steps until buffers, moments and caches exist."""
 Found = dict[str, Any]
 CPU = "cpu"
 
@@ -180,6 +191,22 @@ def train(plan: Plan, there: torch.device, folder: Path) -> Found:
     for file in sorted(folder.rglob("*.safetensors")):
         for name, tensor in safetensors.torch.load(file.read_bytes()).items():
             found[f"{file.relative_to(folder)} {name}"] = tensor.view(torch.uint8) if tensor.dim() else tensor.item()
+    return found
+
+
+def steady(plan: Plan, there: torch.device) -> dict[str, int]:
+    """Return what the last of a few steps does that makes the host wait, beyond queueing operations."""
+    state = build_train_state(plan, there, MESHES[there.type].of(plan.layout, there.type))
+    samples = plan.spec.batching.global_batch_size
+    own = even_division_of(plan).of_rank(state.mesh.data_rank, 0, samples)
+    found: dict[str, int] = {}
+    for _ in range(STEADY_STEPS):
+        batch = drawn_batch(plan.spec, state, own)
+        streams.counts.clear()
+        train_step(state, batch, global_tokens=samples * plan.spec.data.seq_len, clip_norm=1.0)
+        found = {name: number for name, number in streams.counts.items() if name != "operations"}
+    torch.accelerator.synchronize()
+    dist.barrier()
     return found
 
 
@@ -208,8 +235,20 @@ def main() -> None:
         for case, seed in product(JOB["cases"], (CPU, *JOB["seeds"])):
             began_s = time.monotonic()
             plan = CASES[case].plan(JOB["steps"])
+            if JOB.get("steady"):
+                counted = {"case": case, "differing": 0, "counts": steady(plan, there)}
+                if dist.get_rank() == 0:
+                    print(json.dumps(counted), flush=True)
+                continue
             if seed == CPU:
+                kept = Path(JOB["expected"]) / f"{case}.pt" if "expected" in JOB else None
+                if kept is not None and kept.exists():
+                    expected = torch.load(kept)
+                    continue
                 expected = train(plan, torch.device("cpu"), folder / case / CPU)
+                dist.barrier()  # all ranks have looked for the file
+                if kept is not None and dist.get_rank() == 0:
+                    torch.save(expected, kept)
                 continue
             streams.SCHEDULER.start_order(seed)
             found = differences(train(plan, there, folder / case / str(seed)), expected)
