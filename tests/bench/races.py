@@ -30,7 +30,7 @@ from trainspec_cli.core.environment_names import STORE_FILE
 TESTS = Path(__file__).parents[1]
 ORDERS = 12
 """Random orders that are tried for a plant."""
-HANGS_S = 150.0
+HANGS_S = 400.0
 PLANT_STEPS = 5
 """The loader's memory is used again after three batches."""
 
@@ -64,8 +64,8 @@ def without(case: str, module: str, line: str, *others: Change) -> Plant:
     return Plant(case, ((module, line, re.sub(r"\S.*", "pass", line)), *others))
 
 
-OURS = "                            torch.accelerator.current_stream().wait_event(event)\n"
-EARLIER = (DATA_PARALLEL, OURS, "                            pass\n")
+OURS = "                        torch.accelerator.current_stream().wait_event(event)\n"
+EARLIER = (DATA_PARALLEL, OURS, "                        pass\n")
 """The engine makes some of FSDP2's waits a little earlier, to time them: both have to be left out."""
 
 PLANTS = {
@@ -228,10 +228,11 @@ def find(name: str, expected: Path, orders: int = ORDERS) -> tuple[int, str] | N
     job = {"cases": [plant.case], "steps": PLANT_STEPS, "expected": str(expected), "seeds": []}
     if not (expected / f"{plant.case}.pt").exists():
         failed = run(processes(plant.case), job, time.monotonic() + HANGS_S)
-        assert not failed, failed
+        assert (expected / f"{plant.case}.pt").exists(), failed
     job |= {"seeds": [*range(orders)], "plant": plant.changes, "stop": 1}
     lines = run(processes(plant.case), job, time.monotonic() + HANGS_S)
     for number, line in enumerate(lines, 1):
+        assert "has no such text" not in str(line["first"]), line["first"]
         if line["differing"]:
             return number, str(line["first"][-1]).strip().splitlines()[-1][:120]
     return None if len(lines) >= orders else (len(lines) + 1, "the ranks hang")

@@ -179,6 +179,7 @@ CPU = "cpu"
 
 def train(plan: Plan, there: torch.device, folder: Path) -> Found:
     """Train as a launch does; return losses, gradient norms and all tensors of the checkpoints."""
+    torch.manual_seed(0)  # its state is part of a checkpoint
     run_dir = RunDir(folder)
     state = build_train_state(plan, there, MESHES[there.type].of(plan.layout, there.type))
     run = TrainingRun(plan, state, run_dir, "", StopRequest(), Journal(run_dir, dist.get_rank(), plan.spec))
