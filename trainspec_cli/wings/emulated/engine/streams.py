@@ -361,17 +361,13 @@ class Scheduler:
                 return True
         return False
 
-    def _step_exchanges(self) -> bool:
-        """In order mode, let exchanges in progress continue and, if nothing else happens, others start. Return whether
-        anything changed."""
-        changed = False
+    def _continue(self, stream: Stream) -> bool:
+        """In order mode, let an exchange in progress continue and, if nothing else happens, another one start. Return
+        whether anything changed."""
+        if stream._queue and stream._queue[0].handle is not None:
+            return stream.step()
         is_idle = time.monotonic() - self.active_s > IDLE_S
-        for stream in tuple(self.busy):
-            if stream._queue and stream._queue[0].handle is not None:
-                changed |= stream.step()
-            elif is_idle and stream.has_exchange:
-                changed |= stream.needed.step()
-        return changed
+        return is_idle and stream.has_exchange and stream.needed.step()
 
     def progress_exchanges(self) -> None:
         """Let exchanges progress while the host does something else, such as waiting for other ranks."""
@@ -384,11 +380,12 @@ class Scheduler:
         while True:
             self._has_exchanges.wait()
             with LOCK:
-                with suppress(Exception):  # the thread that waits for the exchange gets the same error
-                    if self.random is None:
-                        self._step_all()
-                    else:
-                        self._step_exchanges()
+                for stream in tuple(self.busy):
+                    with suppress(Exception):  # the thread that waits for the exchange gets the same error
+                        if self.random is None:
+                            stream.step()
+                        else:
+                            self._continue(stream)
                 if not any(stream.has_exchange for stream in self.busy):
                     self._has_exchanges.clear()
             time.sleep(BACKGROUND_S)
@@ -401,7 +398,7 @@ class Scheduler:
                     if self.random is None:
                         changed = self._step_all()
                     elif self.random.random() < self._needed:
-                        changed = stream.needed.step() or self._step_exchanges()
+                        changed = stream.needed.step() or any(map(self._continue, tuple(self.busy)))
                     else:
                         changed = self._pick()
                     if changed:
