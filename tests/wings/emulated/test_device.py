@@ -163,12 +163,11 @@ WAITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_no_step_waits_for_the_host_in_any_layout(ranks: int) -> None:
+def test_no_step_waits_for_the_host_in_any_layout() -> None:
     from wings.emulated.schedules import CASES  # it takes a second to import
 
-    cases = [name for name, short in CASES.items() if short.case.layout.world_size == ranks and short.is_steady]
-    lines = run_job(ranks, {"cases": cases, "seeds": [], "steps": 2, "steady": 1}, time.monotonic() + PATIENCE_S)
+    cases = [name for name, short in CASES.items() if short.case.layout.world_size == 2 and short.is_steady]
+    lines = run_job(2, {"cases": cases, "seeds": [], "steps": 2, "steady": 1}, time.monotonic() + PATIENCE_S)
     assert {line["case"]: line.get("counts", line.get("first")) for line in lines} == {
         case: WAITS.get(case, {}) for case in cases
     }

@@ -261,7 +261,14 @@ def _infer_grouped_product(x: Tensor, weight: Tensor, offs: Tensor | None = None
     return x.new_empty(shape)
 
 
-WITHOUT_VALUES: dict[str, Callable[..., Tensor]] = {"_grouped_mm": _infer_grouped_product}
+def _infer_repeated(repeats: Tensor, *, output_size: int) -> Tensor:
+    return torch.empty(output_size, dtype=torch.int64, device=repeats.device)
+
+
+WITHOUT_VALUES: dict[str, Callable[..., Tensor]] = {
+    "_grouped_mm": _infer_grouped_product,
+    "repeat_interleave": _infer_repeated,
+}
 """Operations whose shapes torch does not infer."""
 
 
