@@ -33,6 +33,8 @@ class DeviceKind:
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
     """True if torch's profiler measures times on the device (torch/autograd/profiler.py)."""
+    compiles: bool = True
+    """True if torch.compile has a backend for the device."""
 
 
 KINDS = {

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 
 from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.accelerators import enter, host_work
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
@@ -100,7 +101,18 @@ def mixing() -> dict[str, Any]:
         there + torch.ones(3)
     except RuntimeError as error:
         refused = str(error)
-    return {"refused": refused, "number": (there + torch.tensor(2.0)).cpu().tolist()}
+    plans = {
+        "compile": build_plan(Case("dense", compile=True), "cpu"),
+        "kernels.swiglu": build_plan(Case("dense", kernel=("swiglu", "compiled")), "cpu"),
+    }
+    uncompiled = {}
+    for key, plan in plans.items():
+        try:
+            build_train_state(plan, there.device)
+        except RecipeError as error:
+            uncompiled[key] = (error.problems[0].code, error.problems[0].path)
+    number = (there + torch.tensor(2.0)).cpu().tolist()
+    return {"refused": refused, "number": number, "uncompiled": uncompiled}
 
 
 def gathering() -> dict[str, Any]:

@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench.races import find, processes
+from bench.races import run as run_job
 from lab.drawing import slow_after
 from lab.waiting import PATIENCE_S
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
@@ -84,6 +87,8 @@ def test_tensors_of_host_and_device_do_not_mix_and_numbers_may() -> None:
     found = run("mixing")
     assert "emulated:0 and cpu" in found["refused"]
     assert found["number"] == [3.0, 3.0, 3.0]
+    # torch.compile has no backend for such a device.
+    assert found["uncompiled"] == {key: ["unsupported", key] for key in ("compile", "kernels.swiglu")}
 
 
 @pytest.mark.parametrize("sizes", slow_after(1, ["0", "1"]))
@@ -139,6 +144,56 @@ def test_random_numbers_do_not_depend_on_the_order_of_the_streams() -> None:
 def test_a_missing_wait_is_found(program: str, without: str) -> None:
     assert run("wrong_orders", program, "")["wrong"] == 0
     assert 0 < run("wrong_orders", program, without)["wrong"] <= SCHEDULES
+
+
+QUICK_PLANTS = (
+    "a batch in use is overwritten",
+    "a checkpoint is written before its copy",
+    "the step's agreement",
+    "sum over tp",
+    "gathered parameters are read early",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK_PLANTS)
+def test_a_wait_that_the_engine_lacks_is_found(name: str, tmp_path: Path) -> None:
+    assert find(name, tmp_path) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["zero3", "1f1b", "zero3_offload"])
+def test_training_gives_the_bits_of_a_cpu_run_in_random_orders(case: str) -> None:
+    job = {"cases": [case], "seeds": [None, 1, 2, 3], "steps": 3}
+    lines = run_job(processes(case), job, time.monotonic() + PATIENCE_S)
+    assert [(line["seed"], line["first"]) for line in lines] == [(None, []), (1, []), (2, []), (3, [])]
+
+
+WAITS = {
+    # The numbers of rows for each rank: in two layers and two micro-batches.
+    "ep": {"device to host": 4, "synchronisations": 4},
+}
+"""What makes the host wait in a step, by layout; nothing in all others that keep their state on the device."""
+
+
+@pytest.mark.slow
+def test_no_step_waits_for_the_host_in_any_layout() -> None:
+    from wings.emulated.schedules import CASES  # it takes a second to import
+
+    cases = [name for name, short in CASES.items() if short.case.layout.world_size == 2 and short.is_steady]
+    lines = run_job(2, {"cases": cases, "seeds": [], "steps": 2, "steady": 1}, time.monotonic() + PATIENCE_S)
+    assert {line["case"]: line.get("counts", line.get("first")) for line in lines} == {
+        case: WAITS.get(case, {}) for case in cases
+    }
+
+
+@pytest.mark.slow
+def test_a_value_that_a_step_reads_is_counted() -> None:
+    line = "    norm = agreed[1].sqrt().float()\n"
+    plant = [("trainspec_cli.engine.run.step", line, line + "    norm.item()\n")]
+    job = {"cases": ["one"], "seeds": [], "steps": 2, "steady": 1, "plant": plant}
+    (counted,) = run_job(1, job, time.monotonic() + PATIENCE_S)
+    assert counted["counts"] == {"synchronisations": 1}
 
 
 # Virtual time

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.accelerators import release_unused
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.engine.accelerators import KINDS, release_unused
 from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
 from trainspec_cli.engine.build.own_code import load_loss, try_own_block
 from trainspec_cli.engine.build.train_state import DTYPES, Allowance, LateSum, Stages, Throttle, TrainState
@@ -33,7 +34,7 @@ from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue, routers_of, sum_over_sequence
 from trainspec_cli.engine.shares import Cut, Share, is_quantised, quantised_parameters, split_quantised
 from trainspec_cli.planner.pipeline import cut_layers
-from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
+from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
 from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS
@@ -224,6 +225,18 @@ def is_twin(plan: Plan, name: str) -> bool:
     return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
 
 
+def _refuse_compiling(plan: Plan, device_type: str) -> None:
+    """Raise RecipeError if the plan needs torch.compile, and the device has no compiler."""
+    if KINDS[device_type].compiles:
+        return
+    compiled = [f"kernels.{op}" for op, name in vars(plan.kernels).items() if KERNELS[op][name].needs_compiler]
+    if plan.spec.compile or compiled:
+        key = "compile" if plan.spec.compile else compiled[0]
+        message = f"`{key}` needs torch.compile, which cannot compile for a device of kind `{device_type}`"
+        hint = "set compile=false" if plan.spec.compile else f"set {key}={TORCH}"
+        raise RecipeError(Problem("unsupported", message, key, hint))
+
+
 def build_train_state(
     plan: Plan,
     device: torch.device,
@@ -239,6 +252,7 @@ def build_train_state(
     `clock` and `wire` are those of the state that this one replaces. Without `fill`, parameters have no values and
     moments no memory yet, since `reshard` provides both.
     """
+    _refuse_compiling(plan, device.type)
     mesh = mesh or build_mesh(plan.layout, device.type)
     clock = clock or StepClock(device)
     layout = plan.layout

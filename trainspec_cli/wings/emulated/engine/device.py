@@ -168,7 +168,7 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _view(op, args, kwargs)
     if op._schema.is_mutable and (not op._schema.returns or op._schema.returns[0].alias_info is not None):
         result = _run_in_place(op, args, kwargs)
-    elif _reads(op, args):
+    elif _reads(op, args, kwargs):
         TIME.spend(op, args, kwargs, None)  # first: the host waits for it
         return _run(op, args, kwargs)
     else:
@@ -231,10 +231,10 @@ def _run_in_place(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_host, host_kwargs = tree_map(memory_of, args), tree_map(memory_of, kwargs)
-    if _reads(op, args):
+    if _reads(op, args, kwargs):
         current_stream().synchronize()
         if not MEMORY.has_values:
-            return _read_nothing(op, args, kwargs)
+            return _read_nothing(op, args)
     elif not MEMORY.has_values:
         infer = WITHOUT_VALUES.get(op.overloadpacket.__name__, op)
         shapes = infer(*on_host, **host_kwargs)
@@ -263,23 +263,30 @@ def _infer_grouped_product(x: Tensor, weight: Tensor, offs: Tensor | None = None
     return x.new_empty(shape)
 
 
-WITHOUT_VALUES: dict[str, Callable[..., Tensor]] = {"_grouped_mm": _infer_grouped_product}
+def _infer_repeated(repeats: Tensor, *, output_size: int) -> Tensor:
+    return torch.empty(output_size, dtype=torch.int64, device=repeats.device)
+
+
+WITHOUT_VALUES: dict[str, Callable[..., Tensor]] = {
+    "_grouped_mm": _infer_grouped_product,
+    "repeat_interleave": _infer_repeated,
+}
 """Operations whose shapes torch does not infer."""
 
 
-def _read_nothing(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _read_nothing(op: Any, args: Any) -> Any:
     """Return what the host reads from the device in sizes mode: 0, 0.0 or False."""
     name = op.overloadpacket.__name__
     if name == "_local_scalar_dense":
         return torch.zeros((), dtype=args[0].dtype).item()
-    if name == "repeat_interleave" and kwargs.get("output_size") is not None:
-        return new_tensor(torch.empty(kwargs["output_size"], dtype=torch.int64, device="meta"))
     message = f"{name} has no result in sizes mode of the emulated device (sizes=1): its shape depends on values"
     raise NotImplementedError(message)
 
 
-def _reads(op: Any, args: Any) -> bool:
+def _reads(op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the host needs the values: the operation returns a number, or shapes depend on them."""
+    if kwargs.get("output_size") is not None:  # of repeat_interleave
+        return False
     if op.overloadpacket.__name__ in INDEXING:
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
@@ -385,7 +392,9 @@ def is_pinned(host: Tensor) -> bool:
 
 
 def pin(host: Tensor) -> Tensor:
-    _pinned[host.untyped_storage().data_ptr()] = weakref.ref(host)
+    # The storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
+    storage = host.untyped_storage()
+    _pinned[storage.data_ptr()] = weakref.ref(storage)
     return host
 
 
@@ -682,7 +691,7 @@ _libraries: list[torch.library.Library] = []
 
 class EmulatedDevice:
     name = KIND
-    kind = DeviceKind("gloo", is_profiled=False)
+    kind = DeviceKind("gloo", is_profiled=False, compiles=False)
 
     def register(self) -> None:
         """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` holds its settings."""

@@ -135,7 +135,7 @@ class EmulatedMemory:
     def _reclaim(self) -> None:
         left = []
         for allocation, events in self._kept:
-            if all(event.query() for event in events):
+            if all(event.is_reached for event in events):
                 self._release(allocation)
             else:
                 left.append((allocation, events))

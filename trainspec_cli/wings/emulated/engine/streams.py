@@ -42,8 +42,9 @@ CHANGED = 0.05
 """In order mode: the probability that a stream gets another priority after a piece of its work."""
 QUERIED = 0.1
 """In order mode: the probability that asking whether work is done runs a piece of it, so that polling ends."""
-IDLE_S = 0.01
-"""In order mode: real time without progress after which any work runs. Another rank may wait for it."""
+IDLE_S = 0.03
+"""In order mode: real time in which nothing is queued or run, after which exchanges run, and the work that they need:
+another rank may wait for them."""
 POLL_S = 2e-5
 BACKGROUND_S = 5e-4
 """Pause between two attempts to progress exchanges for which no thread waits."""
@@ -164,6 +165,7 @@ class Stream:
             if not self._queue:
                 SCHEDULER.busy.append(self)
             self._queue.append(work)
+            SCHEDULER.active_s = time.monotonic()
             self.queued += 1
             if work.moment is not None:
                 work.moment.number = self.queued
@@ -185,6 +187,10 @@ class Stream:
         with LOCK:
             SCHEDULER.poll()
             return self.done >= number
+
+    @property
+    def has_exchange(self) -> bool:
+        return any(work.exchange is not None for work in self._queue)
 
     @property
     def needed(self) -> Stream:
@@ -296,6 +302,10 @@ class StreamEvent:
             SCHEDULER.finish(self.at.stream, self.at.number)
             HOST.wait_until(self.at.device_s)
 
+    @property
+    def is_reached(self) -> bool:
+        return self.at is None or self.at.is_reached
+
     def query(self) -> bool:
         return self.at is None or self.at.stream.has_done(self.at.number)
 
@@ -324,8 +334,8 @@ class Scheduler:
         self._priorities: dict[Stream, float] = {}
         self._picked = 0.0
         self._needed = 0.0
-        self._progressed_s = 0.0
-        """Real time of the last progress, in order mode."""
+        self.active_s = 0.0
+        """Real time when work was last queued or run, in order mode."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
         self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
@@ -373,11 +383,19 @@ class Scheduler:
                 self._priorities[stream] = self.random.random()
         for stream in sorted(self.busy, key=self._priorities.__getitem__):
             if stream.step():
-                self._progressed_s = time.monotonic()
+                self.active_s = time.monotonic()
                 if self.random.random() < CHANGED:
                     self._priorities[stream] = self.random.random()
                 return True
         return False
+
+    def _continue(self, stream: Stream) -> bool:
+        """In order mode, let an exchange in progress continue and, if nothing else happens, another one start. Return
+        whether anything changed."""
+        if stream._queue and stream._queue[0].handle is not None:
+            return stream.step()
+        is_idle = time.monotonic() - self.active_s > IDLE_S
+        return is_idle and stream.has_exchange and stream.needed.step()
 
     def progress_exchanges(self) -> None:
         """Let exchanges progress while the host does something else, such as waiting for other ranks."""
@@ -390,13 +408,13 @@ class Scheduler:
         while True:
             self._has_exchanges.wait()
             with LOCK:
-                is_late = time.monotonic() - self._progressed_s > IDLE_S
                 for stream in tuple(self.busy):
-                    # In order mode, the random generator decides which exchange starts, until nothing else happens.
-                    if self.random is None or is_late or stream._queue[0].handle is not None:
-                        with suppress(Exception):  # the thread that waits for the exchange gets the same error
+                    with suppress(Exception):  # the thread that waits for the exchange gets the same error
+                        if self.random is None:
                             stream.step()
-                if not any(work.exchange for stream in self.busy for work in stream._queue):
+                        else:
+                            self._continue(stream)
+                if not any(stream.has_exchange for stream in self.busy):
                     self._has_exchanges.clear()
             time.sleep(BACKGROUND_S)
 
@@ -408,13 +426,11 @@ class Scheduler:
                     if self.random is None:
                         changed = self._step_all()
                     elif self.random.random() < self._needed:
-                        changed = stream.needed.step()
-                        if not changed and time.monotonic() - self._progressed_s > IDLE_S:
-                            changed = self._pick()
+                        changed = stream.needed.step() or any(map(self._continue, tuple(self.busy)))
                     else:
                         changed = self._pick()
                     if changed:
-                        self._progressed_s = time.monotonic()
+                        self.active_s = time.monotonic()
                     else:
                         break
                 if stream.done >= number:
