@@ -35,7 +35,7 @@ ALIGNED = 2048
 
 
 class RowExchange(Protocol):
-    """Carries rows of bytes between the ranks of a group."""
+    """Exchanges byte buffers between the ranks of a group."""
 
     @property
     def size(self) -> int: ...

@@ -417,7 +417,7 @@ def matmul_flops(
     limit_s: float = math.inf,
     product: Product = PRODUCTS[0],
 ) -> float:
-    """Return the FLOP/s of a square product in the fastest round."""
+    """Return the FLOP/s of a square matrix multiplication in the fastest round."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / quickest_s(lambda: product(a, b), device, rounds, round_s, limit_s)
 

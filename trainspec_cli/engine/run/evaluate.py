@@ -220,7 +220,7 @@ class HeldoutLosses:
         return last
 
     def has_ended(self, patience: int | None) -> bool:
-        """Return whether the run is to end because none of the last `patience` evaluations was better than the best."""
+        """Return whether to stop because none of the last `patience` evaluations improved on the best."""
         return patience is not None and self.since_best >= patience
 
     @property

@@ -120,8 +120,8 @@ def follows_earlier(plan: Plan, group: int | None) -> bool:
 
 
 def watches_speeds(plan: Plan, group: int | None) -> bool:
-    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages, the
-    layout of several ranks, or the participating nodes."""
+    """Return whether the scheduler could change anything: the sample shares of several ranks or groups, the layer split
+    of a pipeline, the layout of several ranks, or the participating nodes."""
     scheduler = plan.spec.scheduler
     divided = plan.layout.data_parallel_size > 1 or group is not None
     could_change = {
