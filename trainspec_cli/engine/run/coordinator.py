@@ -1,7 +1,7 @@
 """The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between them.
 
-An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A wing
-provides another coordinator for its own kind of runs (`COORDINATORS`).
+An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A plug-in
+provides another coordinator for its kind of runs (`COORDINATORS`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from trainspec_cli.recipe.rules.check import parts_for
 @dataclass(frozen=True)
 class StepStart:
     progress: TrainProgress
-    """The progress at which the step begins: further than before if the state was healed or restored."""
+    """The progress at which the step begins. It is further than before if the state was healed or restored."""
     stop: bool = False
-    """True if no step is made, because the run ends here."""
+    """True if the run ends here, so that no step is made."""
 
 
 @dataclass(frozen=True)
