@@ -102,6 +102,6 @@ def attach(checkpoints: str | Path | None = None) -> AttachedRun:
 
     point: Point[Callable[[str | Path | None], AttachedRun]] = Point("attach")
     if not (connects := parts_of(point)):
-        hint = "install all of trainspec: `wings/own_script` is missing"
+        hint = "reinstall trainspec: `wings/own_script` is missing"
         raise MachineError(Problem(MISSING_WING, "scripts cannot attach themselves", hint=hint, environment=True))
     return connects[0](checkpoints)

@@ -70,7 +70,7 @@ conditions), none does (**does not hold**), or no figure can decide it (**undeci
 ABOUT_GOODPUT = """\
 ## Published goodput, simulated
 
-The same simulation, with the rates that each source reports for its run, or else trainspec's own within their bounds;
+The same simulation, with the rates that each source reports for its run, or otherwise trainspec's within their bounds;
 nothing is fitted (`python tests/bench/published_goodput.py`).
 
 """

@@ -167,7 +167,7 @@ def test_where_all_runs_are_damaged_last_is_none(project: Path) -> None:
     make_run(project / "runs/tiny/one").run_json.write_text("{")
     assert tell("runs")[0] == 0
     code, said = tell("report", "last")
-    assert code == 2 and "every run of this folder is damaged" in said
+    assert code == 2 and "every run in this folder is damaged" in said
 
 
 def test_a_run_named_by_what_no_folder_is_called(project: Path) -> None:

@@ -89,7 +89,7 @@ class LayoutAdvisor:
         domain_ranks = spec.cluster.scaleup_devices or self._plan.devices_per_node
         self._links = LinkPaceTracker(spec.scheduler.change, domain_ranks)
         self._in_force: Layout | None = None
-        """Layout of the last report; None from a change until the next report."""
+        """Layout in the last report; None after a change until the next report."""
         self._changed_to: Layout | None = None
         """Layout of the latest change since this start."""
         self._wanted: Callable[[], LayoutProposal | None] | None = None

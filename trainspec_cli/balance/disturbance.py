@@ -215,7 +215,9 @@ def _check_leaves(
         if replica_groups - len(away) < min_groups:
             there = f"{replica_groups - len(away)} of {replica_groups} replica groups are left at step"
             message = f"{there} {leave.from_step:,}, and the run waits for {min_groups}"
-            yield Problem("unsupported", message, f"{path}.leaves.{number}", "let fewer nodes be absent at once")
+            yield Problem(
+                "unsupported", message, f"{path}.leaves.{number}", "allow fewer absent nodes at the same time"
+            )
 
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:

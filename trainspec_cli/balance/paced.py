@@ -1,5 +1,5 @@
-"""A layout's steps on ranks with measured speeds: with the best sample shares and layer split, and a lower bound on
-their time."""
+"""Step times of a layout on ranks with measured speeds, with the best sample shares and layer split, and their lower
+bound."""
 
 from __future__ import annotations
 

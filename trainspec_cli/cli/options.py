@@ -25,7 +25,7 @@ RecipeArguments = Annotated[
     ),
 ]
 NumNodes = Annotated[
-    int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes; give the same command on each.")
+    int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes; run the same command on each.")
 ]
 NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number of this node, from 0.")]
 Endpoint = Annotated[

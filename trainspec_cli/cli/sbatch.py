@@ -127,7 +127,7 @@ def sbatch(
     else:
         asked = CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
         if not (prepares := parts_of(PREPARE_COMMAND)):
-            hint = "name a recipe, or install all of trainspec: the wing for commands is missing"
+            hint = "name a recipe, or reinstall trainspec: the plug-in for commands is missing"
             raise MachineError(
                 Problem(MISSING_WING, "this installation cannot run user-supplied commands", "COMMAND", hint)
             )

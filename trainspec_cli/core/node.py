@@ -79,7 +79,7 @@ def state_dir() -> Path:
 def make_cache() -> None:
     """Create the cache, accessible only to this user, if it does not exist.
 
-    Raises MachineError in the same cases as `cache_dir`, and if it cannot be written to."""
+    Raises MachineError in the same cases as `cache_dir`, and if the cache is not writable."""
     folder = _location()
     try:
         make_folder(folder, CHOOSE_ANOTHER)

@@ -90,7 +90,7 @@ def part_named(point: Point[NamedPart], name: str, trunks: NamedPart) -> NamedPa
         return trunks
     if (found := next((part for part in parts_of(point) if part.name == name), None)) is None:
         message = f"this installation of trainspec has no part for runs of the kind `{name}`"
-        hint = f"install all of trainspec: the wing that provides {point.name} is missing in {FOLDER}"
+        hint = f"reinstall trainspec: the plug-in that provides {point.name} is missing in {FOLDER}"
         raise MachineError(Problem(MISSING_WING, message, hint=hint, environment=True))
     return found
 

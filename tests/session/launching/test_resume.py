@@ -168,7 +168,7 @@ def test_a_run_that_is_done_goes_on_only_with_more_steps(
     with pytest.raises(RecipeError, match="nothing is left to do") as refused:
         prepare(run, f"train.max_steps={max_steps}")
     hint = refused.value.problems[0].hint
-    assert hint == f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
+    assert hint == f"to continue: trainspec resume {run.root} train.max_steps={2 * step}"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_run_whose_batch_changes_is_done_when_its_samples_are_trained(
         f"the run is at step {step}, and has trained 160 samples; `train.max_steps` 20 times "
         "`batching.global_batch_size` 8 are 160: nothing is left to do"
     )
-    assert problem.hint == f"to train on: trainspec resume {run.root} train.max_steps=40"
+    assert problem.hint == f"to continue: trainspec resume {run.root} train.max_steps=40"
     assert prepare(run, "train.max_steps=21").plan.spec.train.max_steps == 21
 
 

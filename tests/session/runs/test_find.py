@@ -99,7 +99,7 @@ def test_last_passes_over_damaged_runs_and_says_so(
     assert find_run(LAST).root.resolve() == whole.root
     assert "last skips runs/tiny/b, which is damaged: " in capsys.readouterr().err
     whole.run_json.write_text("{")
-    with pytest.raises(RecipeError, match=r"every run of this folder is damaged"):
+    with pytest.raises(RecipeError, match=r"every run in this folder is damaged"):
         find_run(LAST)
 
 

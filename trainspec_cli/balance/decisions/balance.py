@@ -267,7 +267,7 @@ def _shift(
 
 
 def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
-    """Return the time in which all ranks together finish `samples`, with 0 to `most` samples on each rank.
+    """Return the time that all ranks together need for `samples`, with 0 to `most` samples on each rank.
 
     The number of finished samples grows piecewise linearly with the time. Each round removes the ranks at either end of
     their range, until the common time keeps all other ranks within theirs."""

@@ -89,7 +89,7 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
 
 
 def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
-    """Perform the client's half on a blocking connection that has a timeout.
+    """Perform the client's part of the handshake on a blocking connection with a timeout.
 
     Raises HandshakeError, or OSError if the connection is lost. A server closes connections during their handshake when
     too many arrive at the same time."""

@@ -105,7 +105,7 @@ def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
         made = call(**data.options)
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
         message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}; expected documents"
-        raise RecipeError(Problem("wrong_type", message, extension.path, "yield them one by one"))
+        raise RecipeError(Problem("wrong_type", message, extension.path, "yield documents one by one"))
     given: Iterator[Any] = iter(made)
     while True:
         number += 1

@@ -130,7 +130,7 @@ def _torchtitan(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[Ot
         module, _, leaf = rest.rpartition(".")
         name = f"layers.{layer}.{_TITAN[module]}.{leaf}"
         is_rotated = module in ("self_attn.q_proj", "self_attn.k_proj") and not model.qk_norm
-        # With normalised queries and keys torchtitan rotates halves, like Hugging Face.
+        # If queries and keys are normalised, torchtitan rotates halves, like Hugging Face.
         rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
         yield OtherTensor(name, shape, tuple(rows))
 

@@ -99,7 +99,7 @@ class TorchArchive:
         return content.read(size)
 
     def tensor(self, name: str, value: Value) -> StridedTensor:
-        """Return a tensor in the pickle. Raises MachineError, which names it."""
+        """Return a tensor from the pickle. Raises a MachineError that names it."""
         try:
             return self._tensor(value)
         except (ValueError, TypeError, KeyError, IndexError) as error:

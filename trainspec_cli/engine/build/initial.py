@@ -93,7 +93,7 @@ class MappedTensors:
                 yield f"{count:,} of {math.prod(piece.shape):,} in {piece.tensor} ({file})"
 
     def _box(self, piece: Piece) -> Tensor:
-        """Return the piece's tensor in the parameter's own order of dims."""
+        """Return the piece's tensor with the dims in the parameter's order."""
         entry = self._entries[piece.tensor]
         if isinstance(entry, PartedTensor):
             # Copy the parts together. Elements that no part covers become NaN, and are reported.

@@ -1,1 +1,1 @@
-"""The run's state on disk: written under a temporary name, digested, and renamed when complete."""
+"""The run's state on disk, which is written under a temporary name, digested, and renamed when complete."""

@@ -1,9 +1,10 @@
-"""A checkpoint's folder: written as `.step_00000020.TOKEN.partial`, published by one rename when all parts exist.
+"""A checkpoint's folder. It is written as `.step_00000020.TOKEN.partial`, and published by one rename when all parts
+exist.
 
-So a folder with the final name is always complete, whenever the run was killed. The ranks agree through the folder
-itself: each writes `rank00003.json` next to its file once that is on disk, or `rank00003.failed.json` on failure. The
-token is unique to a run, so leftovers of a killed save are never mistaken for a part; the next published save removes
-them.
+So a folder with the final name is always complete, no matter when the run was killed. The ranks coordinate through the
+folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
+failure. The token is unique to a run, so leftovers of a killed save are never mistaken for a part; the next published
+save removes them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
 def commit(
     run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int, kept_step: int | None = None
 ) -> CheckpointManifest:
-    """Wait for every rank's part, then publish the checkpoint; called by one rank. The last checkpoints and that of
+    """Wait for every rank's part, then publish the checkpoint; called by one rank. The last checkpoints and the one of
     `kept_step` are kept. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
@@ -108,7 +109,7 @@ def commit(
         for step in run_dir.checkpoint_steps()[:-keep_last]:
             if step != kept_step:
                 shutil.rmtree(run_dir.checkpoint(step))
-        # A save that was killed leaves its folder behind.
+        # If a save is killed, its folder is left behind.
         for left in run_dir.checkpoints.glob(".step_*.partial"):
             if int(left.name.split(".")[1].removeprefix("step_")) <= about.step:
                 shutil.rmtree(left)
@@ -154,7 +155,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# A checkpoint's content as named parts of full tensors, and the choice of the rank that writes each part.
+# A checkpoint's content as named parts of full tensors, and the assignment of parts to the ranks that write them.
 
 
 PartKey = tuple[str, tuple[int, ...]]
@@ -218,14 +219,14 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
-    """Errors of compressed gradient exchanges on this rank, and the state of its coordinator, by a name that no other
-    rank or layout uses. It is saved and loaded, but not copied to another replica group."""
+    """Errors of compressed gradient exchanges on this rank, and the state of its coordinator, under names that no other
+    rank or layout uses. They are saved and loaded, but not copied to another replica group."""
     lost: Sequence[TensorPart] = ()
-    """The same errors as shares of the parameters, the form that moves to another layout; created only for this
+    """The same errors in the form of parameter shares, which can move to another layout; created only for this
     purpose."""
 
     def parts(self) -> list[TensorPart]:
-        """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
+        """Return the live tensors as parts `model.*` and `optimizer.*`, except empty ones."""
         found = list(self.lost)
         for share in unique_shares(self.shares):
             found.append(_part(f"model.{share.name}", share, share.local.detach()))
@@ -250,7 +251,7 @@ def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Return the buffers that training changes; they are identical on every rank that holds them."""
+    """Return the buffers that training changes. They are identical on all ranks that hold them."""
     kept = module.state_dict(keep_vars=True).keys()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
@@ -285,10 +286,10 @@ def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
 
 
 def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:
-    """Return the rank that writes each part. `held[rank]`: the parts that a rank holds, with their bytes.
+    """Return the rank that writes each part. `held[rank]`: the parts that a rank holds, with their sizes in bytes.
 
-    The largest parts are assigned first, each to the holder with the least to write so far. Every rank that computes
-    this from the same lists gets the same result.
+    The largest parts are assigned first, each to the holder with the fewest bytes to write so far. All ranks compute
+    the same result from the same lists.
     """
     holders: defaultdict[PartKey, list[int]] = defaultdict(list)
     sizes: dict[PartKey, int] = {}

@@ -27,12 +27,12 @@ MANIFEST = CHECKPOINT_MANIFEST
 
 @dataclass(frozen=True)
 class About:
-    """The step and the run that a checkpoint belongs to."""
+    """The step and the run of a checkpoint."""
 
     step: int
     """Number of updates made."""
     samples: int
-    """Samples read by all ranks, which is also the next sample's position."""
+    """Number of samples read by all ranks, which is also the position of the next sample."""
     seed: int
     recipe_digest: str
     pace: BatchPace | None = None
@@ -41,7 +41,7 @@ class About:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a full tensor, in a file of the checkpoint under the tensor's own name."""
+    """A part of a full tensor, stored in one of the checkpoint's files under the tensor's name."""
 
     file: str
     offsets: tuple[int, ...]
@@ -54,7 +54,7 @@ class TensorEntry:
     dtype: str
     """The dtype by its safetensors name: F32, BF16, U8, ..."""
     chunks: tuple[Chunk, ...]
-    """Together they cover the tensor, each element once."""
+    """The chunks cover each element of the tensor exactly once."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """One rank's file and its tensors, as reported in `rank00003.json` beside the file."""
+    """One rank's file and its tensors, as reported in `rank00003.json` next to the file."""
 
     file: FileDigest
     tensors: dict[str, TensorEntry]
-    """The entries hold only this rank's chunk."""
+    """Each entry contains only this rank's chunk."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def part_from(content: Mapping[str, object]) -> WrittenPart:
 
 
 def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError for a file outside the checkpoint's folder, or for a negative size."""
+    """Raise ValueError if a file is outside the checkpoint's folder or a size is negative."""
     chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
     for name in dict.fromkeys([*(file.name for file in files), *(chunk.file for chunk in chunks)]):
         if not is_plain_name(name):
@@ -177,6 +177,6 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:
-    """`hint`: for a complete checkpoint; a damaged one is to be removed."""
+    """`hint`: advice for a complete checkpoint; a damaged checkpoint has to be removed."""
     damaged = f"remove the folder {folder} to resume from the checkpoint before it"
     return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

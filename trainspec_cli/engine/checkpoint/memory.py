@@ -1,9 +1,9 @@
-"""Copies of the newest state in the nodes' memory, which outlive the workers; a neighbour's copy outlives its node.
+"""Copies of the newest state in the nodes' memory. They outlive the workers, and a neighbour's copy outlives its node.
 
-Each rank's copy is a checkpoint file in /dev/shm, in one of two slots, so that one of them is always complete. With
-several nodes, every rank also keeps a copy for its neighbour, the same local rank on the previous node. A run that
-restarts on the same nodes resumes from there if all parts of a step newer than the one on disk are found; parts that a
-new node lacks are sent to it.
+Each rank's copy is a checkpoint file in one of two slots in /dev/shm, so that one copy is always complete. With several
+nodes, every rank also keeps a copy for its neighbour, the same local rank on the previous node. A run that restarts on
+the same nodes resumes from these copies if all parts of a step are found and the step is newer than the one on disk.
+Parts that are missing on a new node are sent to it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ from trainspec_cli.run.folder.files import write_json
 
 # The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format").
 #
-# Eight bytes with the header's length, the header in JSON, then the tensors' bytes without gaps. The largest elements
-# come first, so every tensor is aligned. Files are read with safetensors itself, and written from a reused buffer.
+# A file consists of eight bytes with the header's length, the header in JSON, and the tensors' bytes without gaps.
+# Tensors with the largest elements come first, so every tensor is aligned. Files are read with safetensors itself, and
+# written from a reused buffer.
 
 
 CODES = {
@@ -69,7 +70,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Image:
-    """The layout of the file, which is filled repeatedly with parts of the same names, shapes and dtypes."""
+    """The layout of the file, which is filled repeatedly with parts that have the same names, shapes and dtypes."""
 
     parts: tuple[TensorPart, ...]
     header: bytes
@@ -91,7 +92,7 @@ class Image:
             target.copy_(part.tensor, non_blocking=True)
 
     def stream(self, parts: Sequence[TensorPart]) -> Iterator[memoryview]:
-        """Yield the file's bytes directly from the live tensors."""
+        """Yield the bytes of the file directly from the live tensors."""
         yield memoryview(self.header)
         for part in parts:
             yield view_bytes(part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
@@ -105,7 +106,7 @@ class Image:
 
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a one-dimensional uint8 tensor on the CPU; it keeps the tensor alive. numpy is not used,
-    because torch cannot free a storage that numpy has seen, which a change of layout must do."""
+    because torch cannot free a storage that numpy has accessed, and a change of layout has to free it."""
     array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
@@ -127,7 +128,7 @@ def plan_image(parts: Sequence[TensorPart]) -> Image:
 
 @dataclass(frozen=True)
 class CopyLocation:
-    """This rank's position among the nodes, and the folder of its node's copies."""
+    """This rank's position among the nodes, and the folder with its node's copies."""
 
     folder: Path
     """This node's folder in memory."""
@@ -141,12 +142,12 @@ class CopyLocation:
 
     @property
     def guest(self) -> int | None:
-        """The rank whose copy is kept here too; None on a single node."""
+        """The rank whose copy is also kept here; None on a single node."""
         return (self.rank - self.ranks_per_node) % self.world_size if self.world_size > self.ranks_per_node else None
 
     @property
     def keeper(self) -> int:
-        """The rank that keeps this one's copy."""
+        """The rank that keeps this rank's copy."""
         return (self.rank + self.ranks_per_node) % self.world_size
 
     def slot(self, number: int) -> Path:
@@ -165,19 +166,19 @@ class MemoryCopies:
         name = file_name(location.rank)
         own = WrittenPart(FileDigest(name, image.bytes, sha256=""), image.entries(name))
         self._images = gather_json(asdict(own), part_from)
-        """The content of each rank's copy, without a digest."""
+        """The content of each rank's copy, without digests."""
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """Release this rank's buffers; their content stays in the node's memory."""
+        """Release this rank's buffers. Their content stays in the node's memory."""
         for buffer in self._own.values():
             unpin(buffer, self._device)
         self._own.clear()
 
     def open(self, slot: int) -> Tensor:
-        """Return the slot's buffer, to be filled, and invalidate its former copy. The buffer is created at first use:
-        until then the slot may hold the copy that the run resumes from."""
+        """Return the slot's buffer, to be filled, and invalidate its former copy. The buffer is created at first use,
+        because until then the slot may hold the copy that the run resumes from."""
         location = self._location
         guest = location.guest
         _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
@@ -192,7 +193,7 @@ class MemoryCopies:
         return self._own[slot]
 
     def share(self, slot: int, about: About) -> None:
-        """Digest a filled slot, send it to its keeper, and mark both copies here as complete."""
+        """Digest a filled slot, send it to its keeper, and mark both copies on this node as complete."""
         digest = hashlib.sha256(view_bytes(self._own[slot])).digest()
         self._mark_whole(slot, self._location.rank, about, digest)
         if self._location.guest is None:
@@ -234,10 +235,10 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step whose parts are all in the memory of some node."""
+    """A step of which each part is in some node's memory."""
 
     folder: Path
-    """The slot on this node, with all files that its ranks need."""
+    """The slot on this node, with all files that the node's ranks need."""
     slot: int
     manifest: CheckpointManifest
     holders: dict[str, int]
@@ -261,7 +262,7 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
 
 
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
-    """Yield the complete parts on this node; its ranks share the verification.
+    """Yield the complete parts on this node. Its ranks divide the verification among themselves.
 
     The mark of an incomplete copy is removed, so that `fetch` replaces the copy.
     """
@@ -276,7 +277,8 @@ def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
 
 
 def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
-    """Send the files of `found` that ranks need to nodes that lack them. Called collectively by all ranks."""
+    """Send the files of `found` to nodes whose ranks need them but do not have them. Called collectively by all
+    ranks."""
     has = {path.name for path in found.folder.glob("rank*.safetensors")}
     whole = {name for name in has if _mark_file(found.folder, int(name[4:9])).is_file()}
     wanted = gather_json(
@@ -307,7 +309,7 @@ def _mark_file(slot: Path, rank: int) -> Path:
 
 
 def _segment(path: Path, size: int, device: torch.device) -> Tensor:
-    """Return shared memory that outlives this process; it is reserved in advance, since writing to a full tmpfs kills
+    """Return shared memory that outlives this process. It is reserved in advance, because writing to a full tmpfs kills
     the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -1,8 +1,8 @@
-"""Move the state of one layout into another, between the same processes, in memory.
+"""Move the state from one layout to another, in memory and between the same processes.
 
-Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that little of
-the state exists twice. Until the last bucket has arrived, the move can be undone: a rank that cannot continue reports
-this before any message of its bucket is sent, and all ranks move back what was moved.
+Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that only a small
+part of the state exists twice. Until the last bucket has arrived, the move can be undone: a rank that cannot continue
+reports this before any message of the bucket is sent, and all ranks undo the moves so far.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trainspec_cli.recipe.records import convert
 # The slices that ranks send to one another to turn the state of one layout into that of another.
 #
 # Parts are identified as in a checkpoint: by the name of the full tensor and their position in it. Tenplex
-# (arXiv:2312.05181) derives its exchanges from such coordinates too.
+# (arXiv:2312.05181) also derives its exchanges from such coordinates.
 
 
 BUCKET_BYTES = 2**26
-"""The most bytes of a rank's tensors, in the old and the new layout together, that are moved at a time; a bucket has at
+"""Maximum size in bytes of a rank's tensors in a bucket, in the old and the new layout together. A bucket contains at
 least one tensor."""
 
 
@@ -68,7 +68,8 @@ class PartPlace:
 
 @dataclass(frozen=True)
 class Move:
-    """A slice of a full tensor that one rank holds in the old layout, and one (perhaps the same) in the new one."""
+    """A slice of a full tensor that one rank holds in the old layout, and one rank (possibly the same) in the new
+    layout."""
 
     name: str
     dtype: torch.dtype
@@ -91,11 +92,11 @@ Places = Sequence[Sequence[PartPlace]]
 
 
 def plan_moves(old: Places, new: Places) -> list[Move]:
-    """Return the moves that fill every part of `new` from `old`, each element once, ordered by name.
+    """Return the moves that fill every part of `new` from `old`, each element exactly once, ordered by name.
 
-    A rank copies what it holds from itself; if several others hold a slice, the receivers are spread over them. Every
-    rank that computes this from the same places gets the same result. Raises ValueError if the old layout lacks an
-    element, or holds it in another format.
+    A rank copies the slices that it already holds locally. If several other ranks hold a slice, its receivers are
+    distributed over them. All ranks compute the same result from the same places. Raises ValueError if an element is
+    missing from the old layout or has a different format there.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):
@@ -121,8 +122,8 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
 
 
 def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
-    """Divide the names of all tensors, in order, into buckets, so that no rank holds more than the limit per bucket in
-    both layouts together; a tensor that exceeds the limit on some rank gets its own bucket."""
+    """Divide the names of all tensors, in order, into buckets. No rank holds more than the limit per bucket in both
+    layouts together, unless a single tensor exceeds it: such a tensor gets a separate bucket."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for rank, places in (*enumerate(old), *enumerate(new)):
         for place in places:
@@ -146,9 +147,10 @@ def peak_bytes(
     buckets: Sequence[Sequence[str]],
     rank: int,
 ) -> int:
-    """Return the most bytes of state that any rank holds during the move, messages included.
+    """Return the maximum size of the state in bytes on any rank during the move, including messages.
 
-    For each bucket, the new parts are allocated, then its messages; once these have arrived, the old parts are freed.
+    For each bucket, the new parts are allocated, and then its messages. Once the messages have arrived, the old parts
+    are freed.
     """
     before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
@@ -167,7 +169,7 @@ MESSAGE_CHARS = 500
 
 
 class ReshardError(Exception):
-    """The state could not be moved; every rank raises this error and holds what it held before."""
+    """The state could not be moved. Every rank raises this error and holds the same state as before."""
 
 
 @dataclass(frozen=True)
@@ -175,14 +177,14 @@ class Resharded:
     """The bytes moved and held in a change of layout."""
 
     moved_bytes: int
-    """Sent from one rank to another, over all ranks."""
+    """Bytes sent between ranks, summed over all ranks."""
     peak_bytes: int
-    """The most bytes of state that any rank held during the move."""
+    """Maximum size of the state in bytes on any rank during the move."""
 
 
 def agree_on_failure(own: str) -> str:
-    """Return, on every rank, the failure of the first rank that has one; empty if none has. Called collectively by all
-    ranks. Without a failure, it takes one small exchange."""
+    """Return, on every rank, the failure of the first rank that has failed; empty if none has. Called collectively by
+    all ranks. If no rank has failed, this takes one small exchange."""
     failed = torch.tensor([int(bool(own))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
@@ -192,7 +194,7 @@ def agree_on_failure(own: str) -> str:
 
 
 class Storages:
-    """The parts of one layout that this rank holds, whose memory is freed and allocated again by name."""
+    """This rank's parts in one layout. Their memory is freed and allocated again by name."""
 
     def __init__(self, parts: Sequence[TensorPart]):
         self.parts = {part.name: part for part in parts}
@@ -202,7 +204,7 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Bytes of parts whose memory is shared with numpy, which torch frees only with the last reference."""
+        """Size in bytes of the parts whose memory is shared with numpy; torch frees it only with the last reference."""
 
     def take(self, names: Sequence[str]) -> None:
         """Allocate the memory of parts again. Raises MemoryError or RuntimeError if that fails."""
@@ -218,7 +220,8 @@ class Storages:
 
 
 def _storage_bytes(tensor: Tensor) -> int:
-    """Return the bytes to allocate: FSDP2 pads a parameter's storage, and a moment's may have been freed already."""
+    """Return the number of bytes to allocate. FSDP2 pads a parameter's storage, and a moment's storage may already have
+    been freed."""
     needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return max(needed, tensor.untyped_storage().nbytes())
 
@@ -231,11 +234,12 @@ def reshard(
     room_bytes: Callable[[], float] = lambda: math.inf,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Resharded:
-    """Fill `new`, whose memory this allocates, from `old`, whose memory it frees. Called collectively by all ranks.
+    """Allocate the memory of `new`, fill it from `old`, and free the memory of `old`. Called collectively by all ranks.
 
-    `prepare` is called with (bucket, number of buckets) while this rank can still report by raising that it cannot
-    continue. `room_bytes` is the additional memory that this rank may use; if that is too little, nothing moves.
-    `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any of them could not move.
+    `prepare` is called with (bucket, number of buckets) before each bucket; it may raise an error to report that this
+    rank cannot continue. `room_bytes` is the additional memory that this rank may use; if it does not suffice, nothing
+    is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any of them could not
+    move.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())
@@ -288,8 +292,8 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Fill `before` again by moves from `after`, which differ from the forward moves: if several ranks held a part,
-    only one sent its content. Raises RuntimeError if even that fails: the run then restarts from its newest
+    """Fill `before` again by moves from `after`. These differ from the forward moves: if several ranks held a part,
+    only one of them sent its content. Raises RuntimeError if even that fails: the run then restarts from its newest
     checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
@@ -322,8 +326,8 @@ class _Message:
 def _move(
     moves: Sequence[Move], names: Sequence[str], source: Storages, target: Storages, prepare: Callable[[], None]
 ) -> str | None:
-    """Move the tensors of a bucket; if any rank has no memory for it, return the failure, the same on every rank, with
-    nothing changed."""
+    """Move the tensors of a bucket. If any rank has too little memory, return the failure, which is the same on every
+    rank, and leave everything unchanged."""
     failure = ""
     outgoing = list[_Message]()
     incoming = list[_Message]()
@@ -347,7 +351,7 @@ def _move(
 
 
 def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[list[_Message], list[_Message]]:
-    """-> (the messages of this rank, filled; those that it will receive)."""
+    """Return (this rank's outgoing messages, filled; its incoming messages)."""
     outgoing: dict[tuple[int, str], list[Move]] = defaultdict(list)
     incoming: dict[tuple[int, str], list[Move]] = defaultdict(list)
     own = dist.get_rank()
@@ -368,7 +372,7 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 
 def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
-    """Exchange the messages of each device type separately, because torch can batch only one type."""
+    """Exchange messages separately for each device type, because torch can only batch messages of the same type."""
     operations = defaultdict[str, list[dist.P2POp]](list)
     for message in outgoing:
         sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)

@@ -1,8 +1,8 @@
 """Save a run's state, synchronously or in the background.
 
 Synchronously, files are written directly from the live tensors. In the background, the state is copied into a reused
-buffer, and a thread writes it: training waits only for the copy. The thread runs no collectives, and one checkpoint is
-written at a time.
+buffer, and a thread writes it: training waits only for the copy. The thread runs no collectives, and only one
+checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -69,40 +69,39 @@ from trainspec_cli.run.folder.paths import RunDir
 
 TOKEN_BYTES = 4
 WRITER_NICENESS = 10
-"""Added to the process's own niceness: training has priority if cores are few."""
+"""Added to the process's niceness, so that training has priority if there are few cores."""
 MOST_NICENESS = 19
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of a checkpoint on this rank: for the complete checkpoint on rank 0, for the rank's part on the
-    others."""
+    """The result of a checkpoint: on rank 0 for the complete checkpoint, on other ranks for their own part."""
 
     about: About
     bytes: int
     blocked_s: float
-    """The time that training waited."""
+    """Time for which training waited, in seconds."""
     written_s: float
-    """The time from the start until it was complete on disk."""
+    """Time until the checkpoint was complete on disk, in seconds."""
     error: TrainspecError | None = None
     in_memory: bool = False
-    """True if it is kept only in the nodes' memory."""
+    """True if the checkpoint is kept only in the nodes' memory."""
 
 
 class Saver:
-    """Saves one rank's part; all ranks make the same calls in the same order."""
+    """Saves one rank's part. All ranks make the same calls in the same order."""
 
     def __init__(
         self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
     ):
-        """Create a saver. `memory`: the location of copies in the nodes' memory; None: no copies are kept."""
+        """Create a saver. `memory`: the location of copies in the nodes' memory; None if no copies are kept."""
         self._run_dir = run_dir
         self._held = held
         self._device = device
         self._keep_last = keep_last
         self._memory_location = memory
         self.slot = 0
-        """The slot of the next copy in memory; the other one holds the newest copy, or the one that the run resumed
+        """The slot for the next copy in memory. The other slot holds the newest copy, or the copy that the run resumed
         from."""
         self.kept_step: int | None = None
         """The checkpoint of this step is kept in addition to the last ones."""
@@ -125,25 +124,27 @@ class Saver:
         return Saved(about, size, taken_s, taken_s, error)
 
     def agree(self) -> None:
-        """Agree on which rank writes what, as needed by `save_alone`; otherwise the first checkpoint does so."""
+        """Agree on which rank writes which parts. `save_alone` needs this; otherwise it happens with the first
+        checkpoint."""
         _ = self._image
 
     def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
-        """Write this rank's part of a checkpoint while the other ranks write theirs; nothing is exchanged. `kept`:
-        values by name that are written instead of the live ones."""
+        """Write this rank's part of a checkpoint, without communication, while the other ranks write theirs. `kept`:
+        values, by name, to write instead of the live ones."""
         assert "_image" in self.__dict__, "the ranks have agreed"
         self.wait()
         parts = [replace(part, tensor=kept.get(part.name, part.tensor)) for part in self._own_parts()]
         return self._write(about, time.perf_counter(), 0.0, self._image.stream(parts))
 
     def prepare(self) -> None:
-        """Agree on which rank writes what, and allocate the copy; otherwise the first `begin` would be slow."""
+        """Agree on which rank writes which parts, and allocate the copy; otherwise the first `begin` would be slow."""
         _ = self._memory or self._buffer
 
     def begin(self, about: About, *, to_disk: bool = True) -> None:
-        """Start a checkpoint in the background; the result of the last one must have been taken by `take_finished`.
+        """Start a checkpoint in the background. The result of the previous one must have been taken with
+        `take_finished`.
 
-        Without `to_disk`, it is kept only in memory.
+        Without `to_disk`, the checkpoint is kept only in memory.
         """
         assert self._pending is None, "one checkpoint is written at a time"
         started = time.perf_counter()
@@ -156,7 +157,7 @@ class Saver:
         copying_s = time.perf_counter() - started
 
         def write() -> Saved:
-            # Updates follow the copies on the compute stream, so the host need not wait for the copies first.
+            # Updates follow the copies on the compute stream, so the host does not need to wait for the copies.
             wait_for(copied)
             blocked_s = max(copying_s, elapsed_s(begun, copied))
             if self._memory:
@@ -174,7 +175,7 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def take_finished(self) -> Saved | None:
-        """Return the result of the last `begin` once, after it has finished; otherwise None."""
+        """Return the result of the last `begin` after it has finished, and only once; otherwise None."""
         if self._pending is None or self.busy:
             return None
         saved = self._pending.result()
@@ -196,7 +197,7 @@ class Saver:
             self.__dict__["_memory"].close()
 
     def _write(self, about: About, started: float, blocked_s: float, stream: Iterable[memoryview]) -> Saved:
-        """Write this rank's part; rank 0 waits for all parts and publishes the checkpoint.
+        """Write this rank's part. Rank 0 waits for all parts and publishes the checkpoint.
 
         Raises WorkerError if a newer start owns the run.
         """
@@ -214,7 +215,7 @@ class Saver:
         except OSError as failure:
             files.leave_failure(partial, self._rank, failure)
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
-        if self._rank == 0 and partial.is_dir():  # without the folder no rank can report, including this one
+        if self._rank == 0 and partial.is_dir():  # without the folder, no rank can report anything, including this one
             try:
                 kept = (self._keep_last, self.kept_step)
                 size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
@@ -232,8 +233,8 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """The layout of this rank's file. All ranks agree on it once, together with the token; another layout has
-        another saver."""
+        """The layout of this rank's file. All ranks agree on it once, together with the token; each layout has a
+        separate saver."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]
@@ -254,7 +255,7 @@ class Saver:
 
     @cached_property
     def _buffer(self) -> Tensor:
-        """The buffer for the copy; with a GPU, it is pinned so that the host can continue while the device copies."""
+        """The buffer for the copy. With a GPU, it is pinned, so that the host can continue while the device copies."""
         buffer = torch.zeros(self._image.bytes, dtype=torch.uint8)
         pin(buffer, self._device)
         self._image.put_header(buffer)
@@ -262,7 +263,7 @@ class Saver:
 
 
 def _read_token(token: Any) -> str:
-    """Check a token, which becomes part of a folder's name."""
+    """Check a token, which becomes part of a folder name."""
     if not re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}", token):
         raise ValueError("a save's token is not a hexadecimal number of its length")
     return str(token)
@@ -277,7 +278,8 @@ def _enter_thread(device: torch.device) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(MOST_NICENESS, niceness))
 
 
-# Load a checkpoint into this run's layout: the newest complete one, verified file by file, or only a run's weights.
+# Load a checkpoint into this run's layout: the newest complete one, verified file by file, or only the weights of a
+# run.
 
 
 PREFIX = "model."
@@ -293,15 +295,16 @@ class Restored:
     manifest: CheckpointManifest
     folder: Path
     slot: int | None = None
-    """The slot in the nodes' memory that it came from; None: from disk."""
+    """The slot in the nodes' memory that it was loaded from; None if it was loaded from disk."""
     feedback: int = 0
-    """The number of this rank's error feedback parts that it held; the other parts stay unchanged."""
+    """Number of this rank's error feedback parts that the checkpoint contained. The other parts stay unchanged."""
 
 
 def load_newest(
     run_dir: RunDir, held: Held, device: torch.device, memory: CopyLocation | None = None
 ) -> Restored | None:
-    """Restore the newest complete checkpoint, on disk or (`memory`) in the nodes' memory; None if no checkpoint exists.
+    """Restore the newest complete checkpoint from disk or (`memory`) from the nodes' memory; None if no checkpoint
+    exists.
 
     Called collectively by all ranks. Raises MachineError if the checkpoint was altered.
     """
@@ -316,7 +319,7 @@ def load_newest(
 
 
 def _load(folder: Path, held: Held, device: torch.device) -> Restored:
-    """Verify all files, with the work shared among the ranks, and restore once all have passed."""
+    """Verify all files, divided among the ranks, and restore the state once all of them have passed."""
     with errors_together():
         manifest = read_manifest(folder)
         verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
@@ -347,12 +350,12 @@ def _restore(
 
 
 def load_weights(folder: Path, held: Held) -> None:
-    """Fill parameters and the buffers that training changes, from a checkpoint of any layout.
+    """Fill parameters, and buffers that training changes, from a checkpoint with any layout.
 
-    Raises MachineError if the checkpoint is of another model.
+    Raises MachineError if the checkpoint belongs to a different model.
     """
     manifest = read_manifest(folder)
-    quantised = set[str]()  # parts that are in 4 bits in `held` but in full precision in the checkpoint
+    quantised = set[str]()  # parts that have 4 bits in `held` but full precision in the checkpoint
     for matrix in split_quantised(held.shares)[1]:
         if f"{PREFIX}{matrix.name}" in manifest.tensors:
             full = torch.empty(matrix.full_shape)
@@ -367,7 +370,7 @@ def load_weights(folder: Path, held: Held) -> None:
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return full parameters by name, in fp32 and dequantised, read by this process alone."""
+    """Return full parameters by name, dequantised and in fp32. Only this process reads them."""
     manifest = read_manifest(folder)
     weights = (name for name in shapes if name.endswith(".weight"))
     quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
@@ -382,7 +385,7 @@ def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     return tensors
 
 
-# Only overlapping slices are read, and nothing is unpickled
+# Read only the overlapping slices; nothing is unpickled
 
 
 def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> set[str]:
@@ -395,9 +398,9 @@ def files_needed(manifest: CheckpointManifest, parts: Iterable[TensorPart]) -> s
 
 @torch.no_grad()
 def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[TensorPart]) -> None:
-    """Copy the checkpoint's content into the parts' own memory, in any layout.
+    """Copy the checkpoint's content into the memory of the parts, which may have any layout.
 
-    Raises MachineError if a tensor is missing, has another shape or dtype, is not fully covered, or is not finite.
+    Raises MachineError if a tensor is missing, has the wrong shape or dtype, is not fully covered, or is not finite.
     """
     with ExitStack() as stack:
         opened: dict[str, safe_open] = {}
@@ -416,7 +419,7 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
 
 
 def _copy_chunk(folder: Path, opened: dict[str, safe_open], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
-    """Copy the overlap of a chunk and a part, and return the number of elements."""
+    """Copy the overlap of a chunk and a part, and return its number of elements."""
     spans = overlap(part, chunk)
     if spans is None:
         return 0

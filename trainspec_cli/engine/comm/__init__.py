@@ -1,1 +1,1 @@
-"""Communication of ranks: joining, differentiable collectives, values as JSON, joint errors."""
+"""Communication between ranks: joining, differentiable collectives, values as JSON, and shared errors."""

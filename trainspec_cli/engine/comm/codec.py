@@ -1,11 +1,11 @@
-"""Encode numbers in fewer bits for the wire: as bf16, or as 8-bit or 4-bit integers in blocks with one scale each.
+"""Encode numbers in fewer bits for transfer: as bf16, or as 8-bit or 4-bit integers in blocks with one scale each.
 
-Eight bits: a block's scale is its largest magnitude over the largest integer, in bf16. Each value is off by half a
-scale at most; if the scale was rounded down, the largest value is clipped by 127 / 2**9 of the scale. The scale is bf16
-and not fp16, whose smallest number, 6e-8, is above many gradients of a mean loss.
+Eight bits: a block's scale is its largest magnitude over the largest integer, in bf16. The error of a value is at most
+half a scale; if the scale was rounded down, the largest value is clipped by 127 / 2**9 of the scale. The scale is bf16
+and not fp16, because the smallest number in fp16, 6e-8, is larger than many gradients of a mean loss.
 
-Four-bit codes encode rotated values (with a 32 x 32 Hadamard matrix, as in SDP4Bit, arXiv:2410.15526), which spreads an
-outlier over its neighbours; the rotation is its own inverse and keeps Euclidean norms.
+Four-bit codes encode values rotated by a 32 x 32 Hadamard matrix, as in SDP4Bit (arXiv:2410.15526), which spreads an
+outlier over its neighbours. The rotation is its own inverse and preserves Euclidean norms.
 
 Shapes: R rows, one for each rank; N values; K blocks; V values per block; B bytes.
 """
@@ -42,7 +42,7 @@ NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
 """Codes of a block's step in the four-bit format."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""A smaller scale counts as 0, because dividing by it may overflow."""
+"""A scale below this counts as 0, because dividing by it may overflow."""
 
 
 class Codec(Protocol):
@@ -50,22 +50,23 @@ class Codec(Protocol):
 
     @property
     def block(self) -> int:
-        """Number of values that are encoded together; rows whose length is a multiple of it waste nothing."""
+        """Number of values that are encoded together. Rows whose length is a multiple of it need no padding."""
         ...
 
     @property
     def feeds_back(self) -> bool:
-        """Return whether its error in a gradient is worth adding to the next gradient."""
+        """Return whether the error of an encoded gradient is large enough to be added to the next gradient."""
         ...
 
     @property
     def splits_rows(self) -> bool:
-        """Return whether parts of a row, cut between blocks, can be encoded separately."""
+        """Return whether a row can be split between blocks into parts that are encoded separately."""
         ...
 
     def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return where a row of `values` holds those from `start` to `end`, in bytes. These parts, one after another,
-        are a row by themselves. `start` is a multiple of `block`, and so is `end` unless it is the row's."""
+        """Return the byte ranges of the values from `start` to `end` in an encoded row of `values` values.
+        Concatenated, they are a row themselves. `start` is a multiple of `block`, and so is `end` unless it is the end
+        of the row."""
         ...
 
     def encode(self, x_RN: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class Bf16:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A row holds the scales of its blocks, then their integers."""
+    """A row consists of the scales of its blocks, followed by their integers."""
 
     block: int
     feeds_back: bool = True
@@ -142,16 +143,16 @@ class EightBits:
 class FourBits:
     """Sixteen levels at the centres of equal steps: -7.5, -6.5 ... 7.5 steps of the block.
 
-    A block's step is at least an eighth of its largest magnitude, at most 2**(1/8) times that, and no rotated value is
-    off by more than half a step. A row holds its largest step in fp32, a byte for the step of each block (eighths of an
-    octave below the largest), then two integers per byte. A block whose step is less than 2**-31 of the row's largest
-    is sent as zeros.
+    A block's step is at least an eighth of its largest magnitude and at most 2**(1/8) times that. The error of a
+    rotated value is at most half a step. A row consists of its largest step in fp32, a byte for the step of each block
+    (eighths of an octave below the largest), and then two integers per byte. A block whose step is less than 2**-31 of
+    the row's largest step is sent as zeros.
     """
 
     block: int = 64
     feeds_back: bool = True
     splits_rows: bool = False
-    """All blocks of a row need its largest step."""
+    """All blocks of a row depend on its largest step."""
 
     def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
         blocks, first, last = (-(-place // self.block) for place in (values, start, end))
@@ -181,7 +182,7 @@ class FourBits:
         return _rotate(self._decode_rotated(wire_RB, values))[:, :values]
 
     def sum(self, wire_RB: Tensor, values: int) -> Tensor:
-        """Only the sum is rotated back, not each row."""
+        """Only the sum is rotated back, not the individual rows."""
         return _rotate(self._decode_rotated(wire_RB, values).sum(0))[:values]
 
     def _decode_rotated(self, wire_RB: Tensor, values: int) -> Tensor:
@@ -204,19 +205,19 @@ PARAMETER_CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": EightBits(WEIGHT_B
 
 
 def _inverse(x: Tensor) -> Tensor:
-    """Return 1 / x, or 0 where x is too small to divide by or not a number."""
+    """Return 1 / x, or 0 for an x that is NaN or too small to divide by."""
     return torch.where(x >= TOO_SMALL, 1 / x, 0.0)
 
 
 def _steps(codes_RK: Tensor, largest_R1: Tensor) -> Tensor:
-    """Return the blocks' steps; 0 where all values are 0, NaN where they are not finite."""
+    """Return the steps of the blocks; 0 for a block of zeros, NaN for a block with non-finite values."""
     steps_RK = _fractions(codes_RK.device)[codes_RK.int()] * largest_R1
     return torch.where(steps_RK < TOO_SMALL, 0.0, steps_RK)
 
 
 @cache
 def _fractions(device: torch.device) -> Tensor:
-    """Return the steps as fractions of the row's largest, by their codes."""
+    """Return the step of each code, as a fraction of the row's largest step."""
     parts = [2.0 ** ((code - LARGEST_STEP) / STEPS_OF_AN_OCTAVE) for code in range(NOT_FINITE)]
     return torch.tensor([0.0, *parts[1:], torch.nan], device=device)
 
@@ -234,12 +235,12 @@ def _hadamard(device: torch.device) -> Tensor:
     return (matrix / ROTATED**0.5).to(device)
 
 
-# Count the bytes that this process has written to its peers, as reported by the kernel for its TCP sockets.
+# Count the bytes that this process has written to its peers, as reported by the kernel for the process's TCP sockets.
 #
 # gloo carries every collective of a CPU run over TCP, even between ranks of one node. For each connection, the kernel
 # counts the bytes sent, those retransmitted, and those still waiting in its buffer (`TCP_INFO`, linux/tcp.h): the first
-# minus the second, plus the third, is what was written to it, without TCP and IP headers. NCCL's traffic does not use
-# these sockets, so nothing is counted in a run on GPUs.
+# minus the second plus the third is the number of bytes written to it, without TCP and IP headers. NCCL's traffic does
+# not use these sockets, so nothing is counted in a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
@@ -255,16 +256,17 @@ Connection = tuple[int, int]
 
 @dataclass
 class WireMeter:
-    """Divides the written bytes by purpose; `other` is the rest. Connections are read through their descriptors and
-    never held: a peer must notice when gloo closes one."""
+    """Divides the written bytes by purpose; `other` is the remainder. Connections are read through their descriptors
+    and never kept open, because a peer must notice when gloo closes one."""
 
     counted: Counter[str] = field(default_factory=Counter)
     _written: dict[Connection, int] = field(default_factory=dict)
     _reserved: dict[Connection, str] = field(default_factory=dict)
-    """Connections whose bytes have a fixed purpose, whatever happens in the meantime."""
+    """Connections whose bytes always have the same purpose."""
 
     def find_connections(self) -> None:
-        """Find connections that are new or gone; what the new ones have written so far counts as `other`."""
+        """Find connections that have been opened or closed. The bytes that new connections have written so far count as
+        `other`."""
         self._count(OTHER)
         self._written = {connection: self._written.get(connection, 0) for connection in open_connections()}
         self._count(OTHER)
@@ -279,8 +281,8 @@ class WireMeter:
             self._count(name)
 
     def reserve(self, connections: Iterable[Connection], purpose: str) -> None:
-        """Count the bytes written to `connections` as `purpose` until `release`, in addition to the bytes that other
-        connections carry for it."""
+        """Count the bytes written to `connections` as `purpose` until `release`, in addition to the bytes of other
+        connections with this purpose."""
         self._count(OTHER)
         self._reserved |= dict.fromkeys(connections, purpose)
 
@@ -307,20 +309,20 @@ class WireMeter:
 
 
 def open_connections() -> Iterator[Connection]:
-    """Yield the process's TCP connections, except those to the rendezvous server, which carry no collectives."""
+    """Yield the process's TCP connections, except those to the rendezvous server, which do not carry collectives."""
     server = os.environ.get(RENDEZVOUS, "").rpartition(":")[2]
     with suppress(OSError):  # for example if the process has no free descriptor
         for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
-            with suppress(OSError):  # closed meanwhile, or not a socket
+            with suppress(OSError):  # closed in the meantime, or not a socket
                 with borrow(int(entry.name)) as end:
-                    end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises for a socket that is not TCP's
+                    end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises if it is not a TCP socket
                     is_of_peer = str(end.getpeername()[1]) != server
                 if is_of_peer:
                     yield int(entry.name), entry.stat().st_ino
 
 
 def end_connections() -> None:
-    """Shut down the process's connections to its peers: every wait on one of them, at either end, fails with an
+    """Shut down the process's connections to its peers, so that every wait on them, at either end, fails with an
     error."""
     for descriptor, _ in open_connections():
         with suppress(OSError), borrow(descriptor) as end:  # closed meanwhile
@@ -329,7 +331,7 @@ def end_connections() -> None:
 
 @contextmanager
 def borrow(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor, which stays open afterwards. Raises OSError if it is not a socket."""
+    """Yield the socket of a descriptor, which remains open afterwards. Raises OSError if it is not a socket."""
     borrowed = socket.socket(fileno=descriptor)
     try:
         yield borrowed
@@ -344,8 +346,8 @@ def is_established(connection: Connection) -> bool:
 
 
 def read_tcp_info(connection: Connection) -> bytes | None:
-    """Return the kernel's `struct tcp_info` of a connection, in this kernel's length; None if it is closed, even if
-    another connection now has its descriptor, or if the kernel is older than 4.19."""
+    """Return the kernel's `struct tcp_info` of a connection, whose length depends on the kernel. None if the connection
+    is closed, even if another one now has its descriptor, or if the kernel is older than 4.19."""
     descriptor, inode = connection
     info = ctypes.create_string_buffer(LARGEST_INFO_BYTES)
     size = ctypes.c_uint(LARGEST_INFO_BYTES)

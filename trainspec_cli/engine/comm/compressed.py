@@ -1,14 +1,15 @@
-"""Gradient sums over ranks: gradients travel in few bits, but are never added up in that format.
+"""Gradient sums over ranks. Gradients are sent in few bits, but never summed in that format.
 
-Each rank encodes the parts that the other ranks sum; after an all-to-all, each decodes what it received and sums it in
-fp32, in rank order with its own part last, so that the same gradients give the same bits. For an all-reduce, the sums
-are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
+Each rank encodes the parts that the other ranks sum. After an all-to-all, each rank decodes the received parts and sums
+them in fp32, in rank order with its own part last, so that the results are reproducible bit by bit. For an all-reduce,
+the sums are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
-The rank adds the encoding's error to its later gradients (error feedback). If e is the error not sent yet, q = Q(g + a
-e) is sent, and e becomes e + g - q: after any number of steps, what was sent plus e is the sum of all gradients, and e
-is at most 1 / a times the error of one encoding. If each encoding has an independent error of mean square v, q differs
-from g by v (1 + a / (2 - a)) in mean square: by 2 v if all of e is returned at once, and by little more than v if a is
-small. Adam counts this as part of the squared gradients, and makes smaller updates because of it.
+The rank adds the encoding's error to its later gradients (error feedback). If e is the error that has not been sent
+yet, q = Q(g + a e) is sent, and e becomes e + g - q. After any number of steps, the sum of everything sent plus e is
+the sum of all gradients, and e is at most 1 / a times the error of one encoding. If the errors of encodings are
+independent and have the mean square v, the mean square of q - g is v (1 + a / (2 - a)): 2 v if all of e is sent at
+once, and slightly more than v if a is small. Adam includes this in the squared gradients, and therefore makes smaller
+updates.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
 
 RETURNED = 1 / 8
-"""The fraction of the error that an exchange sends (a)."""
+"""The fraction of the error that is sent in an exchange (a)."""
 PART_VALUES = 2**24
 """Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding holds up to 20 bytes per
 value, and runs in a stream whose memory no other stream can use."""
 ALIGNED = 2048
-"""Rows are split at multiples of this, which is one of every codec's block."""
+"""Rows are split at multiples of this number, which is a multiple of every codec's block size."""
 
 
 class RowExchange(Protocol):
-    """Carries rows of bytes between the ranks of a group."""
+    """Exchanges byte buffers between the ranks of a group."""
 
     @property
     def size(self) -> int: ...
@@ -44,7 +45,7 @@ class RowExchange(Protocol):
     def rank(self) -> int: ...
 
     def swap_rows(self, sent_RB: Tensor) -> Tensor:
-        """Send row i to rank i, and return the rows that the ranks have sent to this one, by rank."""
+        """Send row i to rank i, and return the rows that this rank receives, by sender."""
         ...
 
     def gather_rows(self, own_B: Tensor) -> Tensor:
@@ -80,13 +81,13 @@ class GroupWire:
 class Feedback:
     """The encoding error of one rank's gradients in one exchange, in bf16, which is added to the next gradients.
 
-    A step that does not count (not finite, or not agreed on) leaves it as it was before: the errors of the step's
-    exchanges are kept separately until the step is committed or discarded.
+    A step that does not count (because it is not finite or was not agreed on) leaves the error unchanged. So the errors
+    of a step's exchanges are kept separately until the step is committed or discarded.
     """
 
     def __init__(self, values: int, device: torch.device):
         self.committed = torch.zeros(values, dtype=torch.bfloat16, device=device)
-        """The error as of the last update, which checkpoints store."""
+        """The error after the last update, which is stored in checkpoints."""
         self._running = torch.zeros_like(self.committed)
         self._is_running = False
 
@@ -95,18 +96,18 @@ class Feedback:
         return self._running if self._is_running else self.committed
 
     def keep(self, start: int, lost: Tensor) -> None:
-        """Replace the errors from `start` on; anything beyond the end is padding."""
+        """Replace the errors from `start` on. Values beyond the end are padding."""
         place = self._running[start : start + len(lost)]
         place.copy_(lost[: len(place)])
         self._is_running = True
 
     def add(self, start: int, lost: Tensor) -> None:
-        """Add to what `keep` was given, from `start` on; anything beyond the end is padding."""
+        """Add to the errors passed to `keep`, from `start` on. Values beyond the end are padding."""
         place = self._running[start : start + len(lost)]
         place += lost[: len(place)].to(place.dtype)
 
     def end_step(self, skipped: Tensor) -> None:
-        """End the step; `skipped` (a number on any device) is nonzero if the step updated nothing."""
+        """End the step. `skipped` (a number on any device) is nonzero if the step did not update anything."""
         if self._is_running:
             stays = skipped.to(self.committed.device).bool()
             self.committed.copy_(torch.where(stays, self.committed, self._running))
@@ -130,11 +131,11 @@ class CompressedSum:
     """None for formats whose error is too small to matter."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
-        """Return the sum over the ranks of this rank's row, (N,) in fp32; `x_RN` is a row for each rank."""
+        """Return this rank's row summed over the ranks, (N,) in fp32. `x_RN` contains a row for each rank."""
         return self._sum_rows(x_RN.reshape(-1), x_RN.shape[1], wire)
 
     def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:
-        """Sum over the ranks, in place; all ranks get the same bits."""
+        """Sum over the ranks, in place. The result is bitwise identical on all ranks."""
         row = -(-x.numel() // (wire.size * self.codec.block)) * self.codec.block
         sum_N = self._sum_rows(x.reshape(-1), row, wire)
         sent_1B = self.codec.encode(sum_N[None])
@@ -148,7 +149,7 @@ class CompressedSum:
             x.copy_(flat.view_as(x))
 
     def _sum_rows(self, x: Tensor, row: int, wire: RowExchange) -> Tensor:
-        """`x`: a row for each rank; the last one may be shorter."""
+        """`x` contains a row for each rank; the last row may be shorter."""
         sent_RB = x.new_empty((wire.size, self.codec.ranges(row, 0, row)[-1][1]), dtype=torch.uint8)
         own_N = x.new_empty(row, dtype=torch.float32)
         lost = None if self.feedback is None else self.feedback.newest
@@ -178,7 +179,7 @@ class CompressedSum:
         return self._sum_received(own_N, sent_RB, wire)
 
     def _sum_received(self, own_N: Tensor, sent_RB: Tensor, wire: RowExchange) -> Tensor:
-        """Exchange rows and sum those for this rank, in place; its own row does not travel and is not encoded."""
+        """Exchange rows and sum the received ones, in place. This rank's own row is neither sent nor encoded."""
         received_RB = wire.swap_rows(sent_RB)
         row = len(own_N)
         width = max(1, PART_VALUES // wire.size // ALIGNED) * ALIGNED
@@ -192,7 +193,8 @@ class CompressedSum:
 
 
 def decode_parts(codec: Codec, encoded_RB: Tensor, row: int) -> Iterator[tuple[int, Tensor]]:
-    """Decode rows of `row` values part by part: yield (number of values before the part, its values in fp32)."""
+    """Decode rows of `row` values part by part. Yields (number of values before the part, the part's values in
+    fp32)."""
     for rows, columns in _parts(codec, len(encoded_RB), row, splits_rows=True):
         ranges = codec.ranges(row, columns.start, columns.stop)
         part_RB = torch.cat([encoded_RB[rows, begin:end] for begin, end in ranges], 1)
@@ -200,8 +202,8 @@ def decode_parts(codec: Codec, encoded_RB: Tensor, row: int) -> Iterator[tuple[i
 
 
 def _parts(codec: Codec, rows: int, row: int, *, splits_rows: bool) -> Iterator[tuple[slice, slice]]:
-    """Split rows into parts of at most `PART_VALUES` values: several rows, or a part of one. Each part's values are
-    adjacent in memory."""
+    """Split rows into parts of at most `PART_VALUES` values, each of which is several rows or a part of one row. The
+    values of a part are adjacent in memory."""
     if row <= PART_VALUES or not splits_rows:
         number = max(1, PART_VALUES // max(1, row))
         yield from ((slice(first, min(first + number, rows)), slice(0, row)) for first in range(0, rows, number))
@@ -212,7 +214,7 @@ def _parts(codec: Codec, rows: int, row: int, *, splits_rows: bool) -> Iterator[
 
 
 def _padded(x: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
-    """Return the values of `x` from `start` on in this shape, with zeros beyond its end."""
+    """Return the values of `x` from `start` on in this shape, padded with zeros."""
     part = x[start : start + shape[0] * shape[1]]
     missing = shape[0] * shape[1] - len(part)
     return (pad(part, (0, missing)) if missing else part).view(shape)
@@ -220,7 +222,7 @@ def _padded(x: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Compression:
-    """The formats of a rank's gradient exchanges, and their errors."""
+    """The formats of a rank's gradient exchanges, and the errors of these exchanges."""
 
     inside: str = "full"
     """The format between ranks of one node."""
@@ -230,8 +232,8 @@ class Compression:
     feedbacks: dict[str, Feedback] = field(default_factory=dict)
     """Feedbacks by exchange name, which is the same in every start with the same layout."""
     saved_as: str = ""
-    """Prefix of the names of this rank's feedback in a checkpoint: it contains the layout, since the feedback is valid
-    only there. Empty if checkpoints do not store the feedback."""
+    """Name prefix of this rank's feedback in a checkpoint. It contains the layout, because the feedback is only valid
+    in the same layout. Empty if checkpoints do not store the feedback."""
 
     @property
     def is_off(self) -> bool:
@@ -251,8 +253,8 @@ class Compression:
         return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 
     def of_group(self, name: str, values: int, group: dist.ProcessGroup) -> CompressedSum | None:
-        """Return the exchange `name` of `values` gradients over `group`; None if they are sent uncompressed, or not at
-        all."""
+        """Return the exchange `name` of `values` gradients over `group`; None if the gradients are sent uncompressed or
+        not at all."""
         return None if group.size() == 1 else self.of(name, values, inside=self.is_inside(group))
 
     def of(self, name: str, values: int, *, inside: bool) -> CompressedSum | None:

@@ -1,8 +1,9 @@
-"""Differentiable collectives on activations (B, S, D), in pairs: each one's backward pass is the other.
+"""Differentiable collectives on activations (B, S, D). They come in pairs: the backward pass of one is the forward pass
+of the other.
 
-A region is a module whose matrices are split over tp: every rank needs its full input, and its output is a sum over
-ranks. With sequence parallelism (arXiv:2205.05198), activations between regions are cut along the sequence, which is
-gathered before a region, and the region's output is summed and scattered along the sequence in one exchange.
+A region is a module whose matrices are split over tp. Every rank needs the full input of a region, and its output is a
+sum over ranks. With sequence parallelism (arXiv:2205.05198), activations between regions are split along the sequence.
+They are gathered before a region, and the region's output is summed and scattered along the sequence in one exchange.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ Purpose = Literal["gradients", "parameters"]
 
 
 class TimeCollective(Protocol):
-    """Called around an exchange with the bytes that this rank sends in it; None on every rank of the group for a
-    negligible message."""
+    """Called around an exchange with the number of bytes that this rank sends in it; None, on all ranks of the group,
+    for a negligible message."""
 
     def __call__(self, sent_bytes: float | None = None, /) -> AbstractContextManager[bool]:
-        """Yields whether the exchange must be complete at the end of the block, even if it could overlap with other
+        """Yield whether the exchange must be complete at the end of the block, even if it could overlap with other
         work."""
 
 
-# torch 2.13 renamed them; 2.11 has only the old names.
+# torch 2.13 renamed these functions; 2.11 has only the old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -39,10 +40,10 @@ def is_on_gloo(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
-    """Sum `whole`, a row for each rank, over the ranks; each gets the sum of its own row in `output`.
+    """Sum `whole`, which contains a row for each rank, over the ranks. Each rank gets the sum of its row in `output`.
 
-    On gloo, the ranks swap rows and sum their own in fp32, in rank order. gloo's own reduce-scatter is an all-reduce
-    that sends twice the bytes and sums in an order that depends on a value's position in the message.
+    On gloo, the ranks swap rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
+    all-reduce that sends twice the bytes and sums in an order that depends on a value's position in the message.
     """
     if not is_on_gloo(group):
         _reduce_scatter(output, whole, group=group, **options)
@@ -58,8 +59,8 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
 
 
 def all_reduce_(x: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum contiguous `x` over the ranks, in place. On gloo, values are summed in rank order, whatever their position in
-    the message."""
+    """Sum contiguous `x` over the ranks, in place. On gloo, values are summed in rank order, independently of their
+    position in the message."""
     if is_on_gloo(group):
         _sum_by_rows(x, group, ())
     else:
@@ -76,8 +77,8 @@ def sum_in_tiers(x: Tensor, levels: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.ProcessGroup]) -> None:
-    """Sum contiguous `x` over the ranks, in place: each rank sums one row, also over the outer levels, and all ranks
-    get the sums."""
+    """Sum contiguous `x` over the ranks, in place. Each rank sums one row, also over the outer levels, and all ranks
+    get all sums."""
     flat = x.view(-1)
     missing = -len(flat) % group.size()
     whole = pad(flat, (0, missing)) if missing else flat
@@ -85,7 +86,7 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
     reduce_scatter(own, whole, group=group)
     if beyond:
         sum_in_tiers(own, beyond)
-    if is_on_gloo(group):  # in one step; gloo's own gather passes rows on, rank by rank
+    if is_on_gloo(group):  # in one step; gloo's gather forwards rows from rank to rank
         swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
     else:
         all_gather(whole, own, group=group)
@@ -94,16 +95,16 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
 
 
 def sent_bytes(whole_bytes: float, ranks: int) -> float:
-    """Return the bytes that each of `ranks` ranks sends in a gather, a reduce-scatter or an all-to-all: everything
-    except its own part. A sum over the ranks takes twice that."""
+    """Return the number of bytes that each of `ranks` ranks sends in a gather, a reduce-scatter or an all-to-all:
+    everything except its own part. An all-reduce sends twice as many."""
     return whole_bytes * (ranks - 1) / ranks
 
 
 def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> None:
-    """Send row i to rank i and fill the received rows, by rank; on gloo.
+    """Send row i to rank i and fill the received rows, by sender, on gloo.
 
-    Receives are posted first. Between two ranks, gloo's own all-to-all queues its ready-to-receive notice behind the
-    data that it sends, so that one direction often waits for the other.
+    Receives are posted first. Between two ranks, gloo's all-to-all queues its ready-to-receive notice behind the data
+    that it sends, so that one direction often waits for the other.
     """
     rank = group.rank()
     others = [peer for peer in range(group.size()) if peer != group.rank()]
@@ -117,13 +118,13 @@ def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) ->
 
 @dataclass(frozen=True)
 class Tiers:
-    """A group's ranks on several elements of the network's tiers, with the same number on each: sums are computed
-    inside elements first, so that each rank exchanges only its part with others (Thakur et al. 2005 in each tier). The
-    order of summation differs from that of one all-reduce over all ranks."""
+    """A group whose ranks are on several elements of the network's tiers, with the same number of ranks on each. Sums
+    are first computed inside elements, so that each rank exchanges only its part with other elements (Thakur et al.
+    2005 in each tier). The order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
-    """This rank's groups, innermost first: the ranks of its own element, then, for each tier, the ranks with the same
-    number in every element of the tier below."""
+    """This rank's groups, innermost first: the ranks of the same element and then, for each tier, the ranks with the
+    same number in every element of the tier below."""
 
     def sum_(self, x: Tensor) -> None:
         """Sum over all ranks, in place; `x` is contiguous."""
@@ -172,8 +173,8 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """Gather (B, S / n, D) into (B, S, D), contiguous, because otherwise every matrix product of a region would
-        save a copy."""
+        """Gather (B, S / n, D) into (B, S, D). The result is contiguous, because otherwise every matrix product of a
+        region would save a copy."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         with self.time(sent_bytes(all_SBD.nbytes, self.size)):
@@ -208,7 +209,7 @@ def _same(x: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """Return the full input of a region on every rank; the backward pass sums the ranks' gradients."""
+    """Return the full input of a region on every rank. The backward pass sums the ranks' gradients."""
     if sequence_parallel:
         return _Mirror.apply(x_BSD, peers.gather_sequence, peers.scatter_sum)
     return _Mirror.apply(x_BSD, _same, lambda gradient: peers.sum_(gradient.clone()))
@@ -216,7 +217,7 @@ def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor
 
 @torch.compiler.disable
 def leave_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """Return the sum of the ranks' outputs; in the backward pass, each rank gets the full gradient."""
+    """Return the sum of the ranks' outputs. In the backward pass, each rank gets the full gradient."""
     if sequence_parallel:
         return _Mirror.apply(x_BSD, peers.scatter_sum, peers.gather_sequence)
     return _Mirror.apply(x_BSD, lambda x: peers.sum_(x.clone()), _same)

@@ -1,8 +1,8 @@
-"""Let torchrun fork its workers after importing the engine once, instead of starting Python for each of them.
+"""Let torchrun import the engine once and then fork its workers, instead of starting Python for each of them.
 
 Importing torch and the engine takes about three seconds of CPU time in every process, and many reads from a shared file
-system. A forked worker begins in milliseconds, and the ranks of a node share the memory of the imports. Nothing may
-start a thread or touch a GPU before the fork: the parent only imports.
+system. A forked worker starts in milliseconds, and the ranks of a node share the memory of the imports. Nothing may
+start a thread or use a GPU before the fork, so the parent only imports modules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainspec_cli.core.environment_names import RANK, rank_title
 from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
 from trainspec_cli.engine.digest import Mark, mark, wait_for
 
-# A forked child that runs a program as a separate process would, with the parent's imports already loaded.
+# A forked child that runs a program like a separate process, with the parent's imports already loaded.
 
 
 POLL_S = 0.01
@@ -42,8 +42,8 @@ class ForkedProcess:
     """A forked child with the part of the `subprocess.Popen` interface that torchrun uses."""
 
     def __init__(self, program: Callable[[], None], environment: Mapping[str, str], stdout: int, stderr: int):
-        """Run `program` in a child of this process that leads its own session, with this environment and these
-        descriptors for its output. Returns once the child is a session leader and has its rank's process title."""
+        """Run `program` with this environment in a child of this process that leads a new session; its output goes to
+        these descriptors. Returns once the child is a session leader and has the process title of its rank."""
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,7 +81,7 @@ def _run_as_process(
     outputs: tuple[int, int],
     mask: set[int | signal.Signals],
 ) -> NoReturn:
-    """Run `program` as a new process would, without the parent's signal handlers and files, and exit."""
+    """Run `program` like a new process, without the parent's signal handlers and files, and exit."""
     code = 1
     try:
         os.setsid()
@@ -89,7 +89,8 @@ def _run_as_process(
         for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
             os.dup2(descriptor, own.fileno())
             own.reconfigure(write_through=True)  # type: ignore[union-attr]
-        # The parent waits on one of the other descriptors, and a peer must be able to detect that the parent is gone.
+        # The parent waits on one of the other descriptors, and a peer must be able to detect that the parent has
+        # exited.
         os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -109,7 +110,7 @@ def _run_as_process(
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
-    """Run a program to its end; an exception is written to stderr, as Python does."""
+    """Run a program to its end. Like in Python, an exception is written to stderr."""
     try:
         program()
     except SystemExit as end:
@@ -126,18 +127,18 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 ENGINE = "trainspec_cli.engine"
 TOOLS = "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""The variable that keeps a GPU query from initialising CUDA, which would not survive a later fork."""
+"""The variable that prevents a GPU query from initialising CUDA, which would not survive a later fork."""
 
 
 def fork_workers(module: str, arguments: Sequence[str]) -> None:
-    """Let torchrun fork its workers if `module` is part of the engine; it starts any other program as usual. Only on
-    Linux, because system libraries elsewhere do not survive a fork."""
+    """Let torchrun fork its workers if `module` is part of the engine; it starts any other program as usual. This works
+    only on Linux, because the system libraries of other systems do not survive a fork."""
     if sys.platform != "linux" or module not in (ENGINE, TOOLS):
         return
     os.environ.setdefault(WITHOUT_CUDA_CONTEXT, "1")
     with contextlib.suppress(Exception):  # the workers will hit the same error and report it as usual
         import_module(f"{ENGINE}.run.worker" if module == ENGINE else f"{TOOLS}.{arguments[0]}")
-    gc.freeze()  # keep the workers' garbage collection from touching shared memory
+    gc.freeze()  # prevent the workers' garbage collection from writing to shared memory
     api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch passes every argument by name
 
 
@@ -153,14 +154,14 @@ class _ForkingHandler(SubprocessHandler):
         return ForkedProcess(program, env, self._stdout.fileno(), self._stderr.fileno())
 
 
-# Run work in another thread, one piece after another, while the main thread computes.
+# Run tasks in another thread, one after another, while the main thread computes.
 
 
 UNHEARD_S = 10.0
 
 
 class Background:
-    """Runs its tasks in order. The end of the process does not wait for it."""
+    """Runs its tasks in order. The process does not wait for them when it ends."""
 
     def __init__(
         self,
@@ -169,9 +170,10 @@ class Background:
         most_waiting: int = 0,
         give_up: Callable[[], object] | None = None,
     ):
-        """`note` is called with the times at which each piece began and ended, on the host's clock. `start` waits while
-        `most_waiting` pieces have not begun; 0: it never waits. `give_up` is called if the main thread has not received
-        an error after `UNHEARD_S`: it may be waiting for other ranks, and they for work that was not run."""
+        """`note` is called with the times at which each task began and ended, on the host's clock. `start` waits while
+        `most_waiting` tasks have not begun; 0 means that it never waits. `give_up` is called if the main thread has not
+        received an error after `UNHEARD_S`, because it may be waiting for other ranks that are waiting for a task that
+        was not run."""
         self._device = device
         self._note = note
         self._give_up = give_up
@@ -181,8 +183,8 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, act: Callable[[], None], after: Callable[[], object] = lambda: None) -> None:
-        """Run `act` after the pieces that were started before it, once the device has finished the work of the current
-        stream, and when `after` has returned. Raises the first error of an earlier piece."""
+        """Run `act` after all earlier tasks, once the device has finished the work of the current stream and `after`
+        has returned. Raises the first error of an earlier task."""
         if self._error is not None:
             self.wait()
         if self._thread is None:
@@ -192,13 +194,13 @@ class Background:
         self._given.put(lambda: self._run(act, reached, after))
 
     def wait(self) -> None:
-        """Wait until everything is done. Raises the first error; pieces queued after the failed one are not run."""
+        """Wait until everything is done. Raises the first error; tasks queued after the failed one are not run."""
         self._given.join()
         if (error := self.take_error()) is not None:
             raise error
 
     def take_error(self) -> BaseException | None:
-        """Return the first error, which is then considered handled."""
+        """Return the first error and consider it handled."""
         error = self._error
         self._error = None
         if self._unheard is not None:
@@ -223,7 +225,7 @@ class Background:
                         self._unheard = threading.Timer(UNHEARD_S, self._give_up)
                         self._unheard.daemon = True
                         self._unheard.start()
-                del act  # it holds tensors
+                del act  # it refers to tensors
                 self._given.task_done()
 
     def _run(self, act: Callable[[], None], reached: Mark, after: Callable[[], object]) -> None:

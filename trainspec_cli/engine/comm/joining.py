@@ -35,11 +35,11 @@ from trainspec_cli.run.folder.generations import read_secret
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _stores: list[dist.Store] = []
-"""References that keep stores alive, because process groups hold only their C++ half."""
+"""References that keep stores alive, because process groups only refer to their C++ part."""
 
 
 def join_processes(device_type: str) -> torch.device:
-    """Join the other ranks of this generation, and return this rank's device."""
+    """Join the other ranks of this generation, and return the device of this rank."""
     device = enter(device_type)
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -63,9 +63,9 @@ def _open_store(world_size: int) -> dist.Store:
 def leave_processes() -> NoReturn:
     """Leave the process group and exit with 0; exit handlers run, but the interpreter is not finalised.
 
-    Gloo's threads need the interpreter's lock to release the tensors of finished work. A thread that requests it during
-    finalisation aborts the process (pytorch/pytorch#179291), and the run would seem to fail at its very end. Destroying
-    the groups stops only the threads of groups without references. An accelerator may still be exchanging something
+    Gloo's threads need the interpreter lock to release the tensors of finished work. A thread that requests it during
+    finalisation aborts the process (pytorch/pytorch#179291), and the run would appear to fail at its very end.
+    Destroying the groups stops only the threads of groups without references. An accelerator may still be sending data
     that only another rank reads.
     """
     if started_kind() is not None:
@@ -86,11 +86,11 @@ def leave_processes() -> NoReturn:
 
 BACKEND = "trainspec"
 NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
-"""A dummy: torchrun passes the address of a TCP store to the workers, but no store is opened here."""
+"""A dummy address: torchrun passes the address of a TCP store to the workers, but no such store is opened here."""
 
 
 class PrivateRendezvous(RendezvousHandler):
-    """A rendezvous with known members: each node's number, and the number of nodes, are given."""
+    """A rendezvous with known members: the number of each node and the number of nodes are fixed."""
 
     def __init__(self, parameters: RendezvousParameters):
         self._node = parameters.get_as_int("node", 0) or 0
@@ -112,7 +112,7 @@ class PrivateRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: there is no second rendezvous."""
+        """Do nothing, because there is no second rendezvous."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -143,8 +143,8 @@ def main() -> None:
 
 # The store of a job on several nodes: a client of the job's rendezvous server.
 #
-# torch's own TCPStore listens on every interface and trusts every connection. This one proves the job's secret first
-# (`core/wire/handshake.py`); the server is `run/rendezvous/server.py`.
+# torch's own TCPStore listens on every interface and trusts every connection. This store first proves that it knows the
+# job's secret (`core/wire/handshake.py`). The server is `run/rendezvous/server.py`.
 
 
 T = TypeVar("T")
@@ -152,29 +152,29 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
 """Long enough for a restart of the server."""
 ANSWER_TIMEOUT_S = 60.0
-"""The server answers at once; the timeout of a wait is added to this."""
+"""The server answers immediately. The timeout of a wait is added to this."""
 
 
 def connect() -> JsonClient:
-    """Return a connection to the job's rendezvous server. Raises OSError, MachineError."""
+    """Return a connection to the job's rendezvous server. Raises OSError or MachineError."""
     return JsonClient(os.environ[RENDEZVOUS], read_secret(Path(os.environ[SECRET_FILE])), CONNECT_TIMEOUT_S)
 
 
 class RendezvousStore(dist.Store):
     """A store for torch.distributed; each thread has its own connection, so that one can wait while another writes.
 
-    Process groups hold only the C++ half: their creator must keep a reference to this object.
+    Process groups only refer to the C++ part, so their creator must keep a reference to this object.
     """
 
     timeout: timedelta
-    """The time limit for waiting on a key; a property of the C++ half."""
+    """The time limit for waiting for a key; a property of the C++ part."""
 
     def __init__(self, timeout: timedelta):
         super().__init__()
         self.set_timeout(timeout)
         self._secret = read_secret(Path(os.environ[SECRET_FILE]))
         self._connections: dict[int, JsonClient] = {}
-        """Connections by native thread id: torch's own threads have no persistent Python state."""
+        """Connections by native thread ID, because torch's threads have no persistent Python state."""
         self._clones: list[RendezvousStore] = []
         self._ask(messages.CheckKeys(()), bool)
 
@@ -243,14 +243,14 @@ class RendezvousStore(dist.Store):
             return self._connections[thread].ask(messages.to_json(request), timeout_s)
         except BaseException as error:
             if client := self._connections.pop(thread, None):
-                client.close()  # a late answer must not be taken for the answer to the next request
+                client.close()  # a late answer must not be mistaken for the answer to the next request
             if not isinstance(error, OSError):
                 raise
             raise dist.DistNetworkError(f"the job's rendezvous server, {os.environ[RENDEZVOUS]}: {error}") from error
 
 
 def _as_text(value: str | bytes | Sequence[int]) -> str:
-    """Map every byte to the character with the same code."""
+    """Map each byte to the character with the same code."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 

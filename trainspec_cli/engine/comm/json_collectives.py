@@ -1,7 +1,7 @@
-"""Collectives over JSON: ranks exchange small values, and errors, as UTF-8 text in tensors of bytes.
+"""Collectives over JSON: ranks exchange small values and errors as UTF-8 text in byte tensors.
 
-Nothing that a peer sends is unpickled. A reader converts the parsed JSON into the caller's type, and rejects everything
-else. The tensors are on the CPU, since every process group has gloo.
+Data from peers is never unpickled. A reader converts the parsed JSON to the caller's type, and rejects everything else.
+The tensors are on the CPU, because every process group includes gloo.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainspec_cli.recipe.records import from_plain, to_plain
 T = TypeVar("T")
 
 MAX_BYTES = 2**26
-"""The longest message of a rank. The list of a rank's parts takes a few MiB for a very large model."""
+"""Maximum size of a rank's message in bytes. The list of a rank's parts takes a few MiB for a very large model."""
 REFUSALS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, TrainspecError)
 """Errors that a reader raises for a malformed message."""
 
 
 def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks of `group` (None: all ranks) on each of them, in the group's order.
+    """Return the values of all ranks in `group` (None: all ranks) on each of them, in the group's order.
 
-    Called collectively by all ranks of the group. `read` converts the output of `json.loads`, which has no tuples, no
-    bytes, and only string keys. Raises the same WorkerError on every rank if a message is too long, not JSON, or
+    Called collectively by all ranks of the group. `read` converts the output of `json.loads`, which contains no tuples,
+    no bytes, and only string keys. Raises the same WorkerError on every rank if a message is too long, not JSON, or
     rejected by `read`.
     """
     own = _encode(value)
@@ -49,7 +49,7 @@ def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup |
 
 
 def broadcast_json(value: Any, read: Callable[[Any], T], src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Return the value of rank `src` (a global rank) on every rank of `group`; other ranks' values are ignored.
+    """Return the value of rank `src` (a global rank) on every rank of `group`. The values of other ranks are ignored.
 
     Otherwise the same as `gather_json`.
     """
@@ -109,8 +109,8 @@ def raise_together(error: TrainspecError | None) -> None:
 
 @contextmanager
 def errors_together() -> Iterator[None]:
-    """If any rank has an error in the block, raise it on all ranks at the end of the block, which must not contain a
-    collective."""
+    """If an error is raised in the block on any rank, raise it on all ranks at the end of the block. The block must not
+    contain a collective."""
     error = None
     try:
         yield

@@ -74,7 +74,7 @@ class Decoder(LanguageModel):
         rotation = self.cos_SE[self.positions_S].to(x_BSD.dtype), self.sin_SE[self.positions_S].to(x_BSD.dtype)
         if documents_BS is None:
             return rotation
-        # A query attends to the keys of its own document, up to itself.
+        # A query attends to the keys of its document up to its own position.
         same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
         return (*rotation, same_BSS.tril().unsqueeze(1))
 

@@ -1,1 +1,1 @@
-"""Observation of a run: step time, device, memory, hangs, and trackers."""
+"""Observation of a run: step times, device, memory, hangs, and trackers."""

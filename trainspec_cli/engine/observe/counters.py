@@ -1,9 +1,9 @@
-"""Counters of the operating system and the interpreter for this process, read at the end of a step, every few steps.
+"""This process's counters in the operating system and the interpreter, read every few steps, at the end of a step.
 
 The main thread runs the step: the kernel counts its processor time (`schedstat`), how long a quota throttled its
 control group (`cpu.stat`), pages read back from disk, and packet losses on its connections (`TCP_INFO`). The
-interpreter reports garbage collection. A counter that this system does not have is 0; if 0 could be a real value, it is
-omitted.
+interpreter reports garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a
+real value.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from trainspec_cli.run.folder.event_types.events import ConnectionCounts, Counte
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
-"""The shortest interval between readings: reading and writing the counters takes a thousandth of it."""
+"""The shortest interval between readings. Reading and writing the counters takes a thousandth of it."""
 REMEMBERED_STEPS = 8
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Sums the processor time of this interpreter's garbage collection, without the time of other processes."""
+    """Sums the processor time of this interpreter's garbage collection. The time of other processes is not included."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -85,7 +85,7 @@ class Counts:
     allocator_retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return the growth of each counter; 0 if a counter was reset, which can happen when a virtual machine
+        """Return the increase of each counter; 0 if the counter was reset, which can happen when a virtual machine
         migrates."""
         return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
 
@@ -100,7 +100,7 @@ class Window:
     samples: int = 0
     tokens: int = 0
     attended: int = 0
-    """The sum of the squared lengths within which tokens attend to one another."""
+    """Sum of the squared lengths of the sequences within which tokens attend to one another."""
     agreed_s: float = math.inf
     """The shortest duration of the exchange that ends each step."""
     own_s: float = 0.0
@@ -113,7 +113,7 @@ class Window:
             self.samples += tokens.shape[0]
             self.tokens += tokens.numel()
             documents = others[1] if len(others) > 1 else None
-            if documents is None or on_chip(documents.device):  # the host does not wait for a device to count
+            if documents is None or on_chip(documents.device):  # avoid waiting for a device to count
                 self.attended += tokens.numel() * tokens.shape[-1]
             else:
                 rows = documents.reshape(-1, documents.shape[-1])
@@ -126,7 +126,7 @@ class StepCounters:
     def __init__(self, device: torch.device):
         self._device = device
         self._is_emulated = host_is_emulated(device)
-        """True if the system's counters are not those of the emulated host."""
+        """True if the host is emulated, so that the system's counters do not describe it."""
         self.garbage = GarbageClock()
         self._connections = ConnectionCounter()
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -142,10 +142,10 @@ class StepCounters:
         agreement: tuple[float, float],
         starved_s: float | None = None,
     ) -> CountersEvent | None:
-        """Record a step; return the counts of the window that ends with it, if any.
+        """Record a step. Return the counts of the window that ends with it, if any.
 
-        `agreement`: the seconds of the exchange that ends each step, and the Unix time when this rank left it.
-        `starved_s`: as `Segments.starved_s`.
+        `agreement`: the duration of the exchange that ends each step, in seconds, and the Unix time when this rank left
+        it. `starved_s`: as in `Segments.starved_s`.
         """
         agreed_s, left_at = agreement
         window = self._window
@@ -188,7 +188,7 @@ class StepCounters:
         if self._is_emulated:
             return Counts(allocator_retries=retries)
         ticks = _read("/proc/stat").partition("\n")[0].split()
-        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # of any process on the node
+        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # stalls of any process on the node
         dynamo = sys.modules.get("torch._dynamo.utils")  # not imported for this: it takes seconds
         return Counts(
             cpu_s=self._processor.read()[0],
@@ -208,8 +208,8 @@ class StepCounters:
 
 
 def window_steps(step_s: float) -> int:
-    """Return the number of steps between readings: a power of two, so that ranks whose steps differ slightly end most
-    of their windows with the same step."""
+    """Return the number of steps between readings. It is a power of two, so that ranks with slightly different step
+    times end most of their windows at the same step."""
     steps = 1
     while 2 * steps * step_s <= WINDOW_S and steps < 1024:
         steps *= 2
@@ -217,7 +217,7 @@ def window_steps(step_s: float) -> int:
 
 
 def throttled_s() -> float:
-    """Return how long quotas have throttled the control group of this process and its ancestors."""
+    """Return how long quotas have throttled this process's control group and its ancestors, in seconds."""
     total_s = 0.0
     for folder in _control_groups("cpu"):
         for line in _read(folder / "cpu.stat").splitlines():
@@ -233,7 +233,8 @@ LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.us
 
 
 def available_bytes() -> int | None:
-    """Return the memory that this process may still allocate: the minimum of the node's and its control groups'."""
+    """Return the memory in bytes that this process may still allocate: the minimum over the node and the process's
+    control groups."""
     free = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
     left = [int(free[0]) * 1024] if free else []
     for folder in _control_groups("memory"):
@@ -245,7 +246,7 @@ def available_bytes() -> int | None:
 
 
 def _control_groups(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and its ancestors, without the root. A process may be moved to
+    """Return the folders of this process's control group and its ancestors, except the root. A process may be moved to
     another group at any time."""
     for line in _read("/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -268,26 +269,26 @@ def _read(path: Path | str) -> str:
     return ""
 
 
-# Counters of this process's connections: bytes, retransmitted segments and round-trip times, from the kernel.
+# The kernel's counters of this process's connections: bytes, retransmitted segments and round-trip times.
 #
-# Both ends identify a connection by the same two addresses, so a reader of all ranks' counts can find the ranks of each
-# connection.
+# Both ends identify a connection by the same two addresses, so the ranks at its ends can be found from all ranks'
+# counts.
 
 
 TIMEOUTS_OFFSET = 240
 """`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""
 NEEDLESS_OFFSET = 216
-"""`tcpi_dsack_dups`, since Linux 4.19: segments that had already arrived when they were retransmitted; a process that
-is not scheduled acknowledges them too late."""
+"""`tcpi_dsack_dups`, since Linux 4.19: segments that had already arrived when they were retransmitted, because a
+process that is not scheduled acknowledges them too late."""
 FIELDS = struct.Struct("=68xI28xI52xI8xQ24xQQ")
 """From `struct tcp_info`: round-trip time in us, retransmitted segments, data segments, busy time in us, bytes sent,
 bytes retransmitted."""
 COUNTED = 2**32
 """The kernel's segment counters wrap around to 0 at this value."""
 LISTED_EVERY = 16
-"""Number of windows after which connections are searched for again; most are opened when a run starts."""
+"""Search for new connections after this number of windows; most connections are opened when a run starts."""
 REPORTED = 6
-"""Number of connections to report: those that sent the most."""
+"""Number of connections to report, starting with those that sent the most."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class ConnectionCounter:
         self._before: dict[Connection, ConnectionState] = {}
 
     def cut(self) -> tuple[ConnectionCounts, ...]:
-        """Return the counts since the last call for the connections that sent the most."""
+        """Return the counts since the last call, for the connections that sent the most."""
         if self._cuts % LISTED_EVERY == 0:
             self._find()
         self._cuts += 1
@@ -343,14 +344,14 @@ class ConnectionCounter:
 
 
 def ends_of(descriptor: int) -> tuple[str, str]:
-    """Return the addresses of both ends; empty strings if it is closed."""
+    """Return the addresses of both ends; empty strings if the connection is closed."""
     with suppress(OSError), borrow(descriptor) as end:
         return _shown(end.getsockname()), _shown(end.getpeername())
     return "", ""
 
 
 def _shown(address: tuple[object, ...]) -> str:
-    """Return `10.0.0.1:29500`; an IPv4 address within IPv6 is shown as itself."""
+    """Return an address such as `10.0.0.1:29500`; IPv4 addresses within IPv6 are shown as IPv4."""
     return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"
 
 
@@ -365,21 +366,21 @@ def state_of(connection: Connection) -> ConnectionState | None:
     return ConnectionState(rtt_us / 1e6, resent - needless, segments, sent - again, busy_us / 1e6, timeouts)
 
 
-# The device of this rank: its name, its speed and its memory use.
+# This rank's device: its name, speed and memory use.
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Sizes of a layer's products, forward and backward. CPU speeds vary with the size, tenfold in a format without native
-support."""
+"""Transposes of a layer's products, forward and backward. CPU speeds differ between them, tenfold in a format without
+native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
-"""Number of rounds for each size, each of at least one product; the best round counts."""
+"""Number of rounds for each size, and minimum duration of a round in seconds. The best round counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after this many seconds, and sizes whose product takes longer are not measured: a CPU without native
-bf16 achieves about 1 GFLOP/s in it."""
+"""No round begins after this many seconds, and sizes whose product takes longer are not measured, because a CPU without
+native bf16 achieves only about 1 GFLOP/s in this format."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +388,7 @@ class Peak:
     flops: float
     """FLOP/s of one device."""
     source: str
-    """The source of the value; it is shown with every MFU."""
+    """The source of the value, which is shown with every MFU."""
 
 
 def device_name(device: torch.device) -> str:
@@ -395,7 +396,8 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the best rate of a square matrix product, with all ranks of the node measuring at the same time."""
+    """Return the best rate of a square matrix multiplication, measured while all ranks of the node measure at the same
+    time."""
     best = 0.0
     products = PRODUCTS[:1] if on_chip(device) else PRODUCTS
     limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
@@ -417,7 +419,7 @@ def matmul_flops(
     limit_s: float = math.inf,
     product: Product = PRODUCTS[0],
 ) -> float:
-    """Return the FLOP/s of a square product in the fastest round."""
+    """Return the FLOP/s of a square matrix multiplication in the fastest round."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / quickest_s(lambda: product(a, b), device, rounds, round_s, limit_s)
 
@@ -425,9 +427,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds per call in the fastest round, after one call that does not count. A round makes calls for
-    `round_s` seconds, at least one, so that load from other programs has little effect. Only the first round may begin
-    after `limit_s`."""
+    """Return the seconds per call in the fastest round, after one warm-up call. A round makes calls for `round_s`
+    seconds, and at least one, so that load from other programs has little effect. Only the first round may begin after
+    `limit_s`."""
 
     def reached() -> Mark:
         now = mark(on_gpu=on_chip(device))
@@ -452,30 +454,31 @@ def quickest_s(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that this process may still allocate: on a GPU all free memory, on a host its part of it."""
+    """Return the memory in bytes that this process may still allocate: on a GPU all free memory, on a host this
+    process's part of it."""
     if on_chip(device):
         return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def device_allocations(device: torch.device) -> int:
-    """Return how often this process has allocated from the device's driver; 0 on a CPU."""
+    """Return how often this process has allocated memory from the device's driver; 0 on a CPU."""
     return allocator_count(device, "num_device_alloc")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the allocator's peak on a GPU, or this process's peak resident memory on a CPU."""
+    """Return the allocator's peak in bytes on a GPU, or this process's peak resident memory on a CPU."""
     if on_chip(device):
         return torch.accelerator.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-# Watch this rank's memory from step to step, and report a leak once, while the run continues.
+# Watch this rank's memory from step to step, and report a leak once, without ending the run.
 
 
 SETTLING_STEPS = 10
-"""Number of first steps, which allocate memory that later ones reuse."""
+"""Number of initial steps, which allocate memory that later steps reuse."""
 
 
 class MemoryWatch:
@@ -492,9 +495,9 @@ class MemoryWatch:
         self._process = psutil.Process()
 
     def check(self, step: int, micro_batch_size: int = 0) -> str | None:
-        """Return a warning if one kind of memory grows so fast that it will run out before the last step.
+        """Return a warning if one kind of memory is growing so fast that it will run out before the last step.
 
-        A step whose largest micro-batch has a new size allocates again, as the first steps do.
+        A step whose largest micro-batch has a new size allocates memory again, like the first steps.
         """
         if micro_batch_size not in self._sizes:
             if self._sizes and self._first_step <= self._last_step:
@@ -518,7 +521,7 @@ class MemoryWatch:
         return None
 
     def _usage(self) -> dict[str, tuple[float, float]]:
-        """Map each kind of memory to (bytes this process uses, bytes left)."""
+        """Return (bytes used by this process, bytes left) for each kind of memory."""
         host = (float(self._process.memory_info().rss), float(psutil.virtual_memory().available))
         if not on_chip(self._device):
             return {"host": host}

@@ -1,7 +1,7 @@
 """Profile this rank for a few steps (a deeper look) when the supervisor requests it because of a new verdict.
 
-A thread waits for the request, which costs the steps nothing. During the profile, torch's profiler runs over complete
-steps, and the thread samples the stack; the result is an event and a trace in the run folder.
+A thread waits for the request, which does not slow down the steps. During the profile, torch's profiler runs over
+complete steps, and the thread samples the stack; the result is an event and a trace in the run folder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trainspec_cli.run.folder.event_types.events import LookEvent, WarningEvent
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 
-# Run torch's profiler over a few steps: find which operations take the time, and keep the trace small.
+# Run torch's profiler over a few steps, find the operations that take the most time, and keep the trace small.
 
 
 MOST_OPERATIONS = 200_000
@@ -65,7 +65,8 @@ class Operation(NamedTuple):
 
 
 def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime, ...]:
-    """Return the operations with the most self time; those of the device if it has any, otherwise the host's."""
+    """Return the operations with the most self time: operations of the device if there are any, otherwise of the
+    host."""
     on_device = any(one.on_device for one in operations)
     own_ns = defaultdict[str, int](int)
     calls = defaultdict[str, int](int)
@@ -85,7 +86,8 @@ def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime
 
 
 def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with its self time in ns (without the operations that it calls), ordered by start time."""
+    """Return each operation with its self time in ns (excluding the operations that it calls), ordered by start
+    time."""
     open_of = defaultdict[int, list[int]](list)
     found: list[tuple[Operation, int]] = []
     for one in operations:
@@ -107,7 +109,7 @@ def is_within(at_ns: int, spans: Sequence[Span]) -> bool:
 
 
 def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, most_bytes: int = TRACE_BYTES) -> str:
-    """Return the trace in the format of Perfetto and chrome://tracing: the longest operations, as many as fit in
+    """Return the trace in the format of Perfetto and chrome://tracing, with as many of the longest operations as fit in
     `most_bytes`."""
     begin_ns = operations[0].begin_ns if operations else 0
     left = most_bytes - len(json_text(about, indent=None)) - 64
@@ -135,11 +137,11 @@ def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, mo
 
 POLL_S = 1.0
 LOOK_STEPS, LOOK_S = 3, 2.0
-"""The most steps of a profile, and the seconds after which no further step is profiled."""
+"""Maximum number of steps in a profile, and the time in seconds after which no further step is profiled."""
 STALLED_S = 1.0
-"""A hanging rank does not make steps, so its stack is sampled for this long."""
+"""A hanging rank does not make steps, so its stack is sampled for this many seconds."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes inside the program, for which py-spy takes samples too."""
+"""Causes inside the program, for which py-spy also takes samples."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 
@@ -219,12 +221,14 @@ class DeeperLook(threading.Thread):
             self._begun.add(step)
         elif self._is_wanted.is_set():
             self._is_wanted.clear()
-            is_free = not torch.autograd._profiler_enabled()  # the model's code may profile; torch has one profiler
+            is_free = (
+                not torch.autograd._profiler_enabled()
+            )  # the model's code may be profiling; torch has only one profiler
             self._begun = StepsInView(self._device) if is_free else None
             self._has_begun.set()
 
     def was_profiled(self, step: int) -> bool:
-        """Return whether this step was profiled, and so took longer than usual."""
+        """Return whether this step was profiled and therefore took longer than usual."""
         return self._begun is not None and 0 < self._begun.first_step <= step <= self._begun.last_step
 
     def close(self) -> None:

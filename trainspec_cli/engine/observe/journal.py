@@ -32,11 +32,11 @@ SCALARS = {
     "step": ("loss", "grad_norm", "lr", "step_time_s"),
     "eval": ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Fields of an event that are tracked, by its type."""
+"""The tracked fields of an event, by event type."""
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """Return `step/loss`, `eval/heldout_loss` or, for a validation set, `eval/NAME/loss`."""
+    """Return scalars by names such as `step/loss`, `eval/heldout_loss` or, for a validation set, `eval/NAME/loss`."""
     names = SCALARS.get(event.type, ())
     found = {f"{event.type}/{name}": value for name, value in _numbers(event).items() if name in names}
     if isinstance(event, EvalEvent) and not isinstance(event.sets, Absent):
@@ -49,7 +49,7 @@ def scalars_of(event: Event) -> dict[str, float]:
 
 
 def _numbers(record: Event | SetFigures) -> dict[str, float]:
-    """Return the fields that hold a number."""
+    """Return the fields with numeric values."""
     return {name: value for name, value in to_plain(record).items() if isinstance(value, (int, float))}
 
 
@@ -90,7 +90,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Logs offline in the run folder unless WANDB_MODE is set; a resumed run continues under the id in its folder."""
+    """Logs offline in the run folder unless WANDB_MODE is set. A resumed run continues under the ID in its folder."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         _send_no_reports("wandb")
@@ -151,8 +151,8 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
 class Journal:
     """The events of one rank, in a separate file. Rank 0's file is the run's log, whose events also go to the trackers.
 
-    A process of a replica group writes to a file of its group, and rank 0 of the group that leads writes the run's log
-    as well.
+    With several replica groups, each process writes to a file of its group, and rank 0 of the leading group also writes
+    the run's log.
     """
 
     def __init__(self, run_dir: RunDir, rank: int, spec: RunSpec | None, group: int | None = None):
@@ -180,7 +180,7 @@ class Journal:
         self._trackers += watchers_of(spec, self._run_dir, self._rank) if spec else []
 
     def lead(self, leads: bool, step: int) -> None:
-        """Write the run's log from `step` on if this group leads; a new leader begins with its own `start` event."""
+        """If this group leads, write the run's log from `step` on. A new leader begins with a `start` event."""
         if leads and self._rank == 0 and self._log is None:
             self._open_log()
             if self._start:
@@ -209,7 +209,7 @@ class Journal:
                 self._log.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
 
     def events_of(self, rank: int) -> Path:
-        """Return the file of a rank's events, within the same group if there are several."""
+        """Return the event file of a rank, within the same group if there are several."""
         return self._run_dir.events(rank) if self._group is None else self._run_dir.group_events(self._group, rank)
 
     def _close_log(self) -> None:

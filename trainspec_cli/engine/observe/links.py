@@ -1,12 +1,12 @@
-"""Time exchanges by mesh axis: the transfer, without the wait for the last rank.
+"""Time exchanges by mesh axis. Only the transfer is timed, without the wait for the last rank.
 
-In a sampled step, the ranks of an exchange first meet at a barrier. The time that a rank waits there shows how much
-earlier it arrived than the last rank, which waits least. Then all ranks start the transfer at once. If every rank
-finished with the last byte, the shortest time of any rank in the complete exchange would suffice, without a barrier;
-but on gloo a rank with a slow outgoing link finishes first, since the kernel buffers what it sends.
+In a sampled step, the ranks of an exchange first wait at a barrier. A rank's waiting time shows how much earlier it
+arrived than the last rank, which waits least. Then all ranks start the transfer at the same time. If every rank
+finished with the last byte, no barrier would be needed: the shortest time of any rank in the complete exchange would
+suffice. But on gloo a rank with a slow outgoing link finishes first, because the kernel buffers what it sends.
 
-On an accelerator, the barrier is a sum of one number in the exchange's own stream, and the times are events in that
-stream, so neither the host nor another stream waits for a sample.
+On an accelerator, the barrier is a sum of one number in the exchange's stream, and times are measured with events in
+that stream. So neither the host nor another stream waits for a sample.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ class TimedExchange:
     sent_bytes: float
     transfer: Span
     waiting: Span
-    """The barrier before it."""
+    """The barrier before the transfer."""
 
 
 @dataclass(frozen=True)
 class GroupSample:
-    """The exchanges of one process group that were timed in a step."""
+    """The timed exchanges of one process group in a step."""
 
     timed: Sequence[TimedExchange]
     meeting: Span | None
-    """A barrier at which no rank is late; None if no exchange was timed."""
+    """The span of a barrier at which no rank is late; None if no exchange was timed."""
     is_hidden: bool
 
     def exchanges(self) -> list[tuple[float, float, float]]:
-        """Return (bytes, seconds, seconds of waiting) of each exchange."""
+        """Return (bytes, seconds, waiting seconds) for each exchange."""
         return [(one.sent_bytes, elapsed_s(*one.transfer), elapsed_s(*one.waiting)) for one in self.timed]
 
     @property
     def cost_s(self) -> float:
-        """Return the additional time that the sample took: its barriers, and exchanges that are otherwise hidden."""
+        """Return the additional time caused by the sample, in seconds: its barriers, and exchanges that are otherwise
+        hidden."""
         if self.meeting is None:
             return 0.0
         transfers_s = sum(elapsed_s(*one.transfer) for one in self.timed) if self.is_hidden else 0.0
@@ -60,8 +61,8 @@ class GroupSample:
 
 
 class LinkTimer:
-    """Called around each exchange of one process group, in the same way by all its ranks, with the bytes that a rank
-    sends."""
+    """Called around each exchange of one process group with the number of bytes that a rank sends. All ranks of the
+    group make the same calls."""
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
         """`is_hidden`: other work overlaps with the exchanges, unless they are timed."""
@@ -76,8 +77,8 @@ class LinkTimer:
 
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
-        """Count the block as exposed communication; yields whether it is timed, and must then be complete at its end.
-        This must not depend on the number of bytes, which differs between the experts' ranks."""
+        """Count the block as exposed communication. Yields whether it is timed; if so, the exchange must be complete at
+        the end of the block. This must not depend on the number of bytes, which differs between ranks with experts."""
         with self._clock.collective():
             if sent_bytes is not None:
                 self._calls += 1
@@ -86,7 +87,7 @@ class LinkTimer:
                 return
             waiting = self._meet()
             if self._meeting is None:
-                self._meeting = self._meet()  # at a second barrier, no rank is late
+                self._meeting = self._meet()  # no rank is late at a second barrier
             started = self._clock.mark()
             yield True
             transfer = started, self._clock.mark()
@@ -116,14 +117,14 @@ class LinkTimer:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """The exchanges that were timed in a step; on an accelerator, they are read once the device has ended the step."""
+    """The timed exchanges of a step. On an accelerator, they are read once the device has finished the step."""
 
     groups: Sequence[tuple[str, GroupSample]]
     """(axis, its sample) for each process group."""
     across: Transfer
     """The exchange between replica groups."""
     held_back_bytes: Mapping[str, int]
-    """Bytes that this rank sent along each axis, and that are hidden by other work in all other steps."""
+    """Bytes sent by this rank along each axis in exchanges that other work hides in unsampled steps."""
 
     def transfer(self, axis: str) -> Transfer:
         """Return the measurements of `axis`."""
@@ -153,8 +154,8 @@ class LinkTimers:
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """Given the number of updates: True if the next step is to be sampled; other replica groups are told in
-        advance."""
+        """Given the number of updates, returns True if the next step will be sampled. Other replica groups are notified
+        in advance."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
         """Return the timer for the exchanges of `group`, one of this rank's groups along `axis`; always the same
@@ -165,8 +166,8 @@ class LinkTimers:
         return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
 
     def of_held_back(self, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return the timer for exchanges that overlap with other work except in sampled steps, which is what such steps
-        cost."""
+        """Return the timer for exchanges that overlap with other work except in sampled steps. The lost overlap is the
+        cost of sampled steps."""
         time_exchange = self.of(axis, group)
 
         @contextmanager
@@ -178,7 +179,7 @@ class LinkTimers:
         return timed
 
     def begin(self, is_sampled: bool) -> None:
-        """Begin a step, sampled on every rank or on none."""
+        """Begin a step, which is sampled on every rank or on none."""
         self._across = Transfer()
         self._held_back_bytes = Counter()
         for timer in self._timers.values():
@@ -189,5 +190,6 @@ class LinkTimers:
         return LinkSample(groups, self._across, self._held_back_bytes)
 
     def note_across(self, sent_bytes: float, seconds: float, waited_s: float) -> None:
-        """Record an exchange between replica groups, which was held back until all had met; that took `waited_s`."""
+        """Record an exchange between replica groups that was held back until all groups were ready, which took
+        `waited_s`."""
         self._across = Transfer(sent_bytes, seconds, waited_s)

@@ -1,7 +1,7 @@
-"""User-defined callbacks and trackers: classes that receive a run's events, and cannot change its numbers.
+"""User-defined callbacks and trackers: classes that receive a run's events but cannot change its results.
 
-They get the same events as the run folder, but not the model; the state of the random generators is restored after each
-call. So a run's results are bit-identical with and without them.
+They get the same events as the run folder, but not the model. The state of the random generators is restored after each
+call. So the results of a run are bitwise identical with and without them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TRACKER_METHODS = ("record", "close")
 
 
 class OptionalCodeError(Exception):
-    """Raised if code marked `optional` has failed; the run continues without it."""
+    """Raised if code marked as `optional` has failed; the run continues without it."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts about the run that callbacks and trackers receive."""
+    """Information about the run that callbacks and trackers receive."""
 
     folder: Path
     """The run folder."""
@@ -46,16 +46,16 @@ class RunFacts:
 
 
 class OwnWatcher:
-    """Passes events to a user-defined object that has methods for them."""
+    """Passes events to the methods of a user-defined object."""
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
-        """`methods`: the methods called for an event, by its type; "" stands for all types."""
+        """`methods`: names of the methods to call, by event type; "" stands for all types."""
         self._extension = extension
         self._made = made
         self._methods = methods
 
     def record(self, event: Event) -> None:
-        """Raises WorkerError if the code fails, or OptionalCodeError if the run continues without it."""
+        """Raises WorkerError if the code fails, or OptionalCodeError if the run can continue without it."""
         method = self._methods.get(event.type) or self._methods.get("")
         if method is not None:
             self._call(f"at {event.type} of step {getattr(event, 'step', 0)}", lambda: method(event))
@@ -75,8 +75,8 @@ class OwnWatcher:
 
 
 def watchers_of(spec: RunSpec, run_dir: RunDir, rank: int) -> list[OwnWatcher]:
-    """Create the recipe's callbacks and trackers for this rank: rank 0 has all of them, and the other ranks those whose
-    class sets `every_rank = True`. Raises RecipeError for invalid classes."""
+    """Create the recipe's callbacks and trackers for this rank: rank 0 gets all of them, and other ranks only those
+    whose class sets `every_rank = True`. Raises RecipeError for invalid classes."""
     facts = RunFacts(run_dir.root.resolve(), rank, to_plain(spec))
     named = list(worker_code_of(spec))
     found = [_make_callback(extension, facts, spec) for extension in named if extension.kind is CALLBACK]
@@ -126,7 +126,7 @@ def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) ->
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """Restore the random generators of Python, numpy and torch to their state before the block."""
+    """Restore the random generators of Python, numpy and torch after the block to their state before it."""
     numpy: Any = sys.modules.get("numpy")
     kind = started_kind()
     devices = range(torch.accelerator.device_count()) if kind else ()

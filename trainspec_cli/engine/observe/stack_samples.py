@@ -1,7 +1,7 @@
-"""Samples of a thread's stack, and the lines of code that most of them share.
+"""Samples of a thread's stack, and the lines of code that most samples have in common.
 
 The process samples itself, so a thread that holds the interpreter lock in native code is sampled only when it releases
-the lock. If py-spy is installed (the extra `sampling`), it samples from outside.
+the lock. If py-spy is installed (the extra `sampling`), it samples the process externally.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 SPY_RATE = 100
 SPY_S = 1
 SPY_ENDS_S = 10.0
-"""py-spy is abandoned this many seconds after its expected end."""
+"""py-spy is abandoned if it has not ended this many seconds after the expected time."""
 _SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 
 
@@ -61,7 +61,8 @@ class StackSample(NamedTuple):
 
 
 def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]:
-    """Return samples of a thread, by its identifier, until `is_over`; none for a thread that has ended."""
+    """Return samples of a thread, specified by its identifier, until `is_over`; no samples for a thread that has
+    ended."""
     samples: list[StackSample] = []
     while not is_over():
         if len(samples) < MOST_SAMPLES and (frame := sys._current_frames().get(thread)) is not None:
@@ -75,10 +76,10 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 
 
 def is_in_exchange(files: Sequence[str]) -> bool:
-    """Return whether a stack is in an exchange with other ranks, by the files of its frames, outermost first.
+    """Return whether a stack is in an exchange with other ranks, judging by the files of its frames, outermost first.
 
-    Only calls made by the innermost line outside libraries count: torch's launcher, the parent of a forked worker, is
-    further out in every stack.
+    Only calls made by the innermost line outside of libraries count, because the outer frames of every stack contain
+    torch's launcher, the parent of a forked worker.
     """
     inner = list(takewhile(_is_library, reversed(files)))
     own = files[-1 - len(inner)] if len(inner) < len(files) else ""
@@ -86,8 +87,8 @@ def is_in_exchange(files: Sequence[str]) -> bool:
 
 
 def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ...]:
-    """Return the lines that occur in most samples, most frequent first, as fractions of `total` samples. A sample's
-    line is the innermost one outside Python's library and torch."""
+    """Return the lines that occur in the most samples, most frequent first, with their fraction of `total` samples. A
+    sample's line is the innermost one outside of Python's library and torch."""
     counts = Counter[Frame]()
     for sample in samples:
         own = [frame for frame in sample.stack if not _is_library(frame.file)]
@@ -110,7 +111,7 @@ def _is_library(file: str) -> bool:
 
 
 def _shown(file: str) -> str:
-    """Return the file's path from its outermost package on, such as `trainspec_cli/engine/run/step.py`."""
+    """Return the path of a file starting from its outermost package, such as `trainspec_cli/engine/run/step.py`."""
     path = Path(file)
     root = path.parent
     while (root / "__init__.py").is_file():
@@ -119,7 +120,7 @@ def _shown(file: str) -> str:
 
 
 class PySpy:
-    """Starts py-spy for a second, without pausing this process; py-spy writes below `folder`."""
+    """Runs py-spy for a second, without pausing this process; py-spy writes its output to `folder`."""
 
     def __init__(self, program: str, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +139,8 @@ class PySpy:
         return shutil.which("py-spy", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
 
     def samples(self, thread: int) -> list[StackSample]:
-        """Return the samples of a thread, by its native id. Raises OSError if py-spy was not allowed to read the
-        process (`kernel.yama.ptrace_scope`)."""
+        """Return the samples of a thread, specified by its native ID. Raises OSError if py-spy was not allowed to read
+        the process (`kernel.yama.ptrace_scope`)."""
         try:
             _, error = self._process.communicate(timeout=SPY_S + SPY_ENDS_S)
             if self._process.returncode:

@@ -1,8 +1,8 @@
-"""A thread that detects a hung step: each rank reports its position, and one of them ends the run.
+"""A thread that detects a hung step. Each rank reports its position, and one of them ends the run.
 
 A report holds the Python stack and the last collectives that the rank entered (torch's flight recorder, if enabled by
-TORCH_FR_BUFFER_SIZE). A rank that cannot report (stopped, or stuck in native code that holds the interpreter lock) is
-recognised by its silence; in the latter case `faulthandler` still writes its stack to the log.
+TORCH_FR_BUFFER_SIZE). A rank that is stopped, or stuck in native code that holds the interpreter lock, cannot report
+and is recognised by its silence. If it is stuck, `faulthandler` still writes its stack to the log.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ Late = TypeVar("Late", bound=LateStepEvent)
 
 TICK_S = 0.25
 STOPPED_S = 2.0
-"""A tick that is later than this means that the process or the entire machine was suspended; that time is not
+"""If a tick is more than this many seconds late, the process or the entire machine was suspended; that time is not
 counted."""
 REMEMBERED_STEPS = 100
 STACK_FRAMES = 30
 OTHERS_S = 5.0
-"""All ranks report a hang within this time: their deadlines were learned from the same steps."""
+"""All ranks report a hang within this many seconds, because they learned their deadlines from the same steps."""
 
 
 class StepWatch(threading.Thread):
-    """The watch. The main thread calls `beat` at every step's end; the time between calls must stay below the
-    deadline."""
+    """Watches the steps. The main thread calls `beat` at the end of every step; the time between calls must stay below
+    the deadline."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StepWatch(threading.Thread):
         first_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """If `floor_s` is None, a step may take forever; if `first_s` is None, the first steps may."""
+        """If `floor_s` is None, a step may take any amount of time; if `first_s` is None, only the first steps may."""
         super().__init__(name="watch", daemon=True)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
@@ -82,7 +82,7 @@ class StepWatch(threading.Thread):
         self._step = 0
         self._last_beat = time.monotonic()
         self._fresh = True
-        """True if the time since `_last_beat` is not a step's, so that it is not learned from."""
+        """True if the time since `_last_beat` is not the duration of a step, so that nothing is learned from it."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
         self._note_s = NOTE_S
@@ -103,8 +103,8 @@ class StepWatch(threading.Thread):
 
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
-        """Allow the long limit during the block, for example for an evaluation, whose length is not learned from steps;
-        or any time (`for_ever`), if others decide on it."""
+        """Apply the long limit during the block, for example for an evaluation, whose duration is not learned from
+        steps. With `for_ever` there is no limit, because others determine the duration."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -132,8 +132,8 @@ class StepWatch(threading.Thread):
             if waited_s > self._stall_s:
                 self._stall_s = math.inf
                 event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
-                # A full disk or a newer start prevents this report, and then also the report of the hang, which ends
-                # the run nevertheless.
+                # A full disk or a newer start prevents this report. It then also prevents the report of the hang, which
+                # ends the run nevertheless.
                 with suppress(OSError, WorkerError):
                     self._journal.write(event)
             if waited_s > self._note_s:
@@ -143,8 +143,8 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Record what the first step waits for: on rank 0, whose events are shown, and on each rank that does not wait
-        for another."""
+        """Record what the first step is waiting for, on rank 0, whose events are shown, and on each rank that is not
+        waiting for another rank."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:
@@ -157,7 +157,7 @@ class StepWatch(threading.Thread):
             self._journal.write(WarningEvent(step=self._step, message=message))
 
     def _report(self, waited_s: float) -> None:
-        """Report the hang; the first rank that has done so ends the run, as does a rank that cannot write its
+        """Report the hang. The first rank that has reported it ends the run, and so does a rank that cannot write its
         report."""
         ends = True
         try:
@@ -205,12 +205,12 @@ class StackPosition:
     """True in a collective, or while waiting for the device to finish one."""
     waits_in: str | None
     collectives: dict[str, int]
-    """The number of the last collective entered, by process group."""
+    """Number of the last collective entered, by process group."""
     stack: str
 
 
 def whereabouts(thread: int) -> StackPosition:
-    """Return the position of this process's `thread`."""
+    """Return the position of a thread of this process."""
     stacks = sys._current_frames()
     frames = traceback.extract_stack(stacks[thread])
     newest = {"/".join(entry["process_group"]): entry for entry in recorded_collectives() if not entry["is_p2p"]}
@@ -236,13 +236,13 @@ def whereabouts(thread: int) -> StackPosition:
 
 
 DATA = "its data"
-"""What a rank waits for while its batch has not been read yet."""
+"""The reason for waiting while a rank's batch has not been read yet."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
-"""The file whose `take` waits for the thread that reads batches."""
+"""The file with the function `take`, which waits for the thread that reads batches."""
 
 
 def innermost_line(stack: str) -> str:
-    """Return `FILE:LINE in FUNCTION` of a printed stack."""
+    """Return the innermost line of a printed stack, as `FILE:LINE in FUNCTION`."""
     lines = [line for line in stack.splitlines() if line.startswith("  File ")]
     found = _FRAME.match(lines[-1]) if lines else None
     return f"{found[1]}:{found[2]} in {found[3]}" if found else "no line of Python"
@@ -252,7 +252,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
 def recorded_collectives() -> Iterator[Any]:
-    """Yield the entries of torch's flight recorder, which has separate ones for gloo and NCCL; none if it is off."""
+    """Yield the entries of torch's flight recorders for gloo and NCCL; nothing if they are off."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
         return
     c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
@@ -264,7 +264,7 @@ def recorded_collectives() -> Iterator[Any]:
 def describe(
     reports: dict[int, HangEvent], world_size: int, step: int, waited_s: float, deadline_s: float
 ) -> tuple[str, str]:
-    """Return (what happened, every rank's stack)."""
+    """Return (a description of what happened, every rank's stack)."""
     places = {rank: Whereabouts(event.waiting, event.collectives) for rank, event in reports.items()}
     late, why = find_late(places, world_size)
     waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)

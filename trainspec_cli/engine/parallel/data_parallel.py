@@ -235,8 +235,8 @@ class _TimedCollective:
 
 
 class _NothingToReduce:
-    """A reduction over one rank: FSDP2 copies gradients together and the result to its destination. Here both use one
-    buffer, and the second copy, of a tensor onto itself, does nothing."""
+    """A reduction over one rank. FSDP2 copies the gradients into one input buffer, and later the result to its
+    destination. Here, input and output are the same buffer, so the second copy does nothing."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
@@ -397,7 +397,7 @@ def _columns(parameter: Any, ranks: int) -> int:
     return -(-size[0] // ranks) * size[1:].numel()
 
 
-# The errors of a module's compressed exchanges, as shares of its parameters, a form that suits any layout.
+# The errors of a module's compressed exchanges, stored as shares of its parameters, because this form suits any layout.
 #
 # Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
 # one layout. The sum of these errors over the ranks is what the gradient sums still lack, and has the shape of the

@@ -60,7 +60,7 @@ class Summand:
 
 @torch.no_grad()
 def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
-    """Sum the summands of one route together; a compressed one is summed alone. Only the main thread times
+    """Sum the summands of one route together; a compressed summand is summed separately. Only the main thread times
     exchanges."""
     first = summands[0]
     shards = first.route.shards
@@ -220,8 +220,8 @@ class ModuleSums:
         sums.modules.append(self)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 first asks for the input, in the exchange format, then for the output, which it would cast to the
-        parameters' format too early: the output has this format from the start."""
+        """Allocate a buffer for FSDP2: at the first call the input, in the exchange format, and then the output. FSDP2
+        would cast the output to the parameters' format too early, so it has this format from the start."""
         held = self._trained()[0].dtype
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)

@@ -1,1 +1,1 @@
-"""A run: the trainer, and the parts that it assembles from the other folders."""
+"""The trainer, and the parts of a run that it assembles from the other folders."""

@@ -48,8 +48,8 @@ REMEMBERED_STEPS = 50
 
 
 class Checkpoints:
-    """One rank's checkpoints; every rank makes the same calls at the same steps, and makes decisions from values that
-    all agreed on."""
+    """One rank's checkpoints. Every rank makes the same calls at the same steps, and bases its decisions on values that
+    all ranks have agreed on."""
 
     def __init__(self, run: TrainingRun, pace: Callable[[], BatchPace | None] = lambda: None):
         """`pace` returns the state of a batch size that follows the gradient noise."""
@@ -66,17 +66,17 @@ class Checkpoints:
         self._cadence = Cadence(run.plan, read_sound(run.run_dir.supervisor_events))
         self._saved_step = -1
         self._kept_before: int | None = None
-        """The step that was kept before the current one: it is kept again if the current one cannot be written."""
+        """The step that was kept before the current one. It is kept again if the current one cannot be written."""
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
-        """The step whose checkpoint may still be in the process of being written, as far as all ranks know."""
+        """The step whose checkpoint may still be being written, according to what all ranks know."""
         self._newest: Saved | None = None
 
     @property
     def _saver(self) -> Saver:
-        """The saver of the current state. A change of layout waits until no checkpoint is being written; afterwards the
-        ranks agree again on who writes what."""
+        """The saver of the current state. A change of layout waits until no checkpoint is being written. Afterwards,
+        the ranks agree again on which rank writes which parts."""
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
@@ -116,8 +116,8 @@ class Checkpoints:
         self._saver.agree()
 
     def save_independently(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of the state after `step`, unless a checkpoint of it has started, and wait until it is
-        written. Each rank does so independently. `kept`: as for `Saver.save_alone`."""
+        """Write this rank's part of the state after `step`, unless a checkpoint of this step has started, and wait
+        until the part is written. Each rank does so independently. `kept`: as in `Saver.save_alone`."""
         if self._saved_step == step:
             self._saver.wait()
         else:
@@ -136,22 +136,22 @@ class Checkpoints:
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
-        """Record a step's figures, the same on every rank: `writing` is whether any rank was writing when the step
-        ended."""
+        """Record a step's figures, which are the same on every rank. `writing`: whether any rank was writing when the
+        step ended."""
         first = self._cadence.note_step(step_time_s, writing=writing)
         if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            # In that step every rank reported that it was not writing, so each has finished, and all end the checkpoint
-            # at the same step without another exchange.
+            # In that step, every rank reported that it was not writing. So all ranks have finished, and end the
+            # checkpoint at the same step without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
             assert finished is not None, "no rank was writing"
             self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
-        """Start a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. Without
-        `writes`, another replica group writes it."""
+        """Start a checkpoint if one is due and none is being written. `samples`: samples of all ranks so far. If
+        `writes` is false, another replica group writes it."""
         if self._cadence.is_due(step) and self._due_since is None:
             self._due_since = step
         if not writes:
@@ -161,8 +161,8 @@ class Checkpoints:
         if self._due_since is None:
             interval = self._spec.memory_interval_steps
             if interval and step % interval == 0:
-                # A copy only in memory. If it is due while another is being written, it is skipped, not postponed: the
-                # next one is due soon, and the previous copy is still valid.
+                # This copy is only in memory. If it is due while another one is being written, it is skipped and not
+                # postponed, because the next one is due soon and the previous copy is still valid.
                 self._begun = step
                 self._saver.begin(self._about(step, samples), to_disk=False)
             return
@@ -180,12 +180,12 @@ class Checkpoints:
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
-        """Start a checkpoint of `step` that is to be kept, unless it has already started. Called collectively by all
+        """Start a checkpoint of `step`, which will be kept, unless it has already started. Called collectively by all
         ranks."""
         if self._saved_step == step:
             self.keep(step)
         else:
-            self.finish_writing()  # when it finishes, it would remove the checkpoint that was kept before
+            self.finish_writing()  # otherwise it would remove the previously kept checkpoint when it finishes
             self._kept_before = self._saver.kept_step
             self.keep(step)
             self._cadence.start_at(step)
@@ -201,7 +201,8 @@ class Checkpoints:
             self._end(self._saver.save(self._about(step, samples)))
 
     def save_last(self, step: int, samples: int) -> None:
-        """Write the last step's state; it is complete on disk when this returns. Raises MachineError if that fails."""
+        """Write the state of the last step, and return once it is complete on disk. Raises MachineError if that
+        fails."""
         started = time.perf_counter()
         finished = self._saver.wait()
         waited_s = time.perf_counter() - started
@@ -226,8 +227,8 @@ class Checkpoints:
             self._run.journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
-        """Record a checkpoint; a failed one is a warning, and training continues. `waited_s`: time waited outside any
-        step."""
+        """Record a checkpoint. If it failed, this is a warning, and training continues. `waited_s`: time spent waiting
+        outside of steps."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -252,7 +253,7 @@ class Checkpoints:
 
 class Cadence:
     """Decides when a checkpoint is due: every `interval_steps` steps, or as often as its measured cost and the failure
-    rate require. All ranks decide alike, because the decision depends on steps and on rank 0's measurements."""
+    rate require. All ranks make the same decision, because it depends only on steps and on rank 0's measurements."""
 
     def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
         """`marks`: the supervisor's events, which show the failures of earlier starts."""
@@ -279,7 +280,7 @@ class Cadence:
         self._last_due = step
 
     def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
-        """Record the time of a step. For `auto`, return once the step of the first checkpoint, based on rank 0's
+        """Record the time of a step. For `auto`, return the step of the first checkpoint once, based on rank 0's
         figures. Called collectively by all ranks."""
         if not self._is_auto:
             return None
@@ -301,9 +302,9 @@ class Cadence:
         return due
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
-        """Choose the interval for `auto` from how long the newest checkpoint blocked training and took to write, unless
-        it failed. Called collectively by all ranks; rank 0's figures count. Return the interval and the reasons for it,
-        if it is new."""
+        """Choose the interval for `auto`, based on how long the newest checkpoint blocked training and how long it took
+        to write, unless it failed. Return the interval and the reasons for it if it has changed. Called collectively by
+        all ranks; rank 0's figures count."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
@@ -324,7 +325,7 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # The marks do not show whether all replica groups failed, and only such a failure costs a rollback.
+        # The marks do not show whether all replica groups failed. Only such a failure causes a rollback.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)

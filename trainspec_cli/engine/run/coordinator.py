@@ -1,7 +1,7 @@
 """The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between them.
 
-An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A wing
-provides another coordinator for its own kind of runs (`COORDINATORS`).
+An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A plug-in
+provides another coordinator for its kind of runs (`COORDINATORS`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from trainspec_cli.recipe.rules.check import parts_for
 @dataclass(frozen=True)
 class StepStart:
     progress: TrainProgress
-    """The progress at which the step begins: further than before if the state was healed or restored."""
+    """The progress at which the step begins. It is further than before if the state was healed or restored."""
     stop: bool = False
-    """True if no step is made, because the run ends here."""
+    """True if the run ends here, so that no step is made."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +100,16 @@ class Coordinator:
         return StepStart(progress)
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
-        """Read this rank's part of the first of `steps`: (first position, samples over all replica groups). The others
-        are the steps that most likely follow."""
+        """Read this rank's part of the first of `steps`, which are pairs (first position, samples over all replica
+        groups). The remaining steps are those that will most likely follow."""
         (start, samples), *_ = steps
         own, micro_batches = self.read(*steps)
         targets = self.count_targets(start, samples)
         return StepSamples(micro_batches, own, self.division, targets, step_samples=samples, group_samples=samples)
 
     def read(self, step: tuple[int, int], *following: tuple[int, int]) -> tuple[OwnSamples, list[MicroBatch]]:
-        """Read this rank's part of a step, and start to read the steps that most likely follow.
-
-        A step is given by the position of the group's first sample and their number.
+        """Read this rank's part of a step, and start to read the steps that will most likely follow. A step is
+        specified by the position of the group's first sample and the number of samples.
         """
         if self._read_in != self._run.plan.layout:
             # In the new layout, a rank may have the same samples but another part of each sequence.

@@ -1,4 +1,4 @@
-"""Inject the faults that the recipe asks for into this process, each once in the life of a run."""
+"""Inject the faults specified in the recipe into this process, each of them once per run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Faults:
                 inject(fault.kind, state)
 
     def during_move(self, step: int) -> Callable[[int, int], None]:
-        """Return the function that a change of layout after `step` updates calls before (bucket, number of buckets)."""
+        """Return the function that a change of layout after `step` updates calls before each bucket, with (bucket,
+        number of buckets)."""
 
         def inject_between_buckets(bucket: int, buckets: int) -> None:
             for number, fault in self._mine:
@@ -70,7 +71,8 @@ class Faults:
         return inject_between_buckets
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """Mark the fault as injected, before it happens, because the process may be unable to do so afterwards."""
+        """Mark the fault as injected. This happens before the fault, because the process may not be able to do so
+        afterwards."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -80,7 +82,7 @@ class Faults:
 
 
 INJECTED = ("kill", "stop", "hang", "exception", "oom", "bitflip", "disk_full")
-"""Faults that happen at one moment."""
+"""Faults that happen at a single moment."""
 
 
 def inject(kind: str, state: TrainState | None = None) -> None:
@@ -106,16 +108,16 @@ def inject(kind: str, state: TrainState | None = None) -> None:
 
 
 def _limit_files(largest_bytes: int) -> None:
-    """Make writing beyond this size fail as on a full disk (EFBIG), only for this process."""
+    """Make writes beyond this size fail (EFBIG), as on a full disk, for this process only."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag that the next step shares with every rank.
+# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag, which the next step sends to all ranks.
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""SIGUSR2 is a batch system's warning; NCCL itself uses SIGUSR1."""
+"""Batch systems send SIGUSR2 as a warning. SIGUSR1 is used by NCCL itself."""
 
 
 class StopRequest:

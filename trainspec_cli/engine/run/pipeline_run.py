@@ -1,6 +1,6 @@
 """Forward and backward over a step's micro-batches, in the order of the pipeline's schedule.
 
-Without a pipeline, the schedule is forward, backward, forward, backward, and the same code runs it.
+Without a pipeline, the schedule alternates forward and backward, and the same code runs it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PipelineRun:
         entering = self._inputs.pop(_place(action), None)
         if entering is not None:
             # At the end of a backward pass, FSDP2 makes the compute stream wait for the sums of the stage's gradients.
-            # A message that is sent after that waits with it, and so do all earlier stages.
+            # A message sent after that also waits, and so do all earlier stages.
             entering.register_post_accumulate_grad_hook(lambda own: self._send(action, own.grad))
         if action.stage == self._last:
             leaving.backward()
@@ -124,8 +124,8 @@ def _place(action: Action) -> tuple[int, int]:
 
 @torch.no_grad()
 def forward_only(stages: Stages, tokens: Tensor, *others: Tensor) -> Tensor | None:
-    """Run one micro-batch through all stages and return the output of the last stage, only on its rank: the summed loss
-    or, without targets, the logits."""
+    """Run one micro-batch through all stages. On the rank of the last stage, return its output: the summed loss or,
+    without targets, the logits."""
     layout = stages.layout
     last = layout.num_stages - 1
     schedule = [

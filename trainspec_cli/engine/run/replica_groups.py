@@ -1,8 +1,8 @@
 """The coordinator of one replica group among several.
 
-Before each step, the groups agree on which of them take part; a group that is behind heals from one that is not. Each
-group reads its portion of the samples, gradients are summed over the groups, and the step counts if no exchange has
-failed; otherwise the remaining groups repeat it.
+Before each step, the groups agree on which of them take part. A group that is behind heals from one that is up to date.
+Each group reads its portion of the samples, and gradients are summed over the groups. The step counts if no exchange
+has failed; otherwise the remaining groups repeat it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
 STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
-"""A stall is a step's time in excess of the median of this many previous steps."""
+"""A stall is the amount by which a step's time exceeds the median of this many previous steps."""
 
 
 class ReplicaGroups(Coordinator):
@@ -52,14 +52,14 @@ class ReplicaGroups(Coordinator):
         self._own = GroupRank(run.group, dist.get_rank(), dist.get_world_size())
         self._directives = DirectiveLog(run.run_dir, run.journal)
         self.restores_at_start = os.environ[START] == "1"
-        """A returning group heals, and restores a checkpoint only if no group holds the state any more."""
+        """A returning group heals. It restores a checkpoint only if no group holds the state any more."""
         self._has_restored = self.restores_at_start
         self.leads = False
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
         self._rates: tuple[float, ...] = ()
-        """Samples per second that each group computes; 0 if unknown."""
+        """Each group's speed in samples per second; 0 if unknown."""
         self._weights: tuple[float, ...] = ()
         device = run.state.device
 
@@ -72,8 +72,7 @@ class ReplicaGroups(Coordinator):
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
-        """True if any group measures the links in this step, so that all groups exchange gradients after their
-        passes."""
+        """True if any group measures the links in this step; all groups then exchange gradients after their passes."""
         self._taking_part = NOBODY
         self._committed: Participation | None = None
         """The groups of the last step that counted."""
@@ -81,13 +80,13 @@ class ReplicaGroups(Coordinator):
         self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._failed_tries = 0
         self._expected_groups = run.plan.replica_groups
-        """The number that the supervisor last reported, which is smaller if some groups do not come."""
+        """The number last reported by the supervisor. It is smaller if some groups are not expected to join."""
         self._tenure_steps = 0
         """The group with the longest tenure leads."""
 
     @property
     def stop_flag(self) -> bool:
-        """Requests to stop are agreed on before the step, over all groups."""
+        """All groups agree on requests to stop before the step."""
         return False
 
     # Agree on the groups that take part
@@ -98,7 +97,7 @@ class ReplicaGroups(Coordinator):
             self._taking_part = self._membership.agree(progress.step)
             if self._taking_part.healed:
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
-                # What its compressed gradients had lost is gone with this group; the others keep theirs.
+                # The errors of this group's compressed gradients are lost; the other groups keep theirs.
                 self._run.state.compression.clear()
                 if self._run.state.compression.feeds_back:
                     self._run.journal.write(WarningEvent(step=progress.step, message=HEALS_WITHOUT_LOST))
@@ -128,8 +127,8 @@ class ReplicaGroups(Coordinator):
         self._samples.fill_(progress.samples)
 
     def _call_roll(self) -> tuple[bool, bool]:
-        """Agree with all groups on the next step; return (whether the connected groups can make it, whether any rank
-        was asked to stop). A run that has not made a step yet waits for all groups that its supervisor expects."""
+        """Agree with all groups on the next step. Return (whether the connected groups can make the step, whether any
+        rank was asked to stop). A run that has not made a step yet waits for all groups that its supervisor expects."""
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
@@ -184,7 +183,7 @@ class ReplicaGroups(Coordinator):
         portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         self._note_weights(weights, taken)
-        following = (portion.start + taken, portion.samples)  # while the groups stay the same
+        following = (portion.start + taken, portion.samples)  # as long as the groups stay the same
         own, micro_batches = self.read((portion.start, portion.samples), following)
         return StepSamples(
             micro_batches,
@@ -200,7 +199,7 @@ class ReplicaGroups(Coordinator):
         )
 
     def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
-        """Record, in the leading group, that the groups' shares of a step's samples have changed."""
+        """Record that the groups' sample shares have changed; only the leading group does so."""
         before = self._weights
         self._weights = weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
@@ -225,7 +224,7 @@ class ReplicaGroups(Coordinator):
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
         exchanges = micro_batches if state.mesh.layout.exchanges_every_backward else 1
-        state.wire.find_connections()  # the connections to the groups are new whenever the groups change
+        state.wire.find_connections()  # whenever the groups change, the connections between them are new
         state.wire.reserve(self._membership.connections, "gradients")
         self._packets_of(state).begin(0 if self._holds_back else exchanges)
 
@@ -235,8 +234,8 @@ class ReplicaGroups(Coordinator):
             self._membership.fail("the passes were cut short when some gradients had been sent")
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients and the loss over the groups. A step that measures the links begins with the small sum, so that
-        the transfer can be timed separately."""
+        """Sum gradients and the loss over the groups. A step that measures the links starts with the small sum, so that
+        the transfer of gradients can be timed separately."""
         if not self._holds_back:
             self._finish_packets(state)
             self._sum_scalars(state, loss)
@@ -261,7 +260,7 @@ class ReplicaGroups(Coordinator):
         state.wire.release(self._membership.connections)
 
     def _packets_of(self, state: TrainState) -> GradientPackets:
-        """Return the packets of `state`, which is replaced when the layout changes."""
+        """Return the packets of `state`, which a change of layout replaces."""
         if self._packets is None or self._packets[0] is not state:
             if self._packets is not None:
                 self._packets[1].detach()
@@ -292,7 +291,7 @@ class ReplicaGroups(Coordinator):
         return committed
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Record which groups have left or joined since the last step, and what this cost."""
+        """Record which groups have left or joined since the last step, and the cost of these changes."""
         now = time.perf_counter()
         before = self._committed
         self._committed = self._taking_part
@@ -309,7 +308,7 @@ class ReplicaGroups(Coordinator):
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
             self._run.journal.write(event)
-            # several changes at once cost as much as one
+            # several simultaneous changes cost as much as one
             stall_s = 0.0
             lost = 0
 

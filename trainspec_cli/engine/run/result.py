@@ -1,8 +1,8 @@
-"""The end of a run: done with finite figures, stopped on request, or diverged.
+"""How a run ends: done with finite figures, stopped on request, or diverged.
 
-Steps whose loss or gradients are not finite update nothing; a few of them do no harm. A run is done when its last loss,
-its held-out loss and its weights are finite, and the consecutive steps skipped at its end are fewer than half of all
-steps.
+Steps whose loss or gradients are not finite do not update anything; a few of them are harmless. A run is done if its
+last loss, its held-out loss and its weights are finite, and fewer than half of all steps were skipped in a row at its
+end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunTally:
 
 
 class Divergence:
-    """Ends a run that has diverged. Every rank calls it at the same steps; all raise the same WorkerError."""
+    """Ends a run that has diverged. Every rank calls it at the same steps, and all ranks raise the same WorkerError."""
 
     def __init__(self, run_dir: RunDir, max_skipped_steps: int):
         self._run_dir = run_dir
@@ -67,7 +67,7 @@ class Divergence:
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise if the run has made all its steps, up to `step`, but its model is useless."""
+        """Raise if the run has made all its steps, up to `step`, but its model is not usable."""
         events = tally.steps
         if all(event.skipped for event in events):  # this start has updated nothing, so earlier steps count too
             logged = read_sound(self._run_dir.events(0))
@@ -106,7 +106,7 @@ class Divergence:
 
 
 def _is_finite(value: float | None) -> bool:
-    """Return whether a value is finite; events have null for non-finite values."""
+    """Return whether a value is finite. Events contain null for non-finite values."""
     return value is not None and math.isfinite(value)
 
 
@@ -115,7 +115,7 @@ def write_result(
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called collectively by all ranks.
 
-    A run that stopped without a request is left to its supervisor, which may restart it.
+    If the run stopped without a request, nothing is written, because its supervisor may restart it.
     """
     plan = run.plan
     state = run.state

@@ -1,9 +1,9 @@
 """Save the state from the beginning of a step when a rank runs out of memory within the step.
 
-The step's update needs an exchange that this rank does not reach, so no rank has made the update: together they still
-hold the state from the beginning of the step. The others may wait in any collective, forever. So the failed rank
-informs them through the supervisor, a thread on each rank receives the note, and each rank writes its own piece without
-exchanging anything. With the last piece, this is a checkpoint like any other, from which the run continues.
+The step's update needs an exchange that this rank does not reach. So no rank has made the update, and together they
+still hold the state from the beginning of the step. The other ranks may wait in any collective, forever. So the failed
+rank notifies them through the supervisor, a thread on each rank receives the note, and each rank writes its piece
+without any exchange. Once the last piece is written, this is an ordinary checkpoint, from which the run continues.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_r
 
 POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""Limit on the wait for the others' pieces: this many seconds plus this many times the time that this rank's piece
-took."""
+"""Time limit for the pieces of the other ranks: this many seconds, plus this many times the duration of this rank's
+piece."""
 
 
 class Emergency:
-    """One rank's part in the emergency checkpoint. The main thread calls `begin_step` before each step."""
+    """One rank's part of the emergency checkpoint. The main thread calls `begin_step` before each step."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch):
         self._run_dir = run.run_dir
@@ -71,18 +71,18 @@ class Emergency:
             threading.Thread(target=self._await_notes, name="emergency", daemon=True).start()
 
     def begin_step(self, progress: TrainProgress) -> None:
-        """Begin a step: until its update, the state is that of `progress`."""
+        """Begin a step. Until its update, the state is that of `progress`."""
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self.buffers}
         self._mark = self._state.clock.mark()
         self._progress = progress
 
     def end_step(self) -> None:
-        """Note that the update has been made, so that there is nothing to save until the next step begins."""
+        """Note that the update has been made. There is nothing to save until the next step begins."""
         self._progress = None
 
     def save(self) -> bool:
-        """Save this rank's piece, inform the others, and wait until the checkpoint is complete; return False if it is
-        not."""
+        """Save this rank's piece, notify the other ranks, and wait until the checkpoint is complete. Return whether it
+        is."""
         progress = self._progress
         assert progress is not None, "a step has begun"
         started = time.monotonic()
@@ -101,7 +101,7 @@ class Emergency:
         self._closed.set()
 
     def _await_notes(self) -> None:
-        """Wait for notes. A note may be for the step after the one that this rank is still in."""
+        """Wait for notes. A note may concern the step after the one that this rank is still in."""
         notes: list[ShortageNote] = []
         while not self._closed.wait(POLL_S):
             notes += self._supervisor.receive(ShortageNote)
@@ -134,7 +134,7 @@ _MESSAGES = re.compile(
     r"|Cannot allocate memory|std::bad_alloc",
     re.IGNORECASE,
 )
-"""Messages of the errors that torch and its libraries raise as plain RuntimeErrors."""
+"""Messages of errors that torch and its libraries raise as plain RuntimeErrors."""
 
 
 class OutOfMemory(WorkerError):  # noqa: N818 - the field's term
@@ -172,13 +172,14 @@ def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -
 
 
 def describe_cause(cause: BaseException) -> str:
-    """Return the first line of an error's message, or the error's name if it has none, like a bare MemoryError."""
+    """Return the first line of an error's message, or the error's name if it has no message, like a bare
+    MemoryError."""
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else type(cause).__name__
 
 
 def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
-    """Return the error that ends this process; the supervisor restarts the run if a setting is left to try."""
+    """Return the error that ends this process. The supervisor restarts the run if there is another setting to try."""
     failed = shortage.failed
     message = f"out of memory with {failed.describe()}: {describe_cause(cause)}"
     tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
@@ -191,12 +192,12 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     return OutOfMemory(shortage, message, hint)
 
 
-# Handle steps that run out of memory: repeat them with smaller micro-batches, or save the state for another start.
+# Handle steps that run out of memory: repeat them with smaller micro-batches, or save the state for a restart.
 #
-# A rank that exchanges nothing with others repeats the step in place. Otherwise, the other ranks are inside collectives
-# that this one has left: they save the state from the beginning of the step (`Emergency`), all processes end, and the
-# supervisor starts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With replica groups, the
-# others heal the group instead.
+# A rank that does not communicate with others repeats the step in place. Otherwise, the other ranks are waiting in
+# collectives that this rank has left. They save the state from the beginning of the step (`Emergency`), all processes
+# end, and the supervisor restarts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With
+# replica groups, the others heal the group instead.
 
 
 Made = TypeVar("Made")
@@ -204,8 +205,8 @@ NOT_SAVED = "out of memory, and the state could not be saved: the run continues 
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return `plan` with the changes to its layout that the run has made so far for lack of memory. Rank 0 reads for
-    all, since another replica group may be writing. Raises MachineError on every rank if a change cannot be
+    """Return `plan` with the changes to its layout that the run has made so far because of a lack of memory. Rank 0
+    reads for all, since another replica group may be writing. Raises MachineError on every rank if a change cannot be
     followed."""
     found: list[Relief] = []
     if not plan.memory_ladder:
@@ -221,7 +222,7 @@ class MemoryRelief:
     """Makes the steps of one layout. Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):
-        """`limit` sets the maximum number of samples that any rank processes at a time from now on."""
+        """`limit` sets the maximum number of samples that a rank processes at a time from now on."""
         self._run = run
         self._limit = limit
         self._log = DirectiveLog(run.run_dir, run.journal)
@@ -269,8 +270,8 @@ class MemoryRelief:
         traceback.clear_frames(cause.__traceback__)
         traceback.clear_frames(failure.__traceback__)
         clear_gradients(self._run.state.shares)
-        # These processes can repeat the step if no other process waits for this rank and the same model needs less
-        # memory with the next setting: any other change needs another start.
+        # These processes can repeat the step if no other process waits for this rank and the next setting reduces the
+        # memory of the same model. Any other change requires a restart.
         alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
         taken = next_setting(self._run.plan.memory_ladder, failed)
         if alone and taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload):

@@ -1,4 +1,4 @@
-"""The samples that a run is trained and evaluated on: the trainer's only access to its data."""
+"""The samples that a run is trained and evaluated on. The trainer accesses data only through them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DataSource(Protocol):
         """Read the samples of `own` as micro-batches, on the host."""
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the number of targets in the samples at `positions`: the loss is the mean over them."""
+        """Return the number of targets in the samples at `positions`. The loss is the mean over them."""
 
     def evaluate(self, step: int) -> EvalEvent | None:
         """Measure the model after update `step` on held-out samples; None if none are held out."""
@@ -64,7 +64,7 @@ class DataSource(Protocol):
 
 
 def open_source(run: TrainingRun, folder: str | None) -> DataSource:
-    """Open the run's data in `folder` (phantoms have none)."""
+    """Open the run's data in `folder` (phantoms have no folder)."""
     spec = run.plan.spec
     if spec.model.unit == "samples":
         return SampleSource(run, open_samples(spec.data, spec.model, Path(folder) if folder else None))
@@ -90,8 +90,8 @@ class TokenSource:
         return read_tokens(self.order, own, self.run.state.positions_S)
 
     def evaluate(self, step: int) -> EvalEvent | None:
-        """Return the loss on all text held out from the training sets or, if there is none, on the validation sets; and
-        the loss on each set."""
+        """Return the loss on all text held out from the training sets or, if there is none, on the validation sets.
+        Also return the loss on each set."""
         size = self.run.plan.micro_batch_size
         losses = {
             name: heldout_loss(self.run.state, text.rows, num_bytes=text.bytes, batch_size=size)
@@ -114,7 +114,7 @@ class TokenSource:
 
     @property
     def _xz(self) -> float | None:
-        """Return the bits per byte of a single text under xz; several texts are not compressed together."""
+        """Return the bits per byte of a single text compressed with xz; several texts are not compressed together."""
         return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:

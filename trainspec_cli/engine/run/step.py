@@ -32,7 +32,8 @@ MakeReport = Callable[[], StepReport]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Scalars and figures on the device, the same on every rank; they are read later, so that nothing waits."""
+    """Scalars and figures on the device, which are the same on every rank. They are read later, so that nothing
+    waits."""
 
     loss: Tensor
     """Mean over the global batch's tokens, in nats."""
@@ -54,11 +55,11 @@ class StepOutcome:
     """This rank's report, whose parts determine how the figures are read."""
 
     def reports(self) -> list[StepReport]:
-        """Return the parts that all ranks reported, by rank, and wait for the device; [] if there are none."""
+        """Return the parts reported by all ranks, by rank, after waiting for the device; [] if there are none."""
         return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:
-        """Start copies to the host; they are complete when the device has reached this point."""
+        """Start copies to the host, which are complete when the device has reached this point."""
         scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing, self.steps_to_sample)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
         copied, noise, figures = (
@@ -78,10 +79,10 @@ def train_step(
     make_report: MakeReport = lambda: NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
-    """Make one update; return None if the replica groups did not agree on the step, so that nothing was updated.
+    """Make one update. Return None if the replica groups did not agree on the step, in which case nothing was updated.
 
-    `groups` None: there is only one group. `make_report` returns this rank's report, which the step sends to all ranks;
-    it is called after an accelerator's passes have been queued. `parts`: given if the gradient noise is to be measured.
+    `groups`: None if there is only one group. `make_report` returns this rank's report, which the step sends to all
+    ranks; it is called after an accelerator's passes have been queued. `parts`: set if the gradient noise is measured.
     """
     if groups is not None:
         groups.begin_passes(state, len(micro_batches))
@@ -111,11 +112,11 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, make_repor
         experts = [one for one in state.shares if one.name in state.spread_experts]
         of_experts = squared_norm(experts).to(loss.device) if experts else squared.new_zeros(())
     report = make_report()
-    # Numbers are filled in on the device, because a copy from the host would wait for all queued work.
+    # Fill in numbers on the device, because a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])
     row = report.row
-    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # adding the other ranks' zeros gathers the rows
+    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # adding other ranks' zeros gathers the rows
     for place, figure in enumerate(row):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
@@ -148,7 +149,7 @@ def compute_gradients(
     """Compute the gradients of the global batch's mean loss, and return this rank's share of it. The ranks' shares sum
     to the loss.
 
-    `parts`: given if the gradient noise is to be measured. Raises PassesOutOfMemory.
+    `parts`: set if the gradient noise is measured. Raises PassesOutOfMemory.
     """
     layout = state.mesh.layout
     noise = state.stages.noise
@@ -179,7 +180,7 @@ def compute_gradients(
 
 
 def sum_late(late: LateSum) -> None:
-    """Sum all gradients of `late` in one exchange, in place; shares with the same name on this rank count as one."""
+    """Sum all gradients of `late` in one exchange, in place. Shares with the same name on this rank count as one."""
     by_name: dict[str, list[Tensor]] = {}
     for share in late.shares:
         if share.gradient is not None:
@@ -192,7 +193,7 @@ def sum_late(late: LateSum) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-# A completed step, and the event that is written once its figures have arrived from the device.
+# A completed step, and its event, which is written once its figures have arrived from the device.
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Each rank's report in a step, which travels with the exchange that the step makes anyway for its loss.
+"""Each rank's report in a step. It travels with the exchange that the step needs anyway for its loss.
 
-A separate exchange would be an additional collective per step, which costs more than these few numbers. All ranks
-report the same parts in the same step, because they choose them by figures known to all.
+A separate exchange would add a collective to each step, which costs more than these few numbers. All ranks report the
+same parts in the same step, because they choose them based on figures known to all.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from trainspec_cli.balance.decisions.links import Transfer
 
 
 class SpeedFigures(NamedTuple):
-    """The speed of a rank; `StepScheduler` makes these figures and learns from them."""
+    """The speed of a rank. `StepScheduler` produces these figures and learns from them."""
 
     fixed_s: float
     per_sample_s: float
     noise: float
     change_s: float
-    """The measured cost of a change of shares."""
+    """The measured cost of changing sample shares, in seconds."""
     last_s: float
     """The rank's compute time in its last step."""
     waited_s: float
@@ -28,31 +28,31 @@ class SpeedFigures(NamedTuple):
     proposal: float
     """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
-    """Number of steps that confirmed its speed as a change."""
+    """Number of steps that have confirmed a change of its speed."""
     is_settled: float = 1.0
-    """1 if enough steps were seen for small speed differences to count, otherwise 0."""
+    """1 if there were enough steps for small speed differences to count, otherwise 0."""
 
 
 class LinkFigures(NamedTuple):
-    """A sample of the links; `StepLinks` makes it and learns from it."""
+    """A sample of the links. `StepLinks` produces it and learns from it."""
 
     transfers: tuple[Transfer, ...]
-    """One for each mesh axis and, in a pipeline, another for the way back."""
+    """One for each mesh axis and, in a pipeline, another one for the backward direction."""
     cost_s: float
-    """The cost of the sample for this rank."""
+    """The cost of the sample for this rank, in seconds."""
     step_s: float
-    """The time of its steps."""
+    """The time of its steps, in seconds."""
 
 
 class BucketFigures(NamedTuple):
-    """The result of a gradient bucket size; `StepBuckets` creates it and learns from it."""
+    """The result for a gradient bucket size. `StepBuckets` produces it and learns from it."""
 
     bucket_bytes: float
     waited_s: float
-    """The step's wait for gradients."""
+    """Time for which the step waited for gradients, in seconds."""
     step_s: float
     gradient_bytes: float
-    """Gradient bytes of all blocks whose gradients may share a bucket."""
+    """Total size in bytes of the gradients of all blocks that may share a bucket."""
     largest_block_bytes: float
 
 
@@ -60,8 +60,8 @@ class BucketFigures(NamedTuple):
 class StepReport:
     """The report of one rank in a step.
 
-    Counts and requests are summed over the ranks; parts are kept for each rank, and a part that is None is omitted on
-    every rank.
+    Counts and requests are summed over the ranks. Parts are kept separately for each rank; a part that is None is
+    omitted on every rank.
     """
 
     stop: bool = False
@@ -69,7 +69,7 @@ class StepReport:
     writing: bool = False
     """This rank is writing a checkpoint."""
     steps_to_sample: int = 0
-    """Number of steps until the links are next sampled; only rank 0 sets it, and 0 changes nothing."""
+    """Number of steps until the links are next sampled. Only rank 0 sets it; 0 changes nothing."""
     speed: SpeedFigures | None = None
     links: LinkFigures | None = None
     buckets: BucketFigures | None = None
@@ -90,7 +90,7 @@ class StepReport:
         return [*numbers, *(self.buckets or ())]
 
     def like(self, row: Sequence[float]) -> StepReport:
-        """Return another rank's report, whose parts are in `row`, for the step where this rank reports its own."""
+        """Return another rank's report for the same step, whose parts are in `row`."""
         numbers = iter(row)
 
         def following(count: int) -> list[float]:

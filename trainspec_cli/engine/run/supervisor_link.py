@@ -1,7 +1,7 @@
 """Report the run's speeds to the supervisor, and receive other layouts from it.
 
-The number of the newest proposal travels with the figures of the step's own exchange (`step_report.py`), so that all
-ranks adopt it before the same step.
+The number of the newest proposal travels with the figures of the step's regular exchange (`step_report.py`), so that
+all ranks adopt it before the same step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class SupervisorLink:
         self.writes = dist.get_rank() == 0
         self._reported: tuple[object, ...] = ()
         self.links: tuple[MeasuredLink, ...] = ()
-        """The links whose speeds are known, in the layout in force; they are reported with the ranks' speeds."""
+        """The links of the layout in force whose speeds are known. They are reported together with the ranks'
+        speeds."""
         self._newest: Proposal | None = None
         self.received = 0
         """The number of the last proposal that the ranks have received."""
@@ -71,7 +72,7 @@ class SupervisorLink:
         return self._newest.number if self._newest else 0
 
     def receive(self) -> Proposal:
-        """Return the newest proposal, which rank 0 knows. Called collectively by all ranks."""
+        """Return the newest proposal on all ranks; only rank 0 has received it. Called collectively by all ranks."""
         plain = to_plain(self._newest) if self._newest else None
         proposal = broadcast_json(plain, lambda received: from_plain(Proposal, received))
         self.received = proposal.number

@@ -1,4 +1,4 @@
-"""The run: all steps from the last checkpoint to the end, and everything written along the way."""
+"""The run: all steps from the last checkpoint to the end, and all output along the way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Trainer:
     """
 
     def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
-        """Restore the newest checkpoint, if the state is to come from one."""
+        """Restore the newest checkpoint if the state is restored from one."""
         self.run = run
         self.source = source
         self.coordinator = coordinator
@@ -88,8 +88,8 @@ class Trainer:
         self.stopping = False
 
     def _begin_layout(self) -> None:
-        """Create the objects for the current layout, because speeds, links, buckets and memory of another layout do not
-        apply to it."""
+        """Create the objects that depend on the layout, because speeds, links, buckets and memory of another layout do
+        not apply to it."""
         run = self.run
         self.scheduler = StepScheduler(run, self.directives, self.link)
         self.links = StepLinks(run, self.link)
@@ -100,7 +100,7 @@ class Trainer:
         """Number of allocations from the device before this step."""
 
     def _restore(self) -> TrainProgress:
-        """Load the newest complete checkpoint; without one, the run continues as it is."""
+        """Load the newest complete checkpoint. If there is none, the state stays as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
@@ -110,7 +110,7 @@ class Trainer:
         return self.progress
 
     def train(self) -> None:
-        """Train to the last step or to a request to stop; a checkpoint is written in both cases."""
+        """Train until the last step or a request to stop. A checkpoint is written in both cases."""
         plan = self.run.plan
         self.journal.write(
             StartEvent(
@@ -153,7 +153,7 @@ class Trainer:
 
     def _make_steps(self) -> None:
         self.clock.restart()
-        # The run may have been killed, or stopped, between a checkpoint and the evaluation of the same step.
+        # The run may have been killed or stopped between the checkpoint and the evaluation of the same step.
         lacks_evaluation = self._is_evaluation_due and self.heldout.last_step != self.progress.step
         if self.restored_from is not None and lacks_evaluation and not self._is_last_step:
             self._evaluate_between_steps()
@@ -163,9 +163,9 @@ class Trainer:
             if done is None:
                 self._bring_together()
                 continue
-            # On a GPU a step is recorded when the passes of the next one have been queued (`_make_report`), so that the
-            # device has work while the host waits for its figures. Every rank reads the same figures at the same step,
-            # so all of them stop together.
+            # On a GPU, a step is recorded when the passes of the next step have been queued (`_make_report`), so that
+            # the device has work while the host waits for the figures. Every rank reads the same figures at the same
+            # step, so all ranks stop together.
             self.unread = done
             if not self.clock.on_gpu or self.coordinator.waits_for_groups:
                 self._record_unread()
@@ -181,8 +181,8 @@ class Trainer:
                 self.coordinator.bring_together(self.progress)
 
     def _step(self) -> DoneStep | None:
-        """Make one step; None if the run stops before it, the replica groups did not agree on it, or other runs that
-        train with this one have made all steps in the meantime."""
+        """Make one step. Return None if the run stops before it, if the replica groups did not agree on it, or if other
+        runs that train together with this one have made all steps in the meantime."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
         self.progress = start.progress
@@ -221,7 +221,7 @@ class Trainer:
         return lr, samples, outcome
 
     def _make_report(self, step: int) -> StepReport:
-        """Return this rank's report of the step after update `step`, after the step before it has been recorded."""
+        """Return this rank's report for the step after update `step`, once the previous step has been recorded."""
         self._record_unread()
         return StepReport(
             stop=self.coordinator.stop_flag,
@@ -233,7 +233,7 @@ class Trainer:
         )
 
     def _follow_layout(self, step: int) -> None:
-        """Change the layout if a change is due; its time is not counted in any step."""
+        """Change the layout if a change is due. The time of the change is not counted in any step."""
         decided = self.scheduler.decided_layers
         self.scheduler.decided_layers = None
         proposed = self.scheduler.is_proposed
@@ -259,22 +259,23 @@ class Trainer:
         self.clock.restart()
 
     def _parts(self, samples: StepSamples) -> SampleParts | None:
-        """Return the parts of the step whose gradients show the noise; None if it is not measured."""
+        """Return the parts of the step whose gradients show the noise; None if the noise is not measured."""
         if not self.measures_noise:
             return None
         return parts_of(samples.division, self.run.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """Waiting for other replica groups is not a hang of this one; waiting for other runs may take any time."""
+        """While this group waits for other replica groups, it is not hanging. Waiting for other runs may take any
+        amount of time."""
         for_ever = self.coordinator.merges_at_end
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
-        """Count the update; any checkpoint now due belongs to this step."""
+        """Count the update. Any checkpoint that is due now belongs to this step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
         noise_scale = None
-        if self.pace.follows_noise:  # the next step's batch and the checkpoint depend on it: the host waits
+        if self.pace.follows_noise:  # the host waits, because the next batch and the checkpoint depend on the noise
             noise_scale = self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
             outcome = outcome.on_host()
@@ -293,14 +294,14 @@ class Trainer:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether to measure the noise: under cp this needs an exchange of all gradients, which is skipped if nothing
+        """Whether to measure the noise. With cp this needs an exchange of all gradients, which is skipped if nothing
         depends on it."""
         plan = self.run.plan
         hindrance = noise_hindrance(self.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
         return not hindrance and (self.pace.follows_noise or plan.layout.cp == 1)
 
     def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
-        """Return the gradient noise scale up to this step; None if it is not measured, or not known yet."""
+        """Return the gradient noise scale up to this step; None if it is not measured or not known yet."""
         if not self.measures_noise:
             return None
         weighted, of_experts, parts, expert_parts, experts_square = outcome.noise.tolist()
@@ -404,7 +405,7 @@ class Trainer:
             self.journal.write(SampleEvent(step=self.progress.step, prompt=sample.prompt, text=sample.text))
 
     def _end(self) -> None:
-        """Raise WorkerError, without leaving a checkpoint, if all steps are made but the model is useless."""
+        """Raise WorkerError, without writing a checkpoint, if all steps have been made but the model is not usable."""
         if not self._is_last_step:
             self._checkpoint_last()
             self._finish("stopped")

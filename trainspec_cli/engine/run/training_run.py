@@ -1,4 +1,4 @@
-"""The state of a run in this process, which the trainer owns and all its helpers read."""
+"""The state of a run in this process. The trainer owns it, and its helpers read it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trainspec_cli.run.folder.paths import RunDir
 class TrainingRun:
     """The run's inputs, and its current plan and state.
 
-    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep this object rather than copies
-    of the two, and read them at each use, so no helper has to be notified of a change.
+    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep a reference to this object and
+    read the two at each use, so no helper has to be notified of a change.
     """
 
     plan: Plan
@@ -31,7 +31,7 @@ class TrainingRun:
     group: int | None = None
     """The number of this replica group, if there are several."""
     supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
-    """The default has no address and receives nothing."""
+    """The default has no address, so it receives nothing."""
 
     @property
     def group_field(self) -> int | Absent:
@@ -44,6 +44,6 @@ class TrainProgress:
     """The progress of a run."""
 
     step: int = 0
-    """Updates made."""
+    """Number of updates made."""
     samples: int = 0
-    """Samples that all ranks have read, which is also the position of the next one."""
+    """Number of samples read by all ranks, which is also the position of the next sample."""

@@ -1,4 +1,4 @@
-"""A worker: it joins the others, builds its part of the model, and trains."""
+"""A worker, which joins the other workers, builds its part of the model, and trains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainspec_cli.run.folder.record import read_plan
 
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
-    """Train by the folder's plan.json and run.json; does not return where all went well."""
+    """Train according to the folder's plan.json and run.json. Does not return if the run succeeds."""
     plan = read_plan(run_dir)
     about = read_versioned(run_dir.run_json)
     data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
@@ -54,7 +54,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
 
 
 def refuse_buckets(plan: Plan, device: torch.device) -> None:
-    """Raise RecipeError if the recipe sets a bucket size that has no effect, because a device plugin is used in place
-    of the CPUs for which the plan was checked."""
+    """Raise RecipeError if the recipe sets a bucket size without effect. This happens if a device plug-in is used
+    instead of the CPUs for which the plan was checked."""
     if on_chip(device) and (problems := list(joined(plan.spec, plan.layout, "cuda"))):
         raise RecipeError(problems)

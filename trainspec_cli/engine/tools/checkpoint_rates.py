@@ -1,4 +1,4 @@
-"""Measure how fast a job's processes write a checkpoint of a plan's state to a disk, and read it back and verify it."""
+"""Measure how fast a job's processes write a checkpoint of a plan's state to a disk, read it back, and verify it."""
 
 from __future__ import annotations
 

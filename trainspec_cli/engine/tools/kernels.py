@@ -310,7 +310,8 @@ def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: 
 
 
 def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, device: torch.device) -> float:
-    """Return the parameters' error after a few guarded steps, against the update as written in arXiv:1711.05101."""
+    """Return the error of the parameters after a few guarded steps, compared with the update defined in
+    arXiv:1711.05101."""
     shares, expected = (make_shares(shapes, dtype, device) for dtype in (torch.float32, torch.float64))
     optimizer: Any = build_optimizer(shares, optim, kernel)
     for _ in range(CHECKED_STEPS):

@@ -99,7 +99,7 @@ def forecast_run(
         message = (
             f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
         )
-        raise RecipeError(Problem("out_of_range", message, path, f"type a larger {path}, or fewer devices"))
+        raise RecipeError(Problem("out_of_range", message, path, f"specify a larger {path}, or fewer devices"))
     if other is not None:
         alternatives = [other_recovery(spec.resilience)]
     beside = other or candidate

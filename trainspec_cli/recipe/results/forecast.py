@@ -159,5 +159,5 @@ class Simulation:
     """Fraction of the time lost without the scheduler that is recovered, relative to what whole samples allow; None if
     nothing can be recovered."""
     won_back_of_real: float | None
-    """The same relative to what the speeds alone allow."""
+    """The same fraction, relative to what the speeds alone allow."""
     decisions: tuple[SimulatedDecision, ...]

@@ -131,7 +131,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
                 message = f"`{path}` is set, but this installation lacks its part trainspec_cli/wings/{keys.wing}"
-                yield Problem(MISSING_WING, message, path, f"install all of trainspec, or set {keys.otherwise}")
+                yield Problem(MISSING_WING, message, path, f"reinstall trainspec, or set {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
             if (value := getattr(section, name)) is not None:
@@ -169,7 +169,7 @@ def check_built(spec: RunSpec) -> list[Problem]:
 
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
-    """Return what this machine lacks to run an otherwise correct recipe."""
+    """Return what is missing on this machine to run an otherwise correct recipe."""
     here: list[Rule] = [partial(rule, machine=machine) for rule in (gpus, matrix_units, check_kernels)]
     return apply([*here, packages, compiler, shared_memory], spec)
 
@@ -492,7 +492,7 @@ KERNEL_RULES = (known_backends, used_operations, whole_vocabulary, seen_by_recom
 
 
 def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """Return what this machine lacks for the named backends."""
+    """Return what is missing on this machine for the named backends."""
     on_gpu = spec.cluster.device == "cuda" or (spec.cluster.device == AUTO and bool(machine.gpu_names))
     for op, name in _named(spec):
         path = f"kernels.{op}"

@@ -434,7 +434,9 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
     if described and described[0].kind is not None:
         path = f"{TIERS}.0.kind"
         message = f"`{path}` is {described[0].kind}, but the first tier is the devices' own links"
-        yield Problem("unsupported", message, path, "leave it out: cluster.accelerator.link_kind sets their kind")
+        yield Problem(
+            "unsupported", message, path, "leave it out: cluster.accelerator.link_kind sets the kind of these links"
+        )
     yield from _sizes(described, spec)
 
 

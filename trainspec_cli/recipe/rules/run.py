@@ -56,7 +56,7 @@ def local_folder(spec: RunSpec) -> Iterator[Problem]:
     """Require a run folder on this machine, or on a file system mounted by it."""
     if spec.run.dir and how_to_copy(spec.run.dir):
         message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
-        yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy it when the run is over")
+        yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy that folder after the run")
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
@@ -219,7 +219,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"set {path}=NUMBER; most commands count them")
+        yield Problem("missing_value", message, path, f"set {path}=NUMBER, as counted by most trainspec commands")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:

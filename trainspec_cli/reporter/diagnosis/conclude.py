@@ -312,10 +312,10 @@ class Outlook:
     basis: str
     """The planner's name for the machine, or the reason why the planner does not know it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Fractions of the time in passes and optimizer, by what bounds them; empty if unknown to the planner."""
+    """Fractions of the time in passes and optimizer by their bottleneck; empty if unknown to the planner."""
     changes: tuple[PlannedChange, ...] = ()
     exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
-    """Fractions of the exposed communication, excluding waits for late ranks, by what bounds it."""
+    """Fractions of the exposed communication by its bottleneck, excluding waits for late ranks."""
 
     @property
     def is_known(self) -> bool:

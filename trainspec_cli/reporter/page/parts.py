@@ -40,7 +40,7 @@ def heading(title: str, text: str = "") -> str:
 
 
 def note(text: str) -> str:
-    """Return a paragraph in a muted colour; empty without text."""
+    """Return a paragraph in a muted colour; an empty string if there is no text."""
     return f'<p class="soft">{escape(text)}</p>' if text else ""
 
 

@@ -353,7 +353,7 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
-    # The text for a missing result names the key that it needs.
+    # If a result is missing, its text names the key to set.
     power = "the accelerator's power is not known: set cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
         power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"

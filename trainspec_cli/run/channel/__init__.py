@@ -16,6 +16,6 @@ What does not use the channel, and why:
                        killed supervisor, has no other means; SIGKILL and SIGUSR2 reach a worker that hangs
     the run folder     what must outlive the processes, or reach one without a connection: events, checkpoints, errors,
                        injected faults, directives; `generations/`, from which a disconnected node learns that a newer
-                       start owns the run; `stops/`, which the guard also writes; `result.json`, whose presence ends
-                       the agents of a run that is over; `pid.json`, whose lock claims the run
+                       start owns the run; `stops/`, which the guard also writes; `result.json`, whose presence tells
+                       the agents of a finished run to exit; `pid.json`, whose lock claims the run
 """

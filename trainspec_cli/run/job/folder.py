@@ -187,8 +187,8 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 
 def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan for the next start, which drops a node. The first plan is kept, so that a resume can start from
-    it."""
+    """Write the plan for the next start, which leaves out a node. The first plan is kept, so that a resume can start
+    from it."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)

@@ -311,8 +311,8 @@ def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
 def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
     """Return whether another start would most likely end in the same way.
 
-    That is the case for an anticipated error, and for an error of the run itself before a new checkpoint was written. A
-    failure from outside need not recur, so the run restarts if there is a checkpoint. After SIGKILL it restarts even
+    That is the case for an anticipated error, and for an error of the run itself before a new checkpoint was written.
+    An external failure may not recur, so the run restarts if there is a checkpoint. After SIGKILL it restarts even
     without one, unless the kernel sent the signal because memory ran out, or the previous start also ended without a
     step."""
     if event.has_worked or event.foreseen:

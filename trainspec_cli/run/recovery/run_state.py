@@ -318,7 +318,7 @@ class MarkFailure:
 
 @dataclass(frozen=True)
 class ArchiveErrors:
-    """Move the error reports of a start to its logs, because another start follows."""
+    """Move a start's error reports to its logs before the next start."""
 
     group: int
 

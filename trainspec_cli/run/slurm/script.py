@@ -87,7 +87,8 @@ def render_script(
     `force`: train even if the plan is predicted not to fit. Raises RecipeError if a container cannot see a folder."""
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
-    # The agent on each node sets these for its workers. The job itself does not need them, and keeps its own variables.
+    # The agent on each node sets these variables for its workers. They are not set for the job itself, which does not
+    # need them.
     communication = [
         line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
         for line in describe_communication(plan, RunDir(roots[0]))

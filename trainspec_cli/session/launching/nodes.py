@@ -91,7 +91,7 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
     """Raise RecipeError if the first node runs something other than a recipe."""
     if record.kind != RECIPE:
         message = f"{run.root} holds no run of a recipe: the first node runs a {record.kind}"
-        raise RecipeError(Problem("usage", message, hint="give the same command on each node"))
+        raise RecipeError(Problem("usage", message, hint="use the same command on each node"))
 
 
 @dataclass(frozen=True)

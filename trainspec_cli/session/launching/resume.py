@@ -292,4 +292,4 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
             path = "train.epochs"
             more = f"train.epochs={factor * train.epochs:g}"
         message = f"the run is at step {step}, and {what}: nothing is left to do"
-        raise RecipeError(Problem("nothing_left", message, path, f"to train on: trainspec resume {run.root} {more}"))
+        raise RecipeError(Problem("nothing_left", message, path, f"to continue: trainspec resume {run.root} {more}"))

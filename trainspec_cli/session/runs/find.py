@@ -121,7 +121,7 @@ def _newest(lines: Sequence[RunLine]) -> str:
         print(f"{LAST} skips {line.path}, which is damaged: {line.damage}", file=sys.stderr)
     if lines:
         raise RecipeError(
-            Problem("no_run", "every run of this folder is damaged", hint="`trainspec runs` shows the reason")
+            Problem("no_run", "every run in this folder is damaged", hint="`trainspec runs` shows the reason")
         )
     hint = "name a run's folder"
     if known := known_runs():

@@ -1,8 +1,8 @@
 """Write, sign and verify certificates.
 
 `derive` computes every statement in a certificate that follows from its measurements, both when writing and when
-reading it. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its user can read, as
-created by `ssh-keygen -t ed25519`. A public key is one line in OpenSSH format, with the fingerprint printed by
+reading it. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its owner can read, such
+as `ssh-keygen -t ed25519` creates. A public key is one line in OpenSSH format, with the fingerprint printed by
 `ssh-keygen -l`."""
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
 def verify(file: Path, signed_by: str = "") -> Certificate:
     """Return the certificate in `file` after recomputing every statement from its measurements.
 
-    `signed_by`: the fingerprint of the key that must have signed it; if empty, any key is accepted, and so is a missing
-    signature. Raises RecipeError if the file is not a certificate, was altered, contradicts itself or has a different
+    `signed_by`: the fingerprint of the key that must have signed it; if empty, any key or a missing signature is
+    accepted. Raises RecipeError if the file is not a certificate, was altered, contradicts itself or has a different
     signer, and MachineError if the package for signatures is missing."""
     try:
         body = read_object(file)

@@ -161,7 +161,7 @@ def measure(
 ) -> dict[Run, Measured]:
     """Carry out all runs that `folder` does not contain yet; `on_progress` receives the number of finished runs.
 
-    `on_device`: a device provided by a plug-in, used instead of the machine's own.
+    `on_device`: a device that a plug-in provides, used instead of the machine's devices.
 
     Raises MachineError if a job fails, and Interrupted if a stop was requested."""
     wanted = list(dict.fromkeys(runs))

@@ -141,7 +141,7 @@ def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -
             return
         known = f"the first node runs {shlex.join(firsts)}"
     message = f"{known}, but this node runs {shlex.join(command)}"
-    raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
+    raise RecipeError(Problem("usage", message, "COMMAND", "use the same command on each node"))
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:

@@ -247,7 +247,7 @@ def _works(reading: Reading, *, waits_for: bool) -> bool:
 # Runs with counted steps
 
 Hang = tuple[float, float, tuple[RankStands, ...]]
-"""Time without work, the limit (both in seconds), and the state of each rank."""
+"""Time without progress and its limit, both in seconds, and the state of each rank."""
 
 
 @dataclass

@@ -124,7 +124,7 @@ def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
         unpaired = images.get(alone[0]) or labels[alone[0]]
         message = f"{unpaired} has no counterpart of the same name in {'labels' if alone[0] in images else 'images'}/"
         more = f", and {len(alone) - 1} others have none either" if len(alone) > 1 else ""
-        raise RecipeError(Problem("no_partner", message + more, "data.path", "every image needs its label"))
+        raise RecipeError(Problem("no_partner", message + more, "data.path", "every image needs a label"))
     return [(images[stem], labels[stem]) for stem in sorted(images)]
 
 

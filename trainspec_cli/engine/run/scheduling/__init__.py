@@ -1,1 +1,2 @@
-"""The live scheduler in the workers: measured speeds, directives, and layouts changed between two steps."""
+"""The live scheduler in the workers: measuring speeds, following directives, and changing the layout between two
+steps."""

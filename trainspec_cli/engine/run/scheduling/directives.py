@@ -1,7 +1,7 @@
 """The directives of a run: those of its earlier starts, which a resumed run follows, and new ones.
 
-They are numbered over all starts, and rank 0 records each before the step that uses it. Shares belong to the layout in
-force at that time, and are skipped in another layout.
+They are numbered over all starts, and rank 0 records each before the step that first uses it. Sample shares belong to
+the layout in force at that time, and are skipped in other layouts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Directives:
     def __init__(self, run: TrainingRun, *, recalls: bool):
         """Without `recalls`, directives of earlier starts are not followed.
 
-        Raises MachineError on every rank if one cannot be followed.
+        Raises MachineError on every rank if a directive cannot be followed.
         """
         self._log = DirectiveLog(run.run_dir, run.journal)
         self._earlier = list[DirectiveEvent]()
@@ -40,8 +40,8 @@ class Directives:
         """Bucket sizes that earlier starts have found, by layout."""
         if recalls:
             self._recall(run.run_dir.directives)
-        # The chain of layout changes that starts with the plan's layout: a run that is resumed in another layout
-        # follows none.
+        # The chain of layout changes that starts with the plan's layout. A run that is resumed in another layout
+        # follows none of them.
         self._layouts = list[DirectiveEvent]()
         layout = run.plan.layout
         for one in self._earlier:
@@ -50,9 +50,9 @@ class Directives:
                 layout = _layout_of(one) if one.applied else layout
         self._number = len(self._earlier)
         self.layout_number = 0
-        """The number of the directive whose layout is in force; 0: the plan's layout."""
+        """The number of the directive whose layout is in force; 0 for the plan's layout."""
         self.last_pause_s: float | None = None
-        """Seconds of the last change of layout in this start."""
+        """Duration of the last change of layout in this start, in seconds."""
 
     def write(self, event: DirectiveEvent) -> DirectiveEvent:
         """Number a directive and record it; return the numbered one."""
@@ -65,17 +65,17 @@ class Directives:
         return numbered
 
     def note(self, event: DirectiveEvent | AchievedEvent | BucketsEvent) -> None:
-        """Record an event about directives; rank 0 does so for all."""
+        """Record an event about directives; only rank 0 does so."""
         if dist.get_rank() == 0:
             self._log.write(event)
 
     def close(self) -> None:
         self._log.close()
 
-    # What a resumed run follows
+    # Directives that a resumed run follows
 
     def _recall(self, path: Path) -> None:
-        """Load what earlier starts have written; rank 0 reads it for all."""
+        """Load the directives of earlier starts; rank 0 reads them for all ranks."""
         plain: list[object] = []
         with errors_together():
             if dist.get_rank() == 0:
@@ -100,12 +100,12 @@ class Directives:
         return given
 
     def due_layout(self, step: int) -> DirectiveEvent | None:
-        """Return the newest change of layout that is due after `step` updates and not yet in force."""
+        """Return the newest change of layout that is due after `step` updates and is not in force yet."""
         return next((one for one in reversed(self.layouts_ahead) if one.step <= step), None)
 
     @property
     def layouts_ahead(self) -> list[DirectiveEvent]:
-        """Return the changes of layout that are still due."""
+        """Return the changes of layout that are not due yet."""
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
@@ -120,8 +120,8 @@ def follows_earlier(plan: Plan, group: int | None) -> bool:
 
 
 def watches_speeds(plan: Plan, group: int | None) -> bool:
-    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages, the
-    layout of several ranks, or the participating nodes."""
+    """Return whether the scheduler could change anything: the sample shares of several ranks or groups, the layer split
+    of a pipeline, the layout of several ranks, or the participating nodes."""
     scheduler = plan.spec.scheduler
     divided = plan.layout.data_parallel_size > 1 or group is not None
     could_change = {
@@ -134,8 +134,8 @@ def watches_speeds(plan: Plan, group: int | None) -> bool:
 
 
 def largest_stage_layers(plan: Plan) -> int | None:
-    """Return the maximum number of layers on a pipeline rank: what memory allows or, without a prediction, what the
-    recipe gives; None if no layers move."""
+    """Return the maximum number of layers on a pipeline rank, as limited by memory or, without a prediction, by the
+    recipe; None if layers are not moved."""
     wanted = plan.spec.scheduler.max_stage_layers
     if plan.layout.pp == 1 or not plan.layer_flops:
         return None
@@ -173,7 +173,7 @@ def _layout_of(directive: DirectiveEvent) -> Layout:
 
 def read_directives(path: Path) -> list[DirectiveEvent]:
     """Return a run's directives, without those of replica groups. Raises UnreadableFileError if a line is damaged,
-    missing or from a later version: without it the run would silently compute other bits."""
+    missing or from a later version, because the run would silently compute different results without it."""
     events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
     found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
     for number, directive in enumerate(found, 1):

@@ -1,8 +1,8 @@
-"""The speed of the links of each mesh axis, measured in sampled steps and exchanged in the following ones.
+"""The speed of the links of each mesh axis, which is measured in sampled steps and exchanged in the steps after them.
 
-A sample's figures travel with the exchange that every step makes for its loss, like the ranks' own speeds. Rank 0
-computes the link speeds, and announces the next sample with the exchange after that: soon if a link or the step time
-has changed, and otherwise as rarely as the rank with the highest cost requires.
+A sample's figures travel with the exchange that every step makes for its loss, like the speeds of the ranks. Rank 0
+computes the link speeds, and announces the next sample with the following exchange. It comes soon if a link or the step
+time has changed; otherwise the cost on the most expensive rank limits how often links are sampled.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from trainspec_cli.recipe.results.verdict import MeasuredLink
 from trainspec_cli.run.folder.event_types.events import LinkEvent, LinkRate, LinksEvent
 
 AHEAD, BACK = "pp", "pp back"
-"""Messages of a pipeline's ranks to the next and the previous stage; a link is two neighbours, in both directions."""
+"""Messages of a pipeline's ranks to the next and the previous stage. A link consists of two neighbours, in both
+directions."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""Speeds are recorded after the first number of samples, then every time the second number of samples has been added,
-at a change and at the end."""
+"""Speeds are recorded after the first number of samples, then each time the second number of samples has been added,
+after a change, and at the end."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,15 @@ class StepLinks:
     """Called collectively by all ranks of the replica group. With `scheduler=off`, nothing is measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
-        """Learn the links of the layout in force; another layout has other links. Links of replica groups are not
+        """Find the links of the layout in force; each layout has different links. Links of replica groups are not
         reported to the supervisor."""
         plan = run.plan
         state = run.state
         self._run = run
         self._supervisor = supervisor
         self._links: dict[str, list[tuple[int, ...]]] = {}
-        """The ranks of each link by axis: exchanging groups, two neighbours of a pipeline, and, with several replica
-        groups, each rank with the ranks of the same number in the others."""
+        """The ranks of each link by axis: process groups, pairs of pipeline neighbours, and, with several replica
+        groups, ranks with the same number in each group."""
         if plan.spec.scheduler.mode != "off":
             self._links |= state.mesh.links()
             layout = state.mesh.layout
@@ -83,7 +84,7 @@ class StepLinks:
         planned = plan.prediction.links if plan.prediction else ()
         self._planned = {link.axis: link.bytes_per_s for link in planned}
         self._due: int | None = None
-        """Number of updates after which the next step is sampled."""
+        """The step after this number of updates is the next sampled one."""
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
         """True if the current step is sampled."""
@@ -159,8 +160,8 @@ class StepLinks:
         self._reported_step = sampled.step
 
     def note_step(self, step: int, step_s: float, reported: Sequence[LinkFigures], steps_to_sample: int) -> None:
-        """Record the step that made update `step` in `step_s`, what all ranks reported on links in it, and the next
-        sample that rank 0 announced."""
+        """Record the step that made update `step` in `step_s`, the reports of all ranks on links in it, and the next
+        sample announced by rank 0."""
         if not self._links:
             return
         newest_step = step + self._delay_steps
@@ -197,7 +198,7 @@ class StepLinks:
         by_column = dict(zip(self._columns, map(list, of_ranks), strict=True))
         has_changed = False
         for axis in self._axes:
-            if axis.axis == AHEAD:  # for two neighbours, what each sends to the other
+            if axis.axis == AHEAD:  # for two neighbours, the messages in both directions
                 pairs = self._links[AHEAD]
                 transfers = [[by_column[AHEAD][first], by_column[BACK][second]] for first, second in pairs]
             else:

@@ -1,6 +1,7 @@
-"""Change the layout of a running job: the processes stay, but form other groups and hold other parts of the state.
+"""Change the layout of a running job: the processes continue, but form different groups and hold different parts of the
+state.
 
-The order is: create the new groups; build the new stages without values (the old state is still untouched); move the
+The order is: create the new groups; build the new stages without values (the old state is still unchanged); move the
 state, bucket by bucket; release the old modules. If a rank fails before the last bucket has arrived, all ranks return
 to the old state."""
 
@@ -39,7 +40,7 @@ DROPS_LOST = "what compressed gradients had lost is not sent in this layout, in 
 
 
 class RelayoutError(Exception):
-    """The layout could not be changed; every rank has the same message. The old state is unchanged."""
+    """The layout could not be changed. Every rank has the same message, and the old state is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Relayout:
     moved_bytes: int
     """Bytes of parameters, moments and buffers sent between ranks."""
     peak_bytes: int
-    """The most bytes of these that one rank held during the change, including messages."""
+    """Maximum size of these in bytes on any rank during the change, including messages."""
     drops_lost: bool = False
-    """True if some stored errors of compressed gradients belong to exchanges that this layout lacks or does not
-    compress."""
+    """True if some stored errors of compressed gradients belong to exchanges that do not exist or are not compressed in
+    this layout."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class DueLayout:
     """The directive of an earlier start that requested it."""
     before_s: float = 0.0
     expected_s: float = 0.0
-    """Compute seconds of the slowest rank in a step, before and expected; for a layout that differs in more than its
-    cut, seconds of the complete step. 0 if unmeasured."""
+    """Compute time of the slowest rank per step, in seconds, before the change and expected afterwards. If more than
+    the layer split changes, the time of the complete step. 0 if unmeasured."""
 
 
 class LayoutChanges:
-    """Decides on the layout of the run, from the changes of earlier starts and those in the recipe."""
+    """Decides on the layout of the run, based on the changes of earlier starts and those in the recipe."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
         self._run = run
@@ -82,8 +83,8 @@ class LayoutChanges:
         self.bucket_bytes = BUCKET_BYTES
 
     def due(self, step: int, decided: LayerChange | None = None, proposed: Proposal | None = None) -> DueLayout | None:
-        """Return the layout that the run changes to after `step` updates, if any; the last one if several are due, as
-        can happen after a resume. `decided` comes from the scheduler, `proposed` from the supervisor."""
+        """Return the layout that the run changes to after `step` updates, if any. If several are due, which can happen
+        after a resume, return the last one. `decided` comes from the scheduler, `proposed` from the supervisor."""
         plan = self._run.plan
         if followed := self._directives.due_layout(step):
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
@@ -96,7 +97,7 @@ class LayoutChanges:
         if proposed is not None and proposed.before == plan.layout:
             asked = proposed.proposal
             wanted.append(DueLayout(asked.planned_from(step), asked.reason, None, asked.before_s, asked.expected_s))
-        if decided is not None:  # the layout in force, with another cut
+        if decided is not None:  # the layout in force with a different layer split
             cut = with_stages(plan.layout, decided.stage_layers)
             sizes = (plan.micro_batch_size, plan.grad_accum_steps)
             planned = PlannedLayout(step, cut, *sizes, plan.largest_micro_batch_size, plan.largest_stage_layers)
@@ -110,8 +111,8 @@ class LayoutChanges:
     def change(
         self, step: int, due: DueLayout, after: Plan, prepare: Prepare
     ) -> tuple[Relayout, DirectiveEvent] | None:
-        """Change to the layout of `after`, and record the change; None if a rank failed, in which case nothing has
-        changed."""
+        """Change to the layout of `after`, and record the change. Return None if a rank failed; nothing has changed
+        then."""
         before = self._run.plan
         try:
             done = change_layout(self._run.state, after, self.meshes, prepare, self.bucket_bytes)
@@ -157,19 +158,19 @@ def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayou
 
 
 def kind_of(before: Layout, after: Layout) -> Literal["layers", "layout"]:
-    """Return `layers` if only the cut into stages changes, otherwise `layout`."""
+    """Return `layers` if only the layer split changes, otherwise `layout`."""
     return "layers" if replace(before, stage_layers=after.stage_layers) == after else "layout"
 
 
 class Meshes:
-    """The process groups of the layouts that a run has used. They are kept: a run may return to a layout, and torch
-    does not release the connections and threads of a group while anything refers to it."""
+    """The process groups of the layouts that a run has used. They are kept because a run may return to a layout, and
+    because torch does not release the connections and threads of a group while anything refers to it."""
 
     def __init__(self, *known: Mesh):
         self._known = {_shape(mesh.layout): mesh for mesh in known}
 
     def of(self, layout: Layout, device_type: str) -> Mesh:
-        """Return the groups of `layout`, and create those that are new. Called collectively by all ranks."""
+        """Return the groups of `layout`; new ones are created. Called collectively by all ranks."""
         shape = _shape(layout)
         if shape not in self._known:
             self._known[shape] = build_mesh(layout, device_type)
@@ -177,7 +178,7 @@ class Meshes:
 
 
 def _shape(layout: Layout) -> tuple[int, ...]:
-    """Return what the groups depend on: the axes and the rank of the last stage."""
+    """Return the properties that determine the groups: the axes and the rank of the last stage."""
     axes = (getattr(layout, axis) for axis in (*MESH_AXES, "ep"))
     return (*axes, layout.rank_of_stage(layout.num_stages - 1))
 
@@ -212,7 +213,7 @@ def change_layout(
 
 
 def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
-    """Build the new stages, for which ranks do not wait; then agree that all have been built."""
+    """Build the new stages without waiting for other ranks, and then agree that all ranks have built theirs."""
     new = None
     failure = ""
     try:
@@ -228,7 +229,7 @@ def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
 
 
 def _forget(state: TrainState) -> None:
-    """Release modules that refer to one another in cycles, before the next step needs the memory."""
+    """Release modules that form reference cycles, before the next step needs their memory."""
     if state.sums is not None:
         state.sums.close()
     state.stages.parts.clear()

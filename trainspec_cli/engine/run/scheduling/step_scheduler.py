@@ -1,6 +1,7 @@
-"""The scheduler of a run: every rank's speed travels with the step's own exchange, and the shares change between steps.
+"""The scheduler of a run. Every rank's speed travels with the step's regular exchange, and sample shares change between
+steps.
 
-All ranks see the same speeds and decide with the same function, so a directive needs no additional exchange. Rank 0
+All ranks see the same speeds and use the same function to decide, so a directive needs no additional exchange. Rank 0
 records it before it takes effect. A resumed run follows the recorded directives at the same steps, so its results are
 bit-identical.
 """
@@ -66,7 +67,7 @@ from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEv
 
 
 class StepPace:
-    """The same on every rank, because the gradient noise is measured with the steps' own exchange."""
+    """The pace is the same on every rank, because the gradient noise is measured with the steps' regular exchange."""
 
     def __init__(self, spec: RunSpec):
         self._spec = spec
@@ -83,8 +84,8 @@ class StepPace:
     def batch(self, progress: TrainProgress) -> StepBatch | None:
         """Return the step that begins at `progress`; None at the end of the run.
 
-        A constant batch is counted in steps unless the recipe gives tokens or epochs: while a replica group is absent,
-        steps may have fewer samples.
+        With a constant batch size, the length of the run is counted in steps unless the recipe specifies tokens or
+        epochs. While a replica group is absent, steps may have fewer samples.
         """
         if self._spec.ends_by_samples:
             size = self.state.size if self.follows_noise else None
@@ -105,7 +106,7 @@ class StepPace:
         return found
 
     def note_step(self, step: int, samples: int, squares: Sequence[PartSquares]) -> float | None:
-        """Record the squared gradient norms of a step of `samples`.
+        """Record the squared gradient norms of a step with `samples` samples.
 
         Return the noise scale in samples, averaged over the steps so far; None if nothing was measured.
         """
@@ -121,8 +122,8 @@ class StepPace:
         return noise.noise_scale
 
     def warning(self, samples: int) -> str | None:
-        """Return the warning for a step of `samples` whose batch has outgrown the noise; None if it has not, or after
-        the first warning."""
+        """Return the warning for a step with `samples` samples if the batch has outgrown the noise; None if it has not,
+        or after the first warning."""
         batching = self._spec.batching
         noise = self.state.noise
         if self._warned or not outgrows_noise(batching, samples, noise):
@@ -135,7 +136,7 @@ class StepPace:
         )
 
     def _remedy(self) -> str:
-        """Return the advice for the next run: the growth that the noise allows, or a smaller first batch."""
+        """Return advice for the next run: the growth that the noise allows, or a smaller first batch."""
         batching = self._spec.batching
         scale = self.state.noise.noise_scale or 0.0
         allowed = batching.sizes_up_to(EQUIVALENT_FRACTION * scale)
@@ -153,13 +154,13 @@ class StepPace:
         )
 
 
-# Measure the effect of directives in the steps that follow, and record it with the expected effect.
+# Measure the effect of directives in the steps after them, and record it together with the expected effect.
 
 
 MEASURED_STEPS = 5
-"""Number of steps whose median gives the effect of a directive."""
+"""The effect of a directive is the median over this number of steps."""
 SETTLED_STEPS = 10
-"""Number of steps after which shares follow the speeds of another layout, once these are known."""
+"""Once the speeds in a new layout are known, sample shares follow them after this number of steps."""
 
 
 @dataclass
@@ -169,7 +170,7 @@ class Watched:
     directive: DirectiveEvent
     before_s: float
     skipped: int
-    """Number of first steps that still report figures from before the directive."""
+    """Number of initial steps whose reports still contain figures from before the directive."""
     seen_s: list[float] = field(default_factory=list)
 
     @property
@@ -178,7 +179,7 @@ class Watched:
 
 
 class Effects:
-    """The effects of the directives in one layout, and of the directive that led to it."""
+    """The effects of the directives within one layout, and of the directive that introduced this layout."""
 
     def __init__(self, directives: Directives):
         self._directives = directives
@@ -186,8 +187,8 @@ class Effects:
         self._watched: list[Watched] = []
 
     def watch(self, directive: DirectiveEvent) -> None:
-        """Measure the effect of a directive that takes effect at the next step. The effect of another layout is
-        measured once its speeds are known and the shares have followed them."""
+        """Start to measure the effect of a directive, which is in force from the next step. The effect of a new layout
+        is measured once its speeds are known and the sample shares have followed them."""
         if directive.kind == "shares":
             before_s = median(list(self._slowest_s)[-CONFIRMING_STEPS:])
             skipped = SKIPPED_STEPS
@@ -198,8 +199,9 @@ class Effects:
         self._watched.append(Watched(directive, before_s, skipped))
 
     def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
-        """Record the compute time of the slowest rank in the previous step, and the total time of the step, because
-        layouts also differ in exchanges and waiting. `knows_speeds`: the speeds of all ranks are known."""
+        """Record the compute time of the slowest rank in the previous step. The total time of the step is also
+        recorded, because layouts also differ in communication and waiting. `knows_speeds`: the speeds of all ranks are
+        known."""
         self._slowest_s.append(slowest_s)
         for watched in list(self._watched):
             if knows_speeds or not watched.is_of_layout:
@@ -226,7 +228,7 @@ class StepScheduler:
     """Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, directives: Directives, link: SupervisorLink):
-        """Learn the ranks' speeds in the layout in force; in another layout they do different work.
+        """Learn the speeds of the ranks in the layout in force, because their work depends on the layout.
 
         Runs of replica groups are not resumed bit-exactly, so their directives are not repeated, and their speeds are
         not reported to the supervisor.
@@ -256,7 +258,7 @@ class StepScheduler:
         self.decided_layers: LayerChange | None = None
         """Layers to move before the next step."""
         self.is_proposed = False
-        """The supervisor has proposed a layout that the ranks have not received yet."""
+        """True if the supervisor has proposed a layout that the ranks have not received yet."""
         self._pipelines = ranks_of_pipelines(run.state)
         self._rows = [list(chain.from_iterable(row)) for row in self._pipelines]
         """The ranks that work on the same samples, for each data-parallel rank."""
@@ -265,13 +267,13 @@ class StepScheduler:
         self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
         self.rate = 0.0
-        """Samples per second of the replica group at its confirmed speeds, if the groups' shares follow them; 0 if they
-        are unknown."""
+        """The replica group's samples per second at its confirmed speeds, if the groups' sample shares follow them; 0
+        if unknown."""
         self._decided: tuple[ShareChange, int] | None = None
         """The change to make at the beginning of the next step, and the number of samples in a step."""
         self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
-        """Shares from an earlier start, for steps that are being repeated."""
+        """Sample shares from an earlier start, for steps that are being repeated."""
         if self._mode != "off" and run.group is None:
             self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
@@ -311,7 +313,7 @@ class StepScheduler:
         self._shares.limit(micro_batch_size)
 
     def report(self, step: int) -> SpeedFigures | None:
-        """Return this rank's part of the report of the step after update `step`; None if it does not report."""
+        """Return this rank's part of the report for the step after update `step`; None if it does not report."""
         if self._mode == "off" or step % self._interval_steps:
             return None
         speed = self._tracker.estimate or Speed(0.0, 0.0)
@@ -333,10 +335,11 @@ class StepScheduler:
         shows_speed: bool = True,
         garbage_s: float = 0.0,
     ) -> None:
-        """Record the parts of this rank's step time, and what all ranks `reported` in the step.
+        """Record the parts of this rank's step time, and the figures that all ranks `reported` in the step.
 
-        `samples`: those of the replica group. On a GPU, the next step has already begun. `shows_speed`: False for a
-        step that took unusually long, such as a profiled one. `garbage_s`: seconds of garbage collection in its passes.
+        `samples`: the samples of the replica group. On a GPU, the next step has already begun. `shows_speed`: False for
+        a step that took unusually long, such as a profiled one. `garbage_s`: seconds of garbage collection in its
+        passes.
         """
         if self._mode == "off":
             return
@@ -362,7 +365,7 @@ class StepScheduler:
             self.rate = 0.0 if None in settled else samples_per_s(speeds)
         if self._ahead or self._directives.layouts_ahead:
             return
-        if self._run.group is None and self._link.writes:  # the supervisor decides on layouts and nodes
+        if self._run.group is None and self._link.writes:  # layouts and nodes are decided by the supervisor
             samples_of = {rank: count for row, count in zip(self._rows, counts, strict=True) for rank in row}
             of_ranks = [samples_of[rank] for rank in range(len(samples_of))]
             self._link.report(step, slowest_step_s, self._run.plan.layout, micro_batches, of_ranks, settled)
@@ -391,8 +394,8 @@ class StepScheduler:
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest micro-batch of a rank that the recipe and memory allow; without a memory prediction, the
-    recipe's."""
+    """Return the largest micro-batch of a rank that the recipe and memory allow; without a memory prediction, return
+    the recipe's."""
     if plan.largest_micro_batch_size is not None:
         return plan.largest_micro_batch_size
     wanted = plan.spec.scheduler.max_micro_batch_size
@@ -400,8 +403,8 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
-    """Return the division of a directive, with as many additional micro-batches as memory and schedule now require.
-    Even shares stay even for any batch."""
+    """Return the division specified by a directive, with the additional micro-batches that memory and schedule require
+    now. Even shares stay even for any batch size."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     samples = sum(directive.counts)
     if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
@@ -417,7 +420,7 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
 def read_speed(
     fixed_s: float, per_sample_s: float, noise: float = 0.0, shown_steps: float = 0.0, is_settled: float = 1.0
 ) -> Speed | None:
-    """Return a reported speed; None for a rank that does not know its speed yet."""
+    """Return a reported speed; None if the rank does not know its speed yet."""
     if not 0 < per_sample_s < math.inf:
         return None
     return Speed(fixed_s, per_sample_s, noise, int(shown_steps), bool(is_settled))
@@ -430,10 +433,10 @@ def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
     return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
 
 
-# Try bucket sizes for the gradient sums in a run's first steps, and keep the best one.
+# Try several bucket sizes for the gradient sums in a run's first steps, and keep the best one.
 #
-# The time that a step waited for gradients travels with the exchange of the next step's loss. The size does not change
-# a single bit of the sums, so a run may try sizes in any `scheduler.mode` except off.
+# The time for which a step waited for gradients travels with the exchange of the next step's loss. The sums are bitwise
+# identical for all sizes, so a run may try sizes in any `scheduler.mode` except off.
 
 
 class StepBuckets:
@@ -441,7 +444,7 @@ class StepBuckets:
     gradients, or if no two blocks can share a bucket."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
-        """Start with the layout in force; another layout has different sizes."""
+        """Start with the layout in force; each layout has different sizes."""
         self._run = run
         self._directives = directives
         self._sums = run.state.sums
@@ -472,7 +475,7 @@ class StepBuckets:
             self._learn(step, reported, self._sums)
         self.report = None
         if self._sums.holds_back or not self._is_on:
-            return  # a step that waits for each exchange, to measure the links, cannot be compared
+            return  # a step that waits for each exchange to measure the links is not comparable
         sizes = self._sums.sizes_bytes if self._sums.can_join else []
         self.report = BucketFigures(
             self._sums.bucket_bytes, self._sums.waited_s, step_s, sum(sizes), max(sizes, default=0)
@@ -485,7 +488,7 @@ class StepBuckets:
                 return
             gradient_bytes = round(max(one.gradient_bytes for one in reported))
             block_bytes = round(max(one.largest_block_bytes for one in reported))
-            # The blueprint's size, if any, for the axis over which gradients are summed first.
+            # The blueprint's bucket size, if any, for the axis over which gradients are summed first.
             blueprint = self._run.plan.blueprint
             exchanges = blueprint.exchanges if blueprint else ()
             summed = (one.bucket_bytes for one in exchanges if one.operation in ("reduce_scatter", "all_reduce"))

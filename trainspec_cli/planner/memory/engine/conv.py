@@ -301,8 +301,8 @@ class _ConvReplay:
         self.sharding.end_forward()
 
     def _images_bytes(self) -> float:
-        """Return the bytes of the copy of the images in the compute format; 0 in fp32, because the step then reads the
-        data directly."""
+        """Return the size in bytes of the images' copy in the compute format; 0 in fp32, because the step then reads
+        the data directly."""
         narrow = self.width < MASTER_WIDTH
         return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow
 

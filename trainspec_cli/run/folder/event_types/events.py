@@ -590,7 +590,7 @@ class FirstTextEvent(Event):
     trained: Count
     """Number of tokens that are targets, which means that the loss counts them."""
     parts: tuple[TextPart, ...]
-    """The text, split where trained tokens start and end; only its first parts."""
+    """The first parts of the text, which is split where trained tokens start and end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,8 @@ count separately, and the nodes that they create while recomputing are never run
 
 
 def find_origin() -> str:
-    """Return the line of the engine, or the function of FSDP2, that runs the current operation. In a backward pass this
-    is the line of the forward pass that it belongs to."""
+    """Return the line of the engine, or the function of FSDP2, that runs the current operation. In a backward pass,
+    this is the corresponding line of the forward pass."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -74,7 +74,7 @@ COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter
 
 
 class Waited:
-    """An exchange for which a thread waits."""
+    """An exchange that a thread is waiting for."""
 
     def __init__(self, wait: Callable[[], object]):
         self._future: Future[object] = Future()

@@ -122,7 +122,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
 
 
 def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
-    """Make the steps, and add the virtual seconds of one to `found`."""
+    """Run the steps, and add the virtual time of a step, in seconds, to `found`."""
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, SpreadDispatch) and not MEMORY.has_values:

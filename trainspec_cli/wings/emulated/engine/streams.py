@@ -310,8 +310,8 @@ class StreamEvent:
         return self.at is None or self.at.stream.has_done(self.at.number)
 
     def elapsed_time(self, end: StreamEvent) -> float:
-        """Return the milliseconds between two events that the streams have reached: virtual time if there is one,
-        otherwise the host's."""
+        """Return the milliseconds between two events that the streams have reached, in virtual time if there is one,
+        otherwise in the host's time."""
         begun = self.at
         ended = end.at
         if begun is None or ended is None or not (self.query() and end.query()):
