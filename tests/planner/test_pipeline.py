@@ -11,6 +11,7 @@ from trainspec_cli.planner.pipeline import (
     actions,
     cut_layers,
     layers_per_rank,
+    replay,
 )
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -21,40 +22,21 @@ def layout_of(schedule: str, pp: int) -> Layout:
     return Layout(pp=pp, pipeline_schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
 
 
-def simulate(layout: Layout, micro_batches: int) -> tuple[int, list[int]]:
-    """-> (ticks until all is done, each rank's most chunks of micro-batches under way). Fails on a deadlock."""
-    orders = [list(order) for order in actions(layout, micro_batches)]
-    done: dict[tuple[str, int, int], int] = {}
-    free, held, most = ([0] * layout.pp for _ in range(3))
-    while any(orders):
-        moved = False
-        for rank, order in enumerate(orders):
-            while order and (start := ready_at(layout, order[0], done)) is not None:
-                action = order.pop(0)
-                free[rank] = max(free[rank], start) + TICKS[action.kind]
-                done[name_of(action)] = free[rank]
-                held[rank] += {"forward": 1, "backward": -1, "backward_weight": -1}.get(action.kind, 0)
-                most[rank] = max(most[rank], held[rank])
-                moved = True
-        assert moved, f"a deadlock: {[order[0] for order in orders if order]}"
-    return max(free), most
-
-
-def name_of(action: Action) -> tuple[str, int, int]:
-    kind = "gradient" if action.kind in ("backward", "backward_input") else action.kind
-    return kind, action.stage, action.micro_batch
-
-
-def ready_at(layout: Layout, action: Action, done: dict) -> int | None:
-    stage, index = action.stage, action.micro_batch
-    if action.kind == "forward":
-        needed = [("forward", stage - 1, index)] if stage else []
-    elif action.kind == "backward_weight":
-        needed = [("gradient", stage, index)]
-    else:
-        behind = [("gradient", stage + 1, index)] if stage + 1 < layout.num_stages else []
-        needed = [("forward", stage, index), *behind]
-    return max((done[need] for need in needed), default=0) if all(need in done for need in needed) else None
+def simulate(layout: Layout, micro_batches: int) -> tuple[float, list[int]]:
+    """-> (ticks until all is done, each rank's most chunks of micro-batches under way)."""
+    timeline = replay(layout, micro_batches, lambda action: TICKS[action.kind])
+    most = []
+    for passes in timeline:
+        held = [0]
+        done = set()
+        for action, _, _ in passes:
+            kind, stage, index = action
+            assert kind == "forward" or ("forward", stage, index) in done
+            assert kind != "backward_weight" or ("backward_input", stage, index) in done
+            done.add((kind, stage, index))
+            held.append(held[-1] + {"forward": 1, "backward": -1, "backward_weight": -1}.get(kind, 0))
+        most.append(max(held))
+    return max(passes[-1].end_s for passes in timeline), most
 
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
@@ -99,6 +81,25 @@ def test_waiting_is_what_the_papers_state(pp, micro_batches):
     assert waits["interleaved"] == waits["1f1b"] / 2
     assert waits["zero_bubble"] <= 0.6 * waits["1f1b"]
     assert waits["zbv"] <= waits["1f1b"] / 4
+
+
+@pytest.mark.parametrize(("schedule", "messages"), [("1f1b", 6), ("gpipe", 6), ("interleaved", 14), ("zbv", 12)])
+def test_one_micro_batch_waits_for_each_message_between_ranks(schedule: str, messages: int) -> None:
+    """It goes through all stages and back; the middle of a V is on one rank, which sends itself nothing."""
+    layout = layout_of(schedule, 4)
+    micro_batches = 4 if schedule == "interleaved" else 1
+
+    def last_s(hand_over_s: float) -> float:
+        timeline = replay(layout, micro_batches, lambda _: 1e-9, lambda *_: hand_over_s)
+        return max(end_s for passes in timeline for action, _, end_s in passes if action.micro_batch == 0)
+
+    assert last_s(1.0) == pytest.approx(messages)
+    assert last_s(0.0) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_rank_that_begins_late_delays_the_others() -> None:
+    timeline = replay(Layout(pp=2), 1, lambda _: 1.0, begin_s=[0.0, 5.0])
+    assert [[begin_s for _, begin_s, _ in passes] for passes in timeline] == [[0.0, 7.0], [5.0, 6.0]]
 
 
 def test_memory_is_what_the_papers_state():

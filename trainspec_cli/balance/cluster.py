@@ -66,6 +66,10 @@ class Cluster:
         self._per_sample_s = np.array([[speed.per_sample_s for speed in stage] for stage in speeds])
         self._launch_s = np.array([[stage.launch_s] for stage in parts.stages])
 
+    def with_parts(self, parts: StepParts) -> Cluster:
+        """Return the same cluster with other times of a step."""
+        return Cluster(parts, self._layout, self._num_nodes, self._per_node, self._groups)
+
     def paces(self, events: Sequence[Event]) -> Floats:
         """Return the slowdown of each device's compute; factors of several events multiply."""
         paces = np.ones(self._num_nodes * self._per_node)

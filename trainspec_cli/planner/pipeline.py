@@ -8,7 +8,7 @@ numbered along the model; a rank has one stage, or several (interleaved, zbv).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -540,6 +540,63 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
             order += [forward, backward]
         orders.append(tuple(order + backwards[len(turns) - warmup :]))
     return tuple(orders)
+
+
+# The time of a schedule, pass by pass. A search uses the closed form (`Layout.bubble_of`), which assumes equal stages.
+
+
+class TimedAction(NamedTuple):
+    action: Action
+    begin_s: float
+    end_s: float
+
+
+def input_of(layout: Layout, action: Action) -> Action | None:
+    """Return the pass whose result arrives at the stage of `action` before it can begin; None if there is none."""
+    kind, stage, micro_batch = action
+    if kind == "forward":
+        return Action(kind, stage - 1, micro_batch) if stage > 0 else None
+    if kind == "backward_weight" or stage + 1 == layout.num_stages:
+        return None  # its rank has made the pass before it
+    return Action(kind, stage + 1, micro_batch)
+
+
+def replay(
+    layout: Layout,
+    micro_batches: int,
+    action_s: Callable[[Action], float],
+    hand_over_s: Callable[[int, int], float] = lambda _sender, _receiver: 0.0,
+    begin_s: Sequence[float] = (),
+) -> list[list[TimedAction]]:
+    """Return each rank's actions with the seconds at which they begin and end: an action begins when its rank is free
+    and its input has arrived.
+
+    `hand_over_s`: the time of a message from one rank to another; messages do not delay one another. `begin_s`: the
+    moments at which the ranks begin (0 by default). Raises ValueError if the ranks wait for one another forever.
+    """
+    orders = actions(layout, micro_batches)
+    free_s = list(begin_s) or [0.0] * len(orders)
+    timed: list[list[TimedAction]] = [[] for _ in orders]
+    ended_s: dict[Action, float] = {}
+    left = sum(map(len, orders))
+    while left:
+        left_before = left
+        for rank, order in enumerate(orders):
+            for action in order[len(timed[rank]) :]:
+                awaited = input_of(layout, action)
+                begins_s = free_s[rank]
+                if awaited is not None:
+                    if awaited not in ended_s:
+                        break
+                    sender = layout.rank_of_stage(awaited.stage)
+                    arrives_s = ended_s[awaited] + (hand_over_s(sender, rank) if sender != rank else 0.0)
+                    begins_s = max(begins_s, arrives_s)
+                free_s[rank] = ended_s[action] = begins_s + action_s(action)
+                timed[rank].append(TimedAction(action, begins_s, free_s[rank]))
+                left -= 1
+        if left == left_before:
+            raise ValueError(f"the schedule of {layout.describe()} with {micro_batches} micro-batches never ends")
+    return timed
 
 
 # Zero bubble

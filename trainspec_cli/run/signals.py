@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,7 +17,12 @@ def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
 
     A terminal closes only once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
     ignored, even after the block, because a second request would mean an immediate end.
+
+    Only the main thread gets signals: in another thread the block runs without them.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def hear(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

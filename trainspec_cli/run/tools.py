@@ -41,6 +41,7 @@ from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import write_plan
 from trainspec_cli.run.job.job import Job, build_job, own_modules
+from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.supervise import supervise
 
 if TYPE_CHECKING:
@@ -188,11 +189,13 @@ def run_tool(
     *,
     on_tick: Callable[[], None] = lambda: None,
     shared: Path | None = None,
+    requests: StopRequests | None = None,
 ) -> ResultT:
     """Run `tool` (in one process, unless `prepare` says otherwise) and return its result.
 
     `on_tick` is called about ten times a second. `shared` is a folder, visible to several nodes, in which the temporary
-    folder is made. Raises MachineError if the tool cannot be run, fails or exceeds its time limit, Interrupted if a
+    folder is made. `requests` counts requests to stop, for a tool that runs in another thread than the main one, which
+    gets no signals. Raises MachineError if the tool cannot be run, fails or exceeds its time limit, Interrupted if a
     stop was requested.
     """
     try:
@@ -200,14 +203,20 @@ def run_tool(
             root = Path(folder).absolute()
             write_json(root / messages.REQUEST, to_plain(request))
             job, backend = (prepare or one_process())(root, tool.worker)
-            _supervise(tool, job, backend, on_tick)
+            _supervise(tool, job, backend, on_tick, requests)
             return from_plain(tool.result, read_json(root / messages.RESULT))
     except OSError as error:
         hint = "check that the folder for temporary files (TMPDIR) is writable and has free space"
         raise MachineError(Problem(tool.code, f"{tool.what} failed: {error}", hint=hint, environment=True)) from error
 
 
-def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Callable[[], None]) -> None:
+def _supervise(
+    tool: Tool[Any, Any],
+    job: Job,
+    backend: OpenBackend,
+    on_tick: Callable[[], None],
+    requests: StopRequests | None,
+) -> None:
     """Return when the tool has written its result."""
     deadline = time.monotonic() + (tool.timeout_s or math.inf)
 
@@ -216,7 +225,7 @@ def _supervise(tool: Tool[Any, Any], job: Job, backend: OpenBackend, on_tick: Ca
         if time.monotonic() > deadline:
             raise MachineError(_problem(tool, job, f"did not end within {tool.timeout_s:g} s"))
 
-    ending = supervise(job, None, backend, watch)
+    ending = supervise(job, None, backend, watch, requests=requests)
     if ending.stop_requested:
         raise Interrupted(f"{tool.what} was interrupted", code="interrupted")
     if ending.exit_code != 0:

@@ -11,7 +11,7 @@ from trainspec_cli.planner.capacity import plan_on_what_divides
 from trainspec_cli.planner.capacity import setup_of as setup_of_candidate
 from trainspec_cli.planner.hardware.cluster import Fabric, Group, all_reduce_s, axis_groups, efficiency_of, group_of
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.planner.pipeline import Action, actions
+from trainspec_cli.planner.pipeline import replay
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.time.samples import StepParts, step_parts
 from trainspec_cli.planner.time.step import (
@@ -319,38 +319,22 @@ def test_a_step_is_that_of_its_slowest_stage(graphs: bool, between: float) -> No
 # Pipelines: the closed forms agree with a simulation of the schedule's own actions
 
 
-def simulate_1f1b(forward_s: list[float], backward_s: list[float], micro_batches: int) -> float:
-    """Seconds of one step, event by event: a pass starts when its stage is free and its input has come."""
-    stages, took = len(forward_s), {"forward": forward_s, "backward": backward_s}
-    orders = [list(order) for order in actions(Layout(pp=stages), micro_batches)]
-    free, done = [0.0] * stages, {}
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order and (needed := inputs_of(order[0], stages - 1)) <= done.keys():
-                action = order.pop(0)
-                free[stage] = max(free[stage], *map(done.get, needed), 0.0) + took[action.kind][stage]
-                done[action] = free[stage]
-    return max(free)
-
-
-def inputs_of(action: Action, last: int) -> set[Action]:
-    if action.kind == "forward":
-        return {Action("forward", action.stage - 1, action.micro_batch)} if action.stage else set()
-    if action.stage == last:
-        return {Action("forward", last, action.micro_batch)}
-    return {Action("backward", action.stage + 1, action.micro_batch)}
+def replay_s(layout: Layout, micro_batches: int, forward_s: list[float], backward_s: list[float]) -> float:
+    took = {"forward": forward_s, "backward": backward_s}
+    timeline = replay(layout, micro_batches, lambda action: took[action.kind][action.stage])
+    return max(passes[-1].end_s for passes in timeline)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (2, 2), (4, 4), (4, 16), (8, 64)])
 def test_even_stages_wait_as_the_closed_form_says(stages: int, micro_batches: int) -> None:
-    simulated = simulate_1f1b([1.0] * stages, [2.0] * stages, micro_batches)
+    simulated = replay_s(Layout(pp=stages), micro_batches, [1.0] * stages, [2.0] * stages)
     closed = 3.0 * micro_batches + bubble_s([3.0] * stages, Layout(pp=stages), micro_batches)
     assert simulated == pytest.approx(closed)
 
 
 def test_one_slow_stage_sets_the_pace() -> None:
     forward, backward = [1.0, 1.0, 1.0, 1.4], [2.0, 2.0, 2.0, 2.8]
-    simulated = simulate_1f1b(forward, backward, 32)
+    simulated = replay_s(Layout(pp=4), 32, forward, backward)
     closed = 4.2 * 32 + bubble_s([3.0, 3.0, 3.0, 4.2], Layout(pp=4), 32)
     assert simulated == pytest.approx(closed, rel=0.03)
 

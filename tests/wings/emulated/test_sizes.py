@@ -119,9 +119,9 @@ def test_memory_ends_where_the_allocator_says(capsys: pytest.CaptureFixture[str]
         ([*TWO_BY_TWO, "--ranks=4"], 2, "unknown_value"),
         ([*TWO_BY_TWO, "--ranks=first"], 2, "unknown_value"),
         ([*TWO_BY_TWO, "--memory-gib=1"], 2, "usage"),
-        ([*TWO_BY_TWO, "disturb=slow_device"], 2, "usage"),
         ([*TWO_BY_TWO, "--trace=/proc/none/trace.json"], 2, "output_exists"),
         ([*TWO_BY_TWO, "--html=."], 2, "output_exists"),
+        ([*TWO_BY_TWO, "disturb=slow_device", "--ranks=0"], 2, "usage"),
         (
             ["model=llama3_8b", "cluster=a100_40gb", "cluster.num_nodes=1", "cluster.devices_per_node=1"],
             3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -179,6 +180,11 @@ def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Eff
         below = tier
     hops_s = _hop_s(fabric, fabric.link_latency_s), _hop_s(fabric, first.latency_s)
     return Group(size, per_domain, link, first.bytes_per_s(eff), tuple(outer), *hops_s, gloo)
+
+
+def group_of_ranks(fabric: Fabric, ranks: Sequence[int], eff: Efficiency) -> Group:
+    """Return the group of these global ranks, which need no regular stride."""
+    return group_with(fabric, len(ranks), lambda devices: max(Counter(rank // devices for rank in ranks).values()), eff)
 
 
 def _hop_s(fabric: Fabric, latency_s: float | None) -> float | None:

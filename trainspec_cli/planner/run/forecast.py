@@ -192,13 +192,18 @@ def expect_goodput(
 
 
 def describe_job(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
+    spec: RunSpec,
+    plan: CapacityPlan,
+    candidate: Candidate,
+    resilience: ResilienceSpec,
+    size_bytes: float | None = None,
 ) -> goodput.SimulatedJob:
     """Return the run in the form that the simulation needs, with the recipe's checkpoint interval or, if open, the best
-    one."""
+    one. `size_bytes`: the size of a checkpoint, if it is known better than by `checkpoint_bytes`."""
     groups = candidate.layout.dp_replicate
     work = expect_work(spec, candidate)
-    blocked_s, written_s = checkpoint_times(spec, plan)
+    size_bytes = size_bytes or checkpoint_bytes(spec, plan.params)
+    blocked_s, written_s = checkpoint_times(spec, plan, size_bytes)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
@@ -214,7 +219,7 @@ def describe_job(
         interval_s=steps * work.step_time_s,
         blocked_s=blocked_s,
         written_s=written_s,
-        state_bytes_per_device=checkpoint_bytes(spec, plan.params) / (plan.world_size / groups),
+        state_bytes_per_device=size_bytes / (plan.world_size / groups),
         load_s=written_s,
     )
 
@@ -227,11 +232,11 @@ def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     return VALUE_BYTES * (params - quantised) + NF4_BYTES * quantised
 
 
-def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> tuple[float, float]:
+def checkpoint_times(spec: RunSpec, plan: CapacityPlan, size_bytes: float | None = None) -> tuple[float, float]:
     """Return (seconds that training waits for a checkpoint, seconds until it is complete on disk). Training waits until
     the checkpoint is written or, with `checkpoint.mode=async`, copied to host memory; reading takes as long as writing.
     Writing is divided over all nodes, and copying over all devices."""
-    size = checkpoint_bytes(spec, plan.params)
+    size = size_bytes or checkpoint_bytes(spec, plan.params)
     cluster = spec.cluster
     written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
     copied_s = size / (plan.world_size * cluster.host_link_gb_per_s * 1e9)

@@ -351,7 +351,12 @@ FaultKind = Literal[
     "lighthouse",
     "move_kill",
     "move_oom",
+    "lose_node",
+    "lose_link",
+    "lose_plane",
 ]
+ONLY_REHEARSED = ("lose_node", "lose_link", "lose_plane")
+"""Faults whose cost `trainspec rehearse` predicts, and which no run can inject."""
 
 
 @dataclass(frozen=True)
@@ -370,13 +375,16 @@ class Fault:
     bitflip: one bit of a parameter changes. disk_full: no file that the worker writes can exceed one page. lighthouse:
     the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the
     state has moved to another layout.
+
+    Only for `trainspec rehearse`: lose_node: the node of `rank` is lost. lose_link, lose_plane: for `seconds`, its
+    network card has no link in one plane of the network, or no card has one.
     """
     step: int
     group: int = 0
     rank: int = 0
     """The rank within the replica group."""
     seconds: float = 1.0
-    """slow: the delay per step; throttle: per sample."""
+    """slow: the delay per step; throttle: per sample; lose_link, lose_plane: the duration."""
     steps: int = 1
     """slow, throttle, disk_full: the number of steps."""
     above: int | None = None

@@ -42,6 +42,7 @@ from trainspec_cli.recipe.rules.layout import (
     TRAINING_RULES,
     divisors,
     fixed_groups,
+    injected_faults,
     only_planned,
     pipeline_of,
     size_of,
@@ -157,7 +158,9 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """Return what this version's engine cannot run."""
-    return apply([*BUILT, only_planned, own_framework, elastic_model, group_hosts, trained_formats], spec)
+    return apply(
+        [*BUILT, only_planned, own_framework, elastic_model, group_hosts, trained_formats, injected_faults], spec
+    )
 
 
 def check_built(spec: RunSpec) -> list[Problem]:

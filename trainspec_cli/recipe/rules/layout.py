@@ -15,7 +15,7 @@ from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.keys.training import NF4_BLOCK, TARGETS, FaultSyntaxError, parse_faults
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, ONLY_REHEARSED, TARGETS, FaultSyntaxError, parse_faults
 from trainspec_cli.recipe.records import UNKNOWN
 
 
@@ -735,6 +735,14 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
         if fault.kind in ("lighthouse", "bitflip") and number == 1:
             message = f"`fault` {fault.kind} affects only replica groups"
             yield Problem("unsupported", message, "fault", "set resilience=elastic")
+
+
+def injected_faults(spec: RunSpec) -> Iterator[Problem]:
+    """Refuse to start a run with faults that only a rehearsal knows."""
+    for fault in parse_faults(spec.fault):
+        if fault.kind in ONLY_REHEARSED:
+            message = f"`fault` {fault.kind} cannot be injected into a run; `trainspec rehearse` predicts its cost"
+            yield Problem("unsupported", message, "fault", "set fault='kill(step=40)'")
 
 
 ELASTIC_RULES = (groups, group_processes, faults)

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Interrupted, Problem, RecipeError
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.capacity import as_plan, pin_layout, setup_of
+from trainspec_cli.planner.hardware.cluster import (
+    axis_groups,
+    describe_fabric,
+    efficiency_of,
+    group_of_ranks,
+    send_s,
+)
+from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.engine.step import is_counted, rank_peaks, run_of
 from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES, communicators
-from trainspec_cli.recipe.results.plan import MemoryBreakdown, Plan
+from trainspec_cli.planner.pipeline import Action, Kind, TimedAction, cut_layers, replay
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.step import estimate_step, micro_batch
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.forecast import Simulation
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, Plan, StepTime
 from trainspec_cli.recipe.rules.check import check_built
+from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
-from trainspec_cli.wings.emulated.rehearsal import RankRehearsal, refuse, rehearse
+from trainspec_cli.wings.emulated.rehearsal import (
+    FaultCost,
+    PipelineSeconds,
+    RankRehearsal,
+    equal_ranks,
+    refuse,
+    rehearse,
+)
+
+AT_ONCE = 2
+"""Ranks that are rehearsed at the same time: one needs up to 1 GB of host memory."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +51,12 @@ class PlanToRehearse:
     """A plan, and what it says of its ranks' memory; in bytes."""
 
     plan: Plan
+    spec: RunSpec
+    candidate: Candidate
+    """The planned layout."""
+    capacity: CapacityPlan
+    simulation: Simulation | None
+    """The planned run under the disturbance that the command names."""
     device: str
     device_bytes: float
     """The device's memory."""
@@ -33,6 +68,10 @@ class PlanToRehearse:
     """The same with fragmentation and the plan's reserve."""
     step_s: float
     """Seconds of a step, with the recipe's kernels and compilation."""
+    time: StepTime
+    """The same with eager blocks, by part."""
+    kinds: tuple[int, ...]
+    """For each pipeline rank, the first one whose stages do the same work."""
     fused_saves_bytes: tuple[float, ...]
     """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
 
@@ -42,9 +81,36 @@ class RehearsedRank:
     """A rank's rehearsal and its plan, both with eager blocks."""
 
     rehearsed: RankRehearsal
+    equal_ranks: int
+    """Number of ranks that do the same, including this one."""
     planned_tensors_bytes: float
     planned_allocator_bytes: float
     fused_saves_bytes: float
+
+
+STEP_PARTS = {
+    "compute": ("matmul_s", "attention_s", "memory_bound_s", "recompute_s"),
+    "exposed_comm": ("tp_comm_s", "cp_comm_s", "ep_comm_s", "dp_comm_s"),
+    "hand_over": ("pp_comm_s",),
+    "bubble": ("bubble_s",),
+    "optimizer": ("optimizer_s",),
+    "other": ("data_s", "host_s"),
+}
+"""The parts of a step's time -> the plan's parts (`StepTime`)."""
+
+
+@dataclass(frozen=True)
+class RehearsedStep:
+    """The virtual time of a step with eager blocks, and the plan's, in seconds by part (`STEP_PARTS`)."""
+
+    rank: int
+    """The rehearsed rank with the most work, whose parts these are: the other stages make it wait (`bubble`)."""
+    stages_s: tuple[tuple[float, float], ...]
+    """For each pipeline rank, seconds of (compute, exposed communication) of a mean micro-batch."""
+    parts_s: dict[str, float]
+    planned_parts_s: dict[str, float]
+    step_s: float
+    planned_s: float
 
 
 @dataclass(frozen=True)
@@ -61,6 +127,16 @@ class Rehearsal:
     planned_step_s: float
     """With the recipe's kernels and compilation; the rehearsed steps have eager blocks."""
     ranks: tuple[RehearsedRank, ...]
+    step: RehearsedStep | None = None
+    """None if the chip is unknown, a rank ran out of memory, or a kind of pipeline stage was not rehearsed."""
+    checkpoint_bytes: float = 0.0
+    """Size of a checkpoint; 0 if `step` is None."""
+    simulation: Simulation | None = None
+    """The run under the disturbance of the command, with rehearsed steps."""
+    planned_simulation: Simulation | None = None
+    """The same with planned steps."""
+    faults: tuple[FaultCost, ...] = ()
+    """What the recipe's faults cost."""
 
 
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
@@ -95,6 +171,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in peaks]
         saved = [one - other for one, other in zip(tensors, as_planned, strict=True)]
         by_rank = [size + more for size, more in zip(by_rank, saved, strict=True)]
+    eager_setup = setup_of(best, replace(spec, compile=False), None)
     device_bytes = best.memory_limit_bytes if memory_gib is None else memory_gib * GIB
     outside_bytes = CONTEXT_BYTES + in_groups
     if device_bytes <= outside_bytes:
@@ -102,23 +179,52 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         hint = f"give more than {outside_bytes / GIB:.2f}: the device's context and communicators need that much"
         raise RecipeError(Problem("usage", message, "--memory-gib", hint))
     return PlanToRehearse(
-        *(plan, planned.device, device_bytes, outside_bytes, tuple(tensors), tuple(by_rank), best.time.total_s),
-        tuple(saved),
+        plan=plan,
+        spec=spec,
+        candidate=best,
+        capacity=planned.capacity,
+        simulation=planned.simulation,
+        device=planned.device,
+        device_bytes=device_bytes,
+        outside_bytes=outside_bytes,
+        tensors_bytes=tuple(tensors),
+        allocator_bytes=tuple(by_rank),
+        step_s=best.time.total_s,
+        time=estimate_step(eager_setup, efficiency_of(spec.cluster)),
+        kinds=_kinds_of_ranks(eager_setup, efficiency_of(spec.cluster)),
+        fused_saves_bytes=tuple(saved),
     )
 
 
 def rehearse_ranks(
     planned: PlanToRehearse, ranks: Sequence[int], steps: int, on_rank: Callable[[int], None]
 ) -> Rehearsal:
-    """Rehearse ranks one after another; `on_rank` is called before each. Raises MachineError, Interrupted."""
+    """Rehearse ranks, as many at a time as there are cores, up to `AT_ONCE`; `on_rank` is called before each, in any
+    thread. Raises MachineError, Interrupted."""
     plan = planned.plan
-    done = []
-    for rank in ranks:
+    requests = StopRequests()
+
+    def run(rank: int) -> RehearsedRank:
+        if requests.count:
+            raise Interrupted("the rehearsal was interrupted", code="interrupted")
         on_rank(rank)
-        stage = rank * plan.layout.pp // plan.world_size
-        found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes)
+        stage = rank * plan.layout.pp // plan.group_size
+        try:
+            found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, requests)
+        except BaseException:
+            requests.add()  # the other ranks' processes end, too
+            raise
         expected = (planned.tensors_bytes, planned.allocator_bytes, planned.fused_saves_bytes)
-        done.append(RehearsedRank(found, *(sizes[stage] for sizes in expected)))
+        return RehearsedRank(found, equal_ranks(plan), *(sizes[stage] for sizes in expected))
+
+    with on_stop_signal(requests.add), ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(run, rank) for rank in ranks]
+        errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        # The first error interrupted the other ranks.
+        raise min(errors, key=lambda error: isinstance(error, Interrupted))
+    done = [future.result() for future in futures]
+    found = [one.rehearsed for one in done]
     return Rehearsal(
         plan.layout.describe(),
         plan.world_size,
@@ -131,4 +237,150 @@ def rehearse_ranks(
         planned.outside_bytes,
         planned.step_s,
         tuple(done),
+        time_step(planned, found),
+        size_checkpoint(planned, found),
     )
+
+
+def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
+    """Return for each pipeline rank the first one whose stages have as many layers of each kind, and the embedding or
+    the head if it has."""
+    layout = setup.layout
+    once = micro_batch(setup, axis_groups(layout, setup.fabric, eff), eff)
+    stages = cut_layers(once.num_layers, layout)
+    firsts: dict[object, int] = {}
+    kinds = []
+    for rank in range(layout.pp):
+        own = layout.stages_of_rank(rank)
+        work = tuple(once.numbers([stages[stage]]) for stage in own)
+        kinds.append(firsts.setdefault((work, 0 in own, layout.num_stages - 1 in own), rank))
+    return tuple(kinds)
+
+
+def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> RehearsedStep | None:
+    """Return the time of a step from the times of its ranks' passes, by replaying the schedule. Ranks of the same kind
+    take the same time; of several rehearsed ones in a stage, the slowest counts."""
+    plan = planned.plan
+    layout = plan.layout
+    hand_over_s = 0.0
+    bubble_s = 0.0
+    if layout.pp == 1:
+        timed = [rank for rank in ranks if rank.time_s]
+        if not timed:
+            return None
+        slowest = max(timed, key=lambda rank: sum(rank.time_s.values()))
+        busy_s = _by_part(slowest.time_s)
+        stages_s = [(busy_s["compute"], busy_s["exposed_comm"])]
+    else:
+        per_stage = plan.group_size // layout.pp
+        by_kind: dict[int, tuple[RankRehearsal, PassSeconds]] = {}
+        for rank in ranks:
+            kind = planned.kinds[rank.rank // per_stage]
+            if rank.pipeline is not None:
+                passes = PassSeconds(rank.pipeline, plan.grad_accum_steps)
+                if kind not in by_kind or passes.busy_s > by_kind[kind][1].busy_s:
+                    by_kind[kind] = rank, passes
+        if by_kind.keys() != set(planned.kinds):
+            return None
+        by_rank = [by_kind[kind] for kind in planned.kinds]
+        slowest, passes = max(by_rank, key=lambda one: one[1].busy_s)
+        busy_s = passes.parts_s
+        stages_s = [(one.parts_s["compute"], one.parts_s["exposed_comm"]) for _, one in by_rank]
+        step_s = replay_step(plan, [one[1] for one in by_rank])
+        bubble_s = replay_step(plan, [one[1] for one in by_rank], hands_over=False) - passes.busy_s
+        hand_over_s = step_s - bubble_s - passes.busy_s
+    parts_s = dict.fromkeys(STEP_PARTS, 0.0) | busy_s | {"hand_over": hand_over_s, "bubble": bubble_s}
+    planned_s = {part: sum(getattr(planned.time, name) for name in names) for part, names in STEP_PARTS.items()}
+    count = plan.grad_accum_steps
+    each_s = tuple((compute_s / count, exposed_s / count) for compute_s, exposed_s in stages_s)
+    return RehearsedStep(slowest.rank, each_s, parts_s, planned_s, sum(parts_s.values()), planned.time.total_s)
+
+
+def size_checkpoint(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> float:
+    """Return the bytes of a checkpoint, from what a rank of each kind of pipeline stage holds; 0 if one is missing.
+    Replicas hold the same."""
+    plan = planned.plan
+    per_stage = plan.group_size // plan.layout.pp
+    by_kind = {planned.kinds[rank.rank // per_stage]: rank.checkpoint_bytes for rank in ranks}
+    held = sum(by_kind.get(kind, math.nan) for kind in planned.kinds)
+    return 0.0 if math.isnan(held) else held * per_stage / plan.layout.dp_replicate
+
+
+def _by_part(time_s: Mapping[str, float]) -> dict[str, float]:
+    """Return the parts of a step (`PARTS` of the step events) as `STEP_PARTS`."""
+    parts_s = dict.fromkeys(STEP_PARTS, 0.0)
+    for name, seconds in time_s.items():
+        part = "compute" if name in ("forward", "backward") else name
+        parts_s[part if part in parts_s else "other"] += seconds
+    return parts_s
+
+
+class PassSeconds:
+    """The times of a pipeline rank's passes in a step with this many micro-batches."""
+
+    def __init__(self, measured: PipelineSeconds, micro_batches: int):
+        self.measured = measured
+        rehearsed = measured.micro_batches
+        # The first and last micro-batches differ from the others: parameters are gathered, gradients created and
+        # reduced there. A micro-batch from the middle stands for those that were not rehearsed.
+        first = rehearsed // 2
+        last = micro_batches - (rehearsed - first)
+        self.like = [
+            number if number < first else number - micro_batches + rehearsed if number >= last else first
+            for number in range(micro_batches)
+        ]
+        self.passes = {(one.kind, one.stage, one.micro_batch): one for one in measured.actions}
+        self.parts_s = _by_part(measured.rest_s)
+        # Each rehearsed micro-batch counts as often as it stands for one of the step.
+        times = Counter(self.like)
+        for one in measured.actions:
+            self.parts_s["compute"] += times[one.micro_batch] * one.compute_s
+            self.parts_s["exposed_comm"] += times[one.micro_batch] * one.exposed_s
+        self.busy_s = sum(self.parts_s.values())
+        """Seconds without waiting for other stages."""
+
+    def seconds(self, kind: Kind, stage: int, micro_batch: int) -> float:
+        one = self.passes[kind, stage, self.like[micro_batch]]
+        return one.compute_s + one.exposed_s
+
+
+def replay_step(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> float:
+    """Return the seconds of a step in which each pipeline rank's passes take these times.
+
+    A step ends when the last rank reaches the agreement on the gradients' norm. What follows it, such as the optimizer,
+    precedes the next step's passes.
+    """
+    layout = plan.layout
+    timeline = replay_passes(plan, ranks, hands_over=hands_over)
+    ends = []
+    for rank in range(layout.pp):
+        measured = ranks[rank].measured
+        ends.append(timeline[rank][-1].end_s + sum(measured.rest_s.values()) - measured.after_agreement_s)
+    return max(ends)
+
+
+def replay_passes(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> list[list[TimedAction]]:
+    """Return each pipeline rank's passes in a step, from the agreement of the previous step on. Without `hands_over`,
+    messages between stages take no time."""
+    layout = plan.layout
+    cluster = plan.spec.cluster
+    fabric = describe_fabric(cluster, None)
+    eff = efficiency_of(cluster)
+    per_stage = plan.group_size // layout.pp
+
+    @cache
+    def hand_over_s(sender: int, receiver: int) -> float:
+        group = group_of_ranks(fabric, (sender * per_stage, receiver * per_stage), eff)
+        return send_s(group, ranks[sender].measured.message_bytes, eff) if hands_over else 0.0
+
+    # A stage's passes differ between ranks of one kind only in the number of the stage.
+    own = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
+    rehearsed = [sorted({one.stage for one in rank.measured.actions}) for rank in ranks]
+
+    def action_s(action: Action) -> float:
+        rank = layout.rank_of_stage(action.stage)
+        stage = rehearsed[rank][own[rank].index(action.stage)]
+        return ranks[rank].seconds(action.kind, stage, action.micro_batch)
+
+    begins_s = [rank.measured.after_agreement_s for rank in ranks]
+    return replay(layout, plan.grad_accum_steps, action_s, hand_over_s, begins_s)

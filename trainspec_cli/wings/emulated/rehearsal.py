@@ -5,12 +5,15 @@ This part needs no torch; `engine/rehearse.py` runs in the processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainspec_cli.core.environment_names import DEVICE, EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.printable import GIB
+from trainspec_cli.planner.pipeline import Kind
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.tools import Tool, one_process, run_tool
 from trainspec_cli.wings.emulated import KIND
 from trainspec_cli.wings.emulated.timeline import Timeline
@@ -47,6 +50,34 @@ class MemoryMoment:
 
 
 @dataclass(frozen=True)
+class ActionSeconds:
+    """The virtual time of a pass of one micro-batch through one stage, without the wait for its input."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    compute_s: float
+    exposed_s: float
+    """Exchanges inside the stage that keep it from computing."""
+
+
+@dataclass(frozen=True)
+class PipelineSeconds:
+    """The virtual time of a pipeline rank's step, without the messages between stages."""
+
+    actions: tuple[ActionSeconds, ...]
+    """In the order of the schedule; a step with many micro-batches is rehearsed with fewer."""
+    micro_batches: int
+    """Their number in the rehearsed step."""
+    rest_s: dict[str, float]
+    """The step's other parts: reductions of gradients, the ranks' agreement on the norm, the optimizer."""
+    after_agreement_s: float
+    """The part of `rest_s` between the agreement, which all ranks reach together, and the next step's first pass."""
+    message_bytes: int
+    """Size of a message to another stage."""
+
+
+@dataclass(frozen=True)
 class RankRehearsal:
     """The memory of a rank's steps, as the allocator counts it, in bytes, and their time."""
 
@@ -63,14 +94,35 @@ class RankRehearsal:
     """What a checkpoint copies to the host, if this rank writes everything that it holds."""
     peak: MemoryMoment
     time_s: dict[str, float] = field(default_factory=dict)
-    """Virtual seconds of a step by part, with eager blocks; empty if the chip is unknown, for a pipeline, whose stages
-    wait for one another, and if memory ran out."""
+    """Virtual seconds of a step by part, with eager blocks; empty if the chip is unknown, for a pipeline (`pipeline`),
+    and if memory ran out."""
+    pipeline: PipelineSeconds | None = None
+    """None without a pipeline, if the chip is unknown, and if memory ran out."""
     failed: LiveTensors | None = None
     """The tensor that did not fit; `peak` is then the moment of the failure."""
     seconds: float = 0.0
     """Duration of the rehearsal."""
     timeline: Timeline | None = None
     """The last step, or what there was of it when memory ran out; None without virtual time."""
+
+
+@dataclass(frozen=True)
+class FaultCost:
+    """What a fault costs, compared with the same run without it."""
+
+    fault: str
+    wall_s: float | None
+    """Seconds by which the run ends later; None if the fault ends it."""
+    lost_steps: float
+    """Steps that are made again."""
+    pause_s: float
+    """Seconds from the fault until the first new step begins; 0 if the run continues."""
+    device_hours: float
+    """The devices' time for `wall_s`, or for the lost steps of a run that ends."""
+    usd: float | None
+    """None if no price is known."""
+    parts_s: dict[str, float] = field(default_factory=dict)
+    """`wall_s` by cause, as in the plan's goodput; empty for a slow rank or link."""
 
 
 REHEARSE = Tool(
@@ -90,36 +142,49 @@ def refuse(plan: Plan) -> None:
         raise RecipeError(Problem("unsupported", message, "offload", "rehearse a layout without it: offload=none"))
 
 
-def ends(plan: Plan) -> list[int]:
-    """Return a rank of the first and one of the last pipeline stage, between which no stage needs more memory. Along cp
-    it is the last rank, whose queries attend to every part of the keys."""
-    ranks = distinct(plan)
-    return sorted({ranks[0], ranks[-1]})
-
-
 def distinct(plan: Plan) -> list[int]:
-    """Return a rank of each pipeline stage: the others of a stage hold equal parts."""
+    """Return a rank of each pipeline stage: the others of a stage hold equal parts. Along cp it is the last rank, whose
+    queries attend to every part of the keys."""
     layout = plan.layout
-    per_stage = plan.world_size // layout.pp
+    per_stage = plan.group_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
     return [stage * per_stage + along_cp for stage in range(layout.pp)]
 
 
-def rehearse(plan: Plan, rank: int, steps: int, capacity_bytes: float) -> RankRehearsal:
-    """Rehearse a rank on a device whose allocator has this capacity. Raises MachineError, Interrupted."""
+def rehearse(
+    plan: Plan, rank: int, steps: int, capacity_bytes: float, requests: StopRequests | None = None
+) -> RankRehearsal:
+    """Rehearse a rank on a device whose allocator has this capacity. `requests`: to stop. Raises MachineError,
+    Interrupted."""
     settings = f"sizes=1,memory_gib={capacity_bytes / GIB!r}"
     where = one_process({DEVICE: KIND, EMULATED: settings, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"})
-    return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps), where)
+    return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps), where, requests=requests)
 
 
-def read_ranks(text: str, plan: Plan) -> list[int]:
-    """Return the ranks that `text` names: `ends`, `distinct`, or numbers such as `0,8`. Raises RecipeError."""
-    named = {"ends": ends, "distinct": distinct}
-    if text in named:
-        return named[text](plan)
+def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
+    """Return the ranks that `text` names: `ends`, `distinct`, `all`, or numbers such as `0,8`. Raises RecipeError.
+
+    `kinds`: for each pipeline rank, the first one whose stages do the same work. `ends` has a rank of the first, of the
+    last and of each other kind: of equal stages, none needs more memory than the first, and a step's time needs one of
+    each kind.
+    """
+    layout = plan.layout
+    each = distinct(plan)
+    if text == "ends":
+        return sorted({each[0], each[-1], *(each[kind] for kind in kinds)})
+    if text == "distinct":
+        return each
+    if text == "all":
+        return [rank - (layout.cp - 1 - place) * layout.tp for rank in each for place in range(layout.cp)]
     numbers = text.split(",")
-    if not all(number.strip().isdecimal() and int(number) < plan.world_size for number in numbers):
+    if not all(number.strip().isdecimal() and int(number) < plan.group_size for number in numbers):
         message = f"--ranks {text} does not name ranks of this plan"
-        hint = f"ends, distinct, or numbers from 0 to {plan.world_size - 1}, such as 0,8"
+        hint = f"ends, distinct, all, or numbers from 0 to {plan.group_size - 1}, such as 0,8"
         raise RecipeError(Problem("unknown_value", message, "--ranks", hint))
     return sorted({int(number) for number in numbers})
+
+
+def equal_ranks(plan: Plan) -> int:
+    """Return the number of ranks that do the same as any one of them: those with its pipeline stages and its part of
+    the sequences, in all replica groups."""
+    return plan.world_size // (plan.layout.pp * plan.layout.cp)

@@ -9,21 +9,24 @@ import typer
 from rich.table import Table
 
 from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, check_writable, page_origin, write_page
-from trainspec_cli.core.errors import PlanError, Problem, RecipeError
+from trainspec_cli.core.errors import PlanError
 from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.reporter.console import PrintableConsole
-from trainspec_cli.session.planning.plan import names_disturbance
-from trainspec_cli.wings.emulated.planned import Rehearsal, plan_to_rehearse, rehearse_ranks
+from trainspec_cli.reporter.plan.sections import describe_won_back, render_simulation
+from trainspec_cli.session.planning.disturbance import load_disturbance
+from trainspec_cli.wings.emulated.disturbed import add_costs, check_faults
+from trainspec_cli.wings.emulated.planned import Rehearsal, RehearsedStep, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
 from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
 
 Ranks = Annotated[
     str,
     typer.Option(
-        metavar="ends|distinct|LIST",
-        help="ends: a rank of the first and one of the last pipeline stage; distinct: one of each stage; or numbers.",
+        metavar="ends|distinct|all|LIST",
+        help="ends: a rank of the first, of the last and of each other kind of pipeline stage; distinct: one of each "
+        "stage; all: every rank, equal ones once; or numbers.",
     ),
 ]
 Trace = Annotated[
@@ -35,6 +38,15 @@ MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
 ]
+PART_NAMES = {
+    "compute": "compute",
+    "exposed_comm": "exposed communication",
+    "hand_over": "messages between stages",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+    "other": "other",
+    "all": "step",
+}
 NEGLIGIBLE = 0.001
 SHOWN = 10
 """Groups of tensors to print for a rank."""
@@ -54,18 +66,19 @@ def rehearse(
 
     The engine's own code runs on an emulated device whose tensors have sizes but no values; the other ranks are not
     needed. Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of
-    memory.
+    memory. With the rehearsed steps, disturb=NAME|FILE simulates the run under a disturbance, and fault=... shows what
+    a fault costs.
     """
-    if names_disturbance(arguments):
-        message = "a rehearsal cannot be disturbed"
-        raise RecipeError(Problem("usage", message, "disturb", "leave out disturb=; trainspec plan simulates it"))
     for file, option in ((html, "--html"), (trace, "--trace")):
         if file is not None:
             check_writable(file, option)
     planned = plan_to_rehearse(arguments, memory_gib)
-    numbers = read_ranks(ranks, planned.plan)
+    numbers = read_ranks(ranks, planned.plan, planned.kinds)
+    disturbed = load_disturbance(arguments)
+    faults = check_faults(planned, numbers, disturbed=disturbed is not None)
     with PrintableConsole(stderr=True).status("") as status:
         done = rehearse_ranks(planned, numbers, steps, lambda rank: status.update(f"rehearsing rank {rank}"))
+    done = add_costs(planned, done, disturbed, faults)
     model = planned.plan.spec.model
     written = _write(done, f"{model.name or model.family} on {planned.device}", html, trace)
     if as_json:
@@ -101,7 +114,7 @@ def _show(done: Rehearsal) -> None:
         "",
     )
     table = Table(box=None, pad_edge=False)
-    table.add_column("rank", justify="right", header_style="dim")
+    table.add_column("rank", justify="right", header_style="dim", no_wrap=True)
     for column in ("tensors", "planned", "", "reserved", "planned", "state", "checkpoint"):
         table.add_column(column, justify="right", header_style="dim", no_wrap=True)
     for rank in done.ranks:
@@ -124,17 +137,13 @@ def _show(done: Rehearsal) -> None:
             f"Blocks run eagerly with default kernels here; in the recipe's run they are planned to need up to "
             f"{format_bytes(saved)} less.",
         )
-    for found in (rank.rehearsed for rank in done.ranks if rank.rehearsed.time_s):
-        step_s = sum(found.time_s.values())
-        parts = " · ".join(f"{part} {seconds / step_s:.0%}" for part, seconds in found.time_s.items() if seconds)
-        console.report(
-            "",
-            f"rank {found.rank:,}: a step takes {format_duration(step_s)} of virtual time ({parts}), with eager blocks "
-            f"and default kernels; planned for the recipe's run: {format_duration(done.planned_step_s)}",
-        )
+    if done.step is not None:
+        _show_step(console, done, done.step)
+    _show_costs(console, done)
     for rank in done.ranks:
         found = rank.rehearsed
-        lines = ["", f"rank {found.rank:,} at its peak: {found.peak.part}"]
+        equal = f" (with {rank.equal_ranks - 1:,} equal to it)" if rank.equal_ranks > 1 else ""
+        lines = ["", f"rank {found.rank:,}{equal} at its peak: {found.peak.part}"]
         if found.failed:
             tensor = f"{format_bytes(found.failed.bytes)} for {found.failed.shape}"
             lines = ["", f"rank {found.rank:,} ran out of memory: {found.peak.part}"]
@@ -146,3 +155,49 @@ def _show(done: Rehearsal) -> None:
             lines.append(f"  {format_bytes(sum(one.bytes for one in rest)):>10}  others")
         lines.append(f"  rehearsed in {format_duration(found.seconds)}")
         console.report(*lines)
+
+
+def _show_step(console: PrintableConsole, done: Rehearsal, step: RehearsedStep) -> None:
+    """Print the time of a step by part, next to the plan's."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("step", header_style="dim")
+    for column in ("rehearsed", "planned", ""):
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    rows = [(name, step.parts_s[name], step.planned_parts_s[name]) for name in step.parts_s]
+    for name, found_s, planned_s in [*rows, ("all", step.step_s, step.planned_s)]:
+        if found_s or planned_s:
+            error = (planned_s - found_s) / step.step_s
+            table.add_row(PART_NAMES[name], format_duration(found_s), format_duration(planned_s), f"{error:+.1%}")
+    console.report("")
+    console.show(table)
+    console.report(
+        f"Virtual time of rank {step.rank:,}, which has the most work, with eager blocks and default kernels. The last "
+        f"column is the plan's difference as a part of the step. Planned for the recipe's run: "
+        f"{format_duration(done.planned_step_s)}",
+    )
+
+
+def _show_costs(console: PrintableConsole, done: Rehearsal) -> None:
+    """Print the simulated disturbance and the faults."""
+    if done.simulation is not None and done.planned_simulation is not None:
+        console.report("")
+        console.show(render_simulation(done.simulation, console.width, verbose=False))
+        planned = describe_won_back(done.planned_simulation)
+        console.report(f"At the planned step time of {format_duration(done.planned_simulation.step_s)}: {planned}")
+    if not done.faults:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("fault", header_style="dim", overflow="fold")
+    for column in ("lost steps", "pause", "run ends later by", "GPU-hours", "cost"):
+        table.add_column(column, justify="right", header_style="dim", no_wrap=True)
+    for cost in done.faults:
+        table.add_row(
+            cost.fault,
+            f"{cost.lost_steps:,.1f}",
+            format_duration(cost.pause_s) if cost.pause_s else "",
+            "never" if cost.wall_s is None else format_duration(cost.wall_s),
+            f"{cost.device_hours:,.1f}",
+            "" if cost.usd is None else f"${cost.usd:,.2f}",
+        )
+    console.report("")
+    console.show(table)

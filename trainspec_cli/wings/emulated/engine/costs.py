@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ from trainspec_cli.planner.hardware.cluster import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
-    group_with,
+    group_of_ranks,
     latency_s,
     reduce_scatter_s,
     send_s,
@@ -117,11 +116,7 @@ class ChipCosts:
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
         """Return the time of an exchange among these global ranks; `nbytes` is its largest side on any rank."""
-
-        def inside(devices: int) -> int:
-            return max(Counter(rank // devices for rank in ranks).values())
-
-        group = group_with(self.fabric, len(ranks), inside, self.eff)
+        group = group_of_ranks(self.fabric, ranks, self.eff)
         if kind == "allreduce":
             return all_reduce_s(group, nbytes, self.eff)
         if kind == "allgather":

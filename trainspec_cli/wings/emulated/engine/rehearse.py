@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,13 +19,15 @@ from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.files import rng_parts
 from trainspec_cli.engine.checkpoint.memory import plan_image
+from trainspec_cli.engine.digest import elapsed_s
 from trainspec_cli.engine.mesh import build_mesh
+from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.trace import fake_batch, fake_world, kernels_of, traced_micro_batches
 from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
-from trainspec_cli.planner.pipeline import actions
+from trainspec_cli.planner.pipeline import Action, actions
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.emulated import KIND, Settings
@@ -35,12 +37,29 @@ from trainspec_cli.wings.emulated.engine.device import MEMORY, pin
 from trainspec_cli.wings.emulated.engine.memory import map_host_memory
 from trainspec_cli.wings.emulated.engine.timeline import TIMELINE
 from trainspec_cli.wings.emulated.rehearsal import (
+    ActionSeconds,
     LiveTensors,
     MemoryMoment,
+    PipelineSeconds,
     RankRehearsal,
     RehearsalRequest,
     refuse,
 )
+
+
+@dataclass
+class LonelyCosts(ChipCosts):
+    """Durations on a rank whose neighbours in the pipeline are missing: a message takes no time here. Its time depends
+    on when the other stage sends it, which only a replay of the whole schedule knows (`planned.py`)."""
+
+    message_bytes: int = 0
+    """The largest message so far."""
+
+    def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
+        if kind in ("send", "recv"):
+            self.message_bytes = max(self.message_bytes, int(nbytes))
+            return 0.0
+        return super().exchange_s(kind, ranks, nbytes)
 
 
 def run(request: RehearsalRequest) -> RankRehearsal:
@@ -61,12 +80,12 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     log = MEMORY.log = AllocationLog()
     found = RankRehearsal(rank, 0, 0, 0, 0, 0, MemoryMoment("", ()))
     chip = plan.spec.cluster.accelerator
-    if chip is not None and plan.layout.pp == 1:
+    if chip is not None:
         fabric = describe_fabric(plan.spec.cluster, None)
-        costs = ChipCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
+        costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=efficiency_of(plan.spec.cluster))
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
-    with fake_world(rank, plan.world_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
+    with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
         found = run_steps(plan, device, log, steps, found)
     found = replace(found, timeline=TIMELINE.result())
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
@@ -78,7 +97,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     try:
         state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
         found = replace(found, state_bytes=MEMORY.allocated_bytes, build_peak_bytes=MEMORY.peak_bytes)
-        found = replace(found, time_s=_make_steps(plan, state, log, steps))
+        found = _make_steps(plan, state, log, steps, found)
     except (torch.OutOfMemoryError, PassesOutOfMemory):
         failed = log.failed
         assert failed is not None, "this device raises no other error of this kind"
@@ -99,17 +118,19 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     )
 
 
-def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -> dict[str, float]:
-    """Make the steps, and return the virtual seconds of one by part; empty without virtual time."""
+def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
+    """Make the steps, and add the virtual seconds of one to `found`."""
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, SpreadDispatch) and not MEMORY.has_values:
                 module.read_splits = even_splits
     # Later micro-batches repeat what the first ones do, except with GPipe, which holds all of them.
-    holds_all = plan.layout.pp > 1 and plan.layout.pipeline_schedule == "gpipe"
+    is_pipeline = plan.layout.pp > 1
+    holds_all = is_pipeline and plan.layout.pipeline_schedule == "gpipe"
     run_batches = plan.grad_accum_steps if holds_all else max(traced_micro_batches(plan))
-    # Their time follows from a step with fewer, which is made first so that the last step is the one that counts.
-    fewer = [1] if TIME.costs is not None and run_batches < plan.grad_accum_steps else []
+    # Without a pipeline, their time follows from a step with fewer, which is made first so that the last step is the
+    # one that counts. A pipeline's passes are timed one by one.
+    fewer = [1] if TIME.costs is not None and not is_pipeline and run_batches < plan.grad_accum_steps else []
     times_s: dict[int, dict[str, float]] = {}
     for count in [*fewer, *[run_batches] * steps]:
         MEMORY.peak_bytes = MEMORY.allocated_bytes
@@ -119,7 +140,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -
             batches = [fake_batch(plan, state) for _ in range(plan.grad_accum_steps)]
         TIMELINE.begin(count)
         state.clock.restart()
-        with _noting_parts(state, log, count):
+        with _noting_parts(state, log, count) as passes:
             outcome = train_step(
                 state,
                 batches[:count],
@@ -128,40 +149,81 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int) -
             )
         assert outcome is not None, "there is one replica group"
         outcome.on_host()
-        times_s[count] = state.clock.cut().parts_s()
+        passes.append((None, state.clock.cut()))
+        times_s[count] = _sum_parts(segments for _, segments in passes)
         del batches, outcome
-    if TIME.costs is None:
-        return {}
+    costs = TIME.costs
+    if costs is None:
+        return found
+    if is_pipeline:
+        assert isinstance(costs, LonelyCosts)
+        return replace(found, pipeline=_time_pipeline(passes, run_batches, costs.message_bytes))
     whole = times_s[run_batches]
     if not fewer:
-        return whole
+        return replace(found, time_s=whole)
     more = (plan.grad_accum_steps - run_batches) / (run_batches - 1)
-    return {part: seconds + more * (seconds - times_s[1][part]) for part, seconds in whole.items()}
+    return replace(found, time_s={part: s + more * (s - times_s[1][part]) for part, s in whole.items()})
+
+
+def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
+    """Return the seconds by part of several pieces of a step."""
+    total: Counter[str] = Counter()
+    for segments in together:
+        total.update(segments.parts_s())
+    return dict(total)
+
+
+def _time_pipeline(
+    timed: Sequence[tuple[Action | None, Segments]], micro_batches: int, message_bytes: int
+) -> PipelineSeconds:
+    """Return the time of each pass, and of what a step does between and after them."""
+    passes = []
+    for action, segments in timed:
+        if action is not None:
+            parts_s = segments.parts_s()
+            exposed_s = parts_s.pop("exposed_comm")
+            passes.append(ActionSeconds(*action, sum(parts_s.values()), exposed_s))
+    _, last = timed[-1]
+    return PipelineSeconds(
+        tuple(passes),
+        micro_batches,
+        rest_s=_sum_parts(segments for action, segments in timed if action is None),
+        after_agreement_s=elapsed_s(last.agreed[0], last.end),
+        message_bytes=message_bytes,
+    )
 
 
 @contextmanager
-def _noting_parts(state: TrainState, log: AllocationLog, micro_batches: int) -> Iterator[None]:
-    """Name the part of the step in the log; the passes come in the order of the schedule."""
+def _noting_parts(
+    state: TrainState, log: AllocationLog, micro_batches: int
+) -> Iterator[list[tuple[Action | None, Segments]]]:
+    """Name the part of the step in the log, and yield a list of the passes with their marks; None stands for what is
+    done between two passes. The passes come in the order of the schedule."""
     clock = state.clock
     time_part = clock.part
     passes = iter(actions(state.mesh.layout, micro_batches)[state.mesh.rank("pp")])
+    timed: list[tuple[Action | None, Segments]] = []
 
     @contextmanager
     def part(name: str) -> Iterator[None]:
         outside = log.part
         log.part = name
+        action = None
         if name in ("forward", "backward"):
             action = next(passes)
             log.part = f"{action.kind.replace('_', ' ')} of micro-batch {action.micro_batch}, stage {action.stage}"
+            timed.append((None, clock.cut()))
         try:
             with time_part(name):
                 yield
         finally:
             log.part = outside
+            if action is not None:
+                timed.append((action, clock.cut()))
 
     clock.part = part  # type: ignore[method-assign]
     try:
-        yield
+        yield timed
     finally:
         clock.part = time_part  # type: ignore[method-assign]
 
