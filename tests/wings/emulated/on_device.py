@@ -31,9 +31,11 @@ from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models import decoder
 from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.planner.hardware.rates import build_accelerator, load_group
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.emulated.engine import device, streams
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
@@ -182,10 +184,11 @@ def join_alone() -> torch.device:
     return join_processes("cpu")
 
 
-def rehearsed(case: str, rank: str, world: str) -> dict[str, Any]:
-    """Rehearse a rank of a case of certify; `world`: `alone`, or the folder of the store of a real world."""
+def rehearsed(case: str, rank: str, world: str, chip: str = "") -> dict[str, Any]:
+    """Rehearse a rank of a case of certify; `world`: `alone`, or the folder of the store of a real world. `chip`: that
+    of a rank alone."""
     family, layout, optimizer = json.loads(case)
-    plan = build_plan(Case(family, Layout(**layout), optimizer=optimizer, micro_batch_size=2), "cpu")
+    plan = plan_of(family, Layout(**layout), optimizer, chip)
     if world == "alone":
         return to_plain(rehearse_rank(plan, int(rank)))
     os.environ |= {"RANK": rank, "WORLD_SIZE": str(plan.world_size), STORE_FILE: f"{world}/store"}
@@ -194,6 +197,15 @@ def rehearsed(case: str, rank: str, world: str) -> dict[str, Any]:
     found = run_steps(plan, there, log, 2, RankRehearsal(int(rank), 0, 0, 0, 0, 0, MemoryMoment("", ())))
     torch.distributed.barrier()
     return to_plain(replace(found, reserved_bytes=MEMORY.peak_reserved_bytes))
+
+
+def plan_of(family: str, layout: Layout, optimizer: Any, chip: str) -> Plan:
+    plan = build_plan(Case(family, layout, optimizer=optimizer, micro_batch_size=2), "cpu")
+    if not chip:
+        return plan
+    accelerator = load_group("accelerator", build_accelerator)[chip]
+    cluster = replace(plan.spec.cluster, accelerator=accelerator, devices_per_node=layout.world_size)
+    return replace(plan, spec=replace(plan.spec, cluster=cluster))
 
 
 def memory() -> dict[str, Any]:

@@ -131,4 +131,5 @@ def test_costs_need_each_kind_of_stage() -> None:
 def test_a_run_does_not_inject_what_only_a_rehearsal_knows() -> None:
     spec = replace(planned().spec, fault="lose_node(step=4)")
     assert ("unsupported", "fault") in [(problem.code, problem.path) for problem in check_engine(spec)]
+    assert check_engine(replace(spec, fault="nonsense")) == check_engine(replace(spec, fault=""))  # `check` reports it
     assert describe(Fault("slow", 60, rank=3, seconds=0.5)) == "slow(step=60,rank=3,seconds=0.5)"

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lab.drawing import slow_after
+from wings.emulated.on_device import plan_of
 from wings.emulated.test_device import run
+from wings.emulated.test_planned import planned
 
 from trainspec_cli.__main__ import run as run_command
 from trainspec_cli.core.printable import GIB
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
+from trainspec_cli.wings.emulated.planned import time_step
+from trainspec_cli.wings.emulated.rehearsal import RankRehearsal
 
 SIZES = {"TRAINSPEC_EMULATED": "sizes=1"}
 
@@ -83,6 +90,26 @@ def test_a_rank_without_peers_uses_the_memory_of_one_with_peers(
             one, other = alone.pop(name), together.pop(name)
             assert name == "peak" or one <= other
     assert alone == together
+
+
+@pytest.mark.parametrize("layout", slow_after(0, [{"pp": 2}, {"pp": 2, "pipeline_schedule": "zbv"}]))
+def test_a_replayed_pipeline_takes_the_time_of_ranks_that_wait_for_one_another(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    case = json.dumps(["dense", layout, "adamw"])
+    chip = "h100_sxm"
+    together = {"TRAINSPEC_EMULATED": f"time={chip},launch_us=0", "LOCAL_WORLD_SIZE": "2"}
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(run, "rehearsed", case, str(rank), str(tmp_path), **together) for rank in range(2)]
+    step_s = max(sum(rank.result()["time_s"].values()) for rank in ranks)
+    alone = [from_plain(RankRehearsal, run("rehearsed", case, str(rank), "alone", chip, **SIZES)) for rank in range(2)]
+    plan = plan_of("dense", Layout(**layout), "adamw", chip)
+    assert alone[0].pipeline is not None
+    plan = replace(plan, grad_accum_steps=alone[0].pipeline.micro_batches)
+    replayed = time_step(replace(planned(), plan=plan, kinds=(0, 1)), alone)
+    assert replayed is not None
+    assert replayed.step_s == pytest.approx(step_s, rel=1e-3)
+    assert min(replayed.parts_s["hand_over"], replayed.parts_s["bubble"]) > 2e-3 * step_s
 
 
 def rehearse(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:

@@ -739,7 +739,11 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
 
 def injected_faults(spec: RunSpec) -> Iterator[Problem]:
     """Refuse to start a run with faults that only a rehearsal knows."""
-    for fault in parse_faults(spec.fault):
+    try:
+        parsed = parse_faults(spec.fault)
+    except FaultSyntaxError:
+        return  # `faults` reports it
+    for fault in parsed:
         if fault.kind in ONLY_REHEARSED:
             message = f"`fault` {fault.kind} cannot be injected into a run; `trainspec rehearse` predicts its cost"
             yield Problem("unsupported", message, "fault", "set fault='kill(step=40)'")

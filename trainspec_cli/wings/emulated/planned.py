@@ -1,4 +1,4 @@
-"""Plan a recipe, rehearse some of its ranks, and compare their memory with the plan's."""
+"""Plan a recipe, rehearse some of its ranks, and compare their memory and the time of a step with the plan's."""
 
 from __future__ import annotations
 
@@ -252,8 +252,7 @@ def rehearse_ranks(
 
 
 def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
-    """Return for each pipeline rank the first one whose stages have as many layers of each kind, and the embedding or
-    the head if it has."""
+    """Return for each pipeline rank the first one with the same work: layers of each kind by stage, embedding, head."""
     layout = setup.layout
     once = micro_batch(setup, axis_groups(layout, setup.fabric, eff), eff)
     stages = cut_layers(once.num_layers, layout)

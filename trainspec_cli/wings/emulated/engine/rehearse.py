@@ -155,8 +155,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
     costs = TIME.costs
     if costs is None:
         return found
-    if is_pipeline:
-        assert isinstance(costs, LonelyCosts)
+    if isinstance(costs, LonelyCosts) and is_pipeline:
         return replace(found, pipeline=_time_pipeline(passes, run_batches, costs.message_bytes))
     whole = times_s[run_batches]
     if not fewer:
