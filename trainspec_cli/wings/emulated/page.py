@@ -24,7 +24,7 @@ from trainspec_cli.wings.emulated.planned import PART_NAMES, Rehearsal, Rehearse
 PART_KINDS = {
     "compute": "c-matmul_s",
     "exposed_comm": "c-exposed_comm",
-    "hand_over": "c-pp_comm_s",
+    "hand_over": "c-cp_comm_s",
     "bubble": "c-bubble_s",
     "optimizer": "c-optimizer",
     "other": "c-other",
