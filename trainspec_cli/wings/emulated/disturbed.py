@@ -43,7 +43,9 @@ def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bo
         text = describe(fault)
         if fault.kind not in REHEARSED:
             message = f"a rehearsal does not know what `{text}` costs"
-            raise RecipeError(Problem("unsupported", message, "fault", f"it knows {', '.join(REHEARSED)}"))
+            raise RecipeError(
+                Problem("unsupported", message, "fault", f"use {', '.join(REHEARSED)}, or leave faults out: fault=''")
+            )
         if fault.rank >= plan.group_size or not 0 < fault.steps <= MAX_STEPS or fault.step >= plan.total_steps:
             message = f"`{text}` is outside of the run, which has {plan.total_steps:,} steps on ranks 0 to "
             message += f"{plan.group_size - 1:,}"
