@@ -94,7 +94,7 @@ def test_a_trace_adds_up_to_the_reported_times_and_memory(done: Rehearsal, monke
     assert max(size for _, size in plain["allocated"]) == found.peak_bytes
 
     page = render_rehearsal_page(done, "tiny")
-    for text in (found.peak.part, found.peak.largest[0].origin, "planned", "exposed comm", "rank 3"):
+    for text in (found.peak.part, found.peak.largest[0].origin, "planned", "exposed communication", "rank 3"):
         assert text in page
     assert 'class="dot c-heldout"' in page
     assert page.count("<polyline") == 3

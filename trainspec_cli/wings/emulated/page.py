@@ -19,10 +19,17 @@ from trainspec_cli.reporter.page.parts import (
     tiles,
 )
 from trainspec_cli.reporter.page.svg import LineSeries, Segment, render_bar, render_curves, render_legend
-from trainspec_cli.reporter.run_page import PART_KINDS
-from trainspec_cli.run.folder.event_types.events import PARTS
-from trainspec_cli.wings.emulated.planned import Rehearsal, RehearsedRank
+from trainspec_cli.wings.emulated.planned import PART_NAMES, Rehearsal, RehearsedRank, RehearsedStep
 
+PART_KINDS = {
+    "compute": "c-matmul_s",
+    "exposed_comm": "c-exposed_comm",
+    "hand_over": "c-cp_comm_s",
+    "bubble": "c-bubble_s",
+    "optimizer": "c-optimizer",
+    "other": "c-other",
+}
+"""CSS classes."""
 SHOWN = 20
 """Groups of tensors to list for a rank."""
 FOOTER = (
@@ -44,16 +51,16 @@ def _tiles(done: Rehearsal) -> str:
         ("peak memory", format_bytes(fullest.rehearsed.peak_bytes), f"of {free}, rank {fullest.rehearsed.rank:,}"),
         ("micro-batches", f"{done.micro_batch_size} x {done.micro_batches}", f"recompute {done.recompute}"),
     ]
-    if timed := [one.rehearsed for one in done.ranks if one.rehearsed.time_s]:
-        slowest = max(timed, key=lambda one: sum(one.time_s.values()))
-        step_s = sum(slowest.time_s.values())
-        figures.insert(1, ("step, virtual", format_duration(step_s), f"planned {format_duration(done.planned_step_s)}"))
+    if done.step is not None:
+        planned = f"planned {format_duration(done.step.planned_s)}"
+        figures.insert(1, ("step, virtual", format_duration(done.step.step_s), planned))
     return tiles(figures)
 
 
 def _sections(done: Rehearsal) -> Iterator[str]:
     yield _memory_table(done)
-    yield _parts(done)
+    if done.step is not None:
+        yield _parts(done.step)
     for rank in done.ranks:
         yield _rank(rank)
 
@@ -74,25 +81,29 @@ def _memory_table(done: Rehearsal) -> str:
     return section("Peak memory", text, text_table(headings, rows))
 
 
-def _parts(done: Rehearsal) -> str:
-    """Draw the parts of each rank's step; empty without virtual time."""
-    bars = [(f"rank {one.rehearsed.rank:,}", one.rehearsed.time_s) for one in done.ranks if one.rehearsed.time_s]
-    if not bars:
-        return ""
-    scale = max(sum(parts.values()) for _, parts in bars)
-    rows = [(name, render_bar(_segments(parts), scale), format_duration(sum(parts.values()))) for name, parts in bars]
+def _parts(step: RehearsedStep) -> str:
+    """Draw the parts of a step, rehearsed and planned."""
+    scale = max(step.step_s, step.planned_s)
+    steps = (("rehearsed", step.parts_s, step.step_s), ("planned", step.planned_parts_s, step.planned_s))
+    rows = [(name, render_bar(_segments(parts_s), scale), format_duration(total_s)) for name, parts_s, total_s in steps]
     text = (
-        "Virtual time of the rehearsed steps, with eager blocks and default kernels. Planned with the recipe's kernels "
-        f"and compilation: {format_duration(done.planned_step_s)}."
+        f"Virtual time of rank {step.rank:,}, which has the most work, with eager blocks and default kernels, and what "
+        "is planned for them."
     )
-    return section("Parts of a step", text, bar_rows(rows) + render_legend(_segments(bars[0][1])))
+    shown = [
+        (PART_NAMES[part], format_duration(seconds), format_duration(step.planned_parts_s[part]))
+        for part, seconds in step.parts_s.items()
+    ]
+    table = text_table(("", "#rehearsed", "#planned"), shown)
+    legend = render_legend(_segments(step.parts_s), with_values=False)
+    return section("Parts of a step", text, bar_rows(rows) + legend + table)
 
 
-def _segments(seconds: Mapping[str, float]) -> list[Segment]:
+def _segments(parts_s: Mapping[str, float]) -> list[Segment]:
     return [
-        Segment(PART_KINDS[part], part.replace("_", " "), seconds[part], format_duration(seconds[part]))
-        for part in PARTS
-        if seconds.get(part, 0.0) > 0
+        Segment(PART_KINDS[part], PART_NAMES[part], seconds, format_duration(seconds))
+        for part, seconds in parts_s.items()
+        if seconds > 0
     ]
 
 

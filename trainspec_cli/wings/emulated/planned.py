@@ -97,6 +97,15 @@ STEP_PARTS = {
     "other": ("data_s", "host_s"),
 }
 """The parts of a step's time -> the plan's parts (`StepTime`)."""
+PART_NAMES = {
+    "compute": "compute",
+    "exposed_comm": "exposed communication",
+    "hand_over": "messages between stages",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+    "other": "other",
+    "all": "step",
+}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.reporter.plan.sections import describe_won_back, render_simulation
 from trainspec_cli.session.planning.disturbance import load_disturbance
 from trainspec_cli.wings.emulated.disturbed import add_costs, check_faults
-from trainspec_cli.wings.emulated.planned import Rehearsal, RehearsedStep, plan_to_rehearse, rehearse_ranks
+from trainspec_cli.wings.emulated.planned import PART_NAMES, Rehearsal, RehearsedStep, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
 from trainspec_cli.wings.emulated.trace import trace_rehearsal, without_slices
 
@@ -38,15 +38,6 @@ MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
 ]
-PART_NAMES = {
-    "compute": "compute",
-    "exposed_comm": "exposed communication",
-    "hand_over": "messages between stages",
-    "bubble": "bubble",
-    "optimizer": "optimizer",
-    "other": "other",
-    "all": "step",
-}
 NEGLIGIBLE = 0.001
 SHOWN = 10
 """Groups of tensors to print for a rank."""
