@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.diagnose.emulated import cases_of, judge, launch, schedule
 
-from trainspec_cli.reporter.diagnosis.conclude import conclude
 from trainspec_cli.run.folder.events import read_events
 
 LAYOUTS = ("layout.dp_replicate=2", "layout.tp=2", "layout.pp=2", "layout.dp_shard=2")
@@ -174,20 +172,6 @@ def test_computing_and_waiting_are_told_apart(emulate, trainspec) -> None:
         # The slow rank never waits for another one, only for its own sums and transfers.
         assert slow["exposed_comm"] < 0.25 * fast["exposed_comm"]
     assert verdicts(trainspec) == [("slow_device", 5)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_nodes", "zero3", "pp"])
-def test_each_cause_in_virtual_time_is_named_with_its_place_and_nothing_in_between(layout: str, tmp_path: Path) -> None:
-    settings, placed, steps = schedule(layout, rounds=1, seed=1)
-    assert len(placed) >= 9
-    run = launch(layout, settings, steps, tmp_path)
-    wrong = []
-    for case, evidence in cases_of(run, placed):
-        verdicts = conclude(evidence)
-        if not judge(case, verdicts):
-            wrong.append((case, [(one.cause, one.rank, one.node, one.link) for one in verdicts]))
-    assert not wrong
 
 
 @pytest.mark.slow
