@@ -13,7 +13,6 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
-from bench.diagnose.emulated import cases_of, judge, launch, schedule
 
 from trainspec_cli.balance.batch.division import divide, even_division_of
 from trainspec_cli.balance.cluster import Cluster
@@ -28,7 +27,6 @@ from trainspec_cli.planner.time.samples import StageTime, StepParts
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.forecast import Simulation
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.reporter.diagnosis.conclude import conclude
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
@@ -364,20 +362,6 @@ def test_computing_and_waiting_are_told_apart(emulate, trainspec) -> None:
         # The slow rank never waits for another one, only for its own sums and transfers.
         assert slow["exposed_comm"] < 0.25 * fast["exposed_comm"]
     assert verdicts(trainspec) == [("slow_device", 5)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_nodes", "zero3", "pp"])
-def test_each_cause_in_virtual_time_is_named_with_its_place_and_nothing_in_between(layout: str, tmp_path: Path) -> None:
-    settings, placed, steps = schedule(layout, rounds=1, seed=1)
-    assert len(placed) >= 9
-    run = launch(layout, settings, steps, tmp_path)
-    wrong = []
-    for case, evidence in cases_of(run, placed):
-        verdicts = conclude(evidence)
-        if not judge(case, verdicts):
-            wrong.append((case, [(one.cause, one.rank, one.node, one.link) for one in verdicts]))
-    assert not wrong
 
 
 @pytest.mark.slow

@@ -156,14 +156,14 @@ def host_is_emulated(device: torch.device) -> bool:
 
 
 def _emulated_clock(device: torch.device) -> Callable[[], float] | None:
-    clock: Callable[[], float] | None = getattr(torch.get_device_module(device), "host_time", None)
+    clock: Callable[[], float] | None = getattr(getattr(torch, device.type, None), "host_time", None)
     return clock
 
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
-    """Let the host spend time that only an emulated clock has to be told of: `read` is for reading a batch, `write`
+    """Let the host spend time that only an emulated clock counts: `read` is for reading a batch, `write`
     for writing a checkpoint. `seconds` pass on any clock."""
-    work = getattr(torch.get_device_module(device), "host_work", None) if on_chip(device) else None
+    work = getattr(getattr(torch, device.type, None), "host_work", None)
     if work is not None:
         work(name, seconds)
     elif seconds:

@@ -41,7 +41,7 @@ from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
-from trainspec_cli.wings.emulated import KIND, Disturbance
+from trainspec_cli.wings.emulated import KIND, DeviceDisturbance
 from trainspec_cli.wings.emulated.engine import streams
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog
 from trainspec_cli.wings.emulated.engine.costs import TIME
@@ -503,9 +503,9 @@ def virtual_time() -> dict[str, Any]:
     assert TIME.costs is not None
     plain = durations()
     found = {"host": host, "durations": plain, "overlap": overlap()}
-    TIME.costs.disturbances = (Disturbance(slowness=2.0),)
+    TIME.costs.disturbances = (DeviceDisturbance(slowness=2.0),)
     slow = durations()
-    TIME.costs.disturbances = (Disturbance(read_ms=4.0),)
+    TIME.costs.disturbances = (DeviceDisturbance(read_ms=4.0),)
     return {**found, "slow": slow, "host work": host_work_times()}
 
 

@@ -24,7 +24,7 @@ from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.accelerators import enter
 from trainspec_cli.planner.hardware.rates import Efficiency, accelerators
-from trainspec_cli.wings.emulated import Disturbance, Settings, read_settings
+from trainspec_cli.wings.emulated import DeviceDisturbance, Settings, read_settings
 from trainspec_cli.wings.emulated.engine.costs import ChipCosts, costs_of, traffic_bytes
 from trainspec_cli.wings.emulated.engine.streams import Stream
 
@@ -476,7 +476,10 @@ def test_a_rank_that_never_comes_is_named_with_those_that_wait() -> None:
             "time=h100_sxm,slowness=2,slow_rank=3;link_slowness=4,slow_from_s=5",
             Settings(
                 time="h100_sxm",
-                disturbances=(Disturbance(slowness=2.0, slow_rank=3), Disturbance(link_slowness=4.0, slow_from_s=5.0)),
+                disturbances=(
+                    DeviceDisturbance(slowness=2.0, slow_rank=3),
+                    DeviceDisturbance(link_slowness=4.0, slow_from_s=5.0),
+                ),
             ),
         ),
         ("sizes=1", Settings(sizes=1)),

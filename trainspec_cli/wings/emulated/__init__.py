@@ -14,7 +14,7 @@ KIND = "emulated"
 
 
 @dataclass(frozen=True)
-class Disturbance:
+class DeviceDisturbance:
     """What is slow in virtual time, where, and when. Without a place it concerns all ranks."""
 
     slowness: float = 1.0
@@ -78,7 +78,7 @@ class Settings:
     """Host time to queue one operation; None: the planner's figure for a chip without graphs or compilation."""
     timeout_s: float = 600.0
     """Real time after which an exchange that lacks a rank fails."""
-    disturbances: tuple[Disturbance, ...] = ()
+    disturbances: tuple[DeviceDisturbance, ...] = ()
 
 
 WHOLE = ("order", "sizes", "slow_rank", "slow_node")
@@ -96,7 +96,7 @@ def read_settings(text: str) -> Settings:
             name, _, value = part.partition("=")
             try:
                 is_of_device = name in Settings.__annotations__ and name != "disturbances"
-                if not value or not (name in Disturbance.__annotations__ or (is_of_device and number == 0)):
+                if not value or not (name in DeviceDisturbance.__annotations__ or (is_of_device and number == 0)):
                     raise ValueError
                 if name == "time":
                     found[name] = value
@@ -112,7 +112,7 @@ def read_settings(text: str) -> Settings:
                 message = f"{EMULATED}: `{part}` is not a setting of the emulated device"
                 raise RecipeError(Problem("usage", message, EMULATED, "such as order=7,memory_gib=2")) from None
         if disturbance:
-            disturbances.append(Disturbance(**disturbance))  # type: ignore[arg-type]
+            disturbances.append(DeviceDisturbance(**disturbance))  # type: ignore[arg-type]
     settings = Settings(**found, disturbances=tuple(disturbances))  # type: ignore[arg-type]
     if settings.order is not None and settings.time is not None:
         message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"

@@ -35,7 +35,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, 
 from trainspec_cli.planner.time.step import Rates, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
-from trainspec_cli.wings.emulated import Disturbance, Settings
+from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
 from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
@@ -62,7 +62,7 @@ class ChipCosts:
     chip: AcceleratorSpec
     fabric: Fabric
     rank: int = 0
-    disturbances: tuple[Disturbance, ...] = ()
+    disturbances: tuple[DeviceDisturbance, ...] = ()
     node_ranks: int = 1
     world_size: int = 1
     eff: Efficiency = field(default_factory=Efficiency)
@@ -131,7 +131,7 @@ class ChipCosts:
             return send_s(group, nbytes, self.eff)
         return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
 
-    def disturbances_at(self, at_s: float) -> list[Disturbance]:
+    def disturbances_at(self, at_s: float) -> list[DeviceDisturbance]:
         """Return what disturbs this rank at a time of its host."""
         return [one for one in self.disturbances if one.lasts_at(at_s) and one.concerns(self.rank, self.node_ranks)]
 
