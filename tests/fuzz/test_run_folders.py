@@ -183,4 +183,4 @@ def test_the_line_of_a_damaged_event_is_told(project: Path) -> None:
     lines[2] = lines[2].replace('"step": 2', '"step": "two"')
     run.events(0).write_text("\n".join(lines) + "\n")
     code, said = tell("report", "runs/tiny/one")
-    assert code == 4 and "rank00000.jsonl:3" in said and "`step` is 'two'; a whole number" in said
+    assert code == 4 and "rank00000.jsonl:3" in said and "`step` is 'two'; expected a whole number" in said

@@ -414,7 +414,8 @@ def test_the_layout_that_will_run_is_predicted() -> None:
     )
     time = estimate_step(setup_of(planned, H100S), efficiency_of(GPU_SPEC.cluster))
     forward_s = prediction.time_s["forward"]
-    assert 0.3 < forward_s / (time.matmul_s + time.attention_s + time.memory_bound_s) < 0.4
+    # A third of the layers' time, and all products of the head: the loss computes its gradients in the forward.
+    assert 0.38 < forward_s / (time.matmul_s + time.attention_s + time.memory_bound_s) < 0.43
     assert (prediction.time_s["optimizer"], prediction.time_s["other"]) == (time.optimizer_s, time.host_s)
     assert prediction.time_s["data_wait"] == time.data_s
     assert prediction.memory["optimizer"] == pytest.approx(8 * planned.params / 8, rel=0.01)

@@ -106,7 +106,7 @@ def test_blocks_that_cannot_be_sharded_or_moved_are_refused(
 
 def test_what_makes_a_block_returns_a_module(tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text("def make(hidden_size, layer): return hidden_size\n")
-    with pytest.raises(RecipeError, match="returned int; a"):
+    with pytest.raises(RecipeError, match="returned int; expected a"):
         build_model(OwnModel(1, 4, 8, block=f"{tmp_path}/block.py:make", block_params=1), 8)
 
 

@@ -35,7 +35,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def bare(*shares: Share) -> Any:
     """Return the state of a rank that computes nothing."""
-    return SimpleNamespace(shares=list(shares), stages=SimpleNamespace(throttle=Throttle({})))
+    stages = SimpleNamespace(throttle=Throttle({}))
+    return SimpleNamespace(shares=list(shares), stages=stages, device=torch.device("cpu"))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def local_folder(spec: RunSpec) -> Iterator[Problem]:
     """Require a run folder on this machine, or on a file system mounted by it."""
     if spec.run.dir and how_to_copy(spec.run.dir):
         message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, not to a remote path"
-        yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy that folder after the run")
+        yield Problem("unsupported", message, "run.dir", "set run.dir=FOLDER, and copy it after the run")
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
