@@ -45,8 +45,8 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # the statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
     "all": ("all_reduce",),
 }
-"""Every exchange of a step inside a replica group, by axis; compressed gradients are swapped and gathered in place of a
-sum (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
+"""Every exchange of a step inside a replica group, by axis. Compressed gradients are swapped and gathered instead of
+summed (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,25 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers of the gradient sum over replicas, if the blueprint uses them; None: one all-reduce."""
+    """Tiers of the gradient sum over replicas, if the blueprint uses them; None for a single all-reduce."""
     sums: GradientSums | None = None
-    """Gradient sums in a separate thread, if the mesh has groups for that."""
+    """Gradient sums in a separate thread, if the mesh has groups for them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
-    """Variants of `sums`, by shard axis."""
+    """Routes of `sums`, by shard axis."""
 
     def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
         """Return the timer and byte counter for the exchanges of `group`, which is this rank's group along `axis`."""
         return self.counted(purpose, self.links.of(axis, group))
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
-        """Return this rank's peers along `axis`, with their exchanges timed as the layout's own."""
+        """Return this rank's peers along `axis`, and time exchanges with them as those of the layout."""
         group = mesh.group(axis)
         is_ring = axis == "cp" and mesh.layout.context_method == "ring"
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return the ranks with which gradients are summed along `axis`, with their bytes counted as gradients."""
+        """Return the ranks with which gradients are summed along `axis`, and count bytes exchanged with them as
+        gradients."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -97,7 +98,7 @@ def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClo
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Only one of several replica groups writes checkpoints, and it does not hold the feedback of the others.
+        # Only one of several replica groups writes checkpoints, and it does not have the feedback of the other groups.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()
