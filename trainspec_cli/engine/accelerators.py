@@ -78,7 +78,7 @@ def _plugged_in(device_type: str) -> str:
 
 
 def on_chip(device: torch.device) -> bool:
-    """Return True if the device is an accelerator, which works asynchronously."""
+    """Return True if the device is an accelerator, which runs asynchronously."""
     return device.type != "cpu"
 
 
@@ -105,7 +105,7 @@ def process_group_backends(device_type: str) -> str:
 
 
 def devices_here(device_type: str) -> list[torch.device]:
-    """Return the devices of this kind that this process sees."""
+    """Return the devices of this kind that are visible to this process."""
     if not KINDS[device_type].is_numbered:
         return [torch.device(device_type)]
     return [torch.device(device_type, index) for index in range(torch.accelerator.device_count())]
@@ -230,8 +230,8 @@ def chip_name(device: torch.device) -> str:
 
 
 def physical_device(device: torch.device) -> str | None:
-    """Return an identifier shared by processes that use the same physical device, or slices of it; None if unknown.
-    Devices are identified by their position on the bus, as in NCCL."""
+    """Return an identifier that is the same for processes that use the same physical device, or slices of it; None if
+    unknown. Devices are identified by their position on the bus, as in NCCL."""
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = properties_of(device) if properties_of else None
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]

@@ -94,7 +94,7 @@ If attention is limited to documents, (tokens, targets, documents), with the num
 """
 
 IGNORED_TARGET = -1
-"""A target that the loss ignores."""
+"""A target that is ignored by the loss."""
 
 
 def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:

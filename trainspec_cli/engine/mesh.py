@@ -30,11 +30,11 @@ class Mesh:
     axes: DeviceMesh
     """All axes of `MESH_AXES`, including those of size 1, so that no code has to check which axes exist."""
     shard: DeviceMesh
-    """dp_shard x cp, flat."""
+    """dp_shard x cp, flattened."""
     experts: DeviceMesh | None
     """(pp, dp_replicate, expert_shard, ep), if ep spreads experts."""
     stage: DeviceMesh
-    """All axes except pp, flat: the ranks that hold the same layers."""
+    """All axes except pp, flattened: the ranks that hold the same layers."""
     upstream: dist.ProcessGroup
     """The pipeline's ranks again, because messages against the order of stages have a separate group."""
     ends: dist.ProcessGroup
@@ -127,7 +127,7 @@ def split_by_tier(
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Build the groups of a layout. Called collectively by all ranks."""
+    """Create the groups of a layout. Called collectively by all ranks."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     upstream = ends = axes["pp"].get_group()

@@ -37,7 +37,7 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The code book, as printed in Appendix E of the paper."""
+"""The codebook from Appendix E of the paper."""
 
 
 class Nf4(NamedTuple):
@@ -130,7 +130,7 @@ def _nearest(table: Tensor, values: Tensor) -> Tensor:
 
 
 def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels`: the two tables."""
+    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are the two tables."""
     rows = held.codes.shape[0]
     columns = 2 * held.codes.shape[1]
     largest_FN = magnitudes_of(held, place, levels)

@@ -98,7 +98,7 @@ class Share:
 
     @property
     def offsets(self) -> torch.Size:
-        """Return the indices in the full parameter at which the local part begins."""
+        """Return the indices at which the local part begins in the full parameter."""
         offsets = [0] * self.parameter.dim()
         if self.cut:
             offsets[self.cut.dim] = self.cut.start

@@ -21,15 +21,16 @@ from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
-    # Activations of regions whose matrices are cut, or their gathering and scattering under sequence parallelism
-    # (comm/exchange.py); the loss over a cut vocabulary (parallel/context.py); gradients of what every rank holds
-    # whole, after the backwards (run/step.py: sum_late); parts of matrices for Muon (optim/whole.py).
+    # Activations of regions whose matrices are split, or gathered and scattered with sequence parallelism
+    # (comm/exchange.py); the loss over a split vocabulary (parallel/context.py); gradients of parameters that every
+    # rank holds in full, after the backward passes (run/step.py: sum_late); parts of matrices for Muon
+    # (optim/whole.py).
     "tp": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Keys and values travel around a ring, or are swapped for heads (parallel/context.py). Parameters are sharded over
-    # these ranks too (parallel/data_parallel.py), the noise of gradients is summed (parallel/noise.py), and so is the
-    # loss that balances experts (parallel/pipeline.py).
+    # Keys and values are sent around a ring, or swapped for heads (parallel/context.py). Parameters are also sharded
+    # over these ranks (parallel/data_parallel.py). The gradient noise (parallel/noise.py) and the loss that balances
+    # experts (parallel/pipeline.py) are summed.
     "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
-    # Tokens go to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
+    # Tokens are sent to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),
     # Activations and their gradients between stages (parallel/pipeline.py); gradients of an embedding that the first
     # and the last stage share (build/assemble.py).
@@ -39,10 +40,11 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Muon swaps parts of matrices (optim/whole.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
-    # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
+    # Gradients are summed over replicas, at once or in tiers: rows are swapped, and sums are gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports end the step (run/step.py). Experts' visits (parallel/pipeline.py) and
-    # the statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
+    # Loss, norm, noise and the ranks' reports are exchanged at the end of the step (run/step.py). Experts' visits
+    # (parallel/pipeline.py) and the statistics of batch normalisation (models/layers.py) are summed over the ranks of a
+    # pipeline stage.
     "all": ("all_reduce",),
 }
 """Every exchange of a step inside a replica group, by axis. Compressed gradients are swapped and gathered instead of
@@ -91,7 +93,7 @@ class Exchanges:
 
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
-    """Build the exchanges of a plan. Called collectively by all ranks."""
+    """Create the exchanges of a plan. Called collectively by all ranks."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     compression = Compression(
         inside=plan.comm.gradients,

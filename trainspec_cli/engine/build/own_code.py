@@ -114,8 +114,8 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
 def load_loss(
     extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
 ) -> LossOfTokens:
-    """Import a loss, and test it on a few tokens. Raises RecipeError if the code is wrong or its tokens' losses depend
-    on one another."""
+    """Import a loss, and test it on a few tokens. Raises RecipeError if the code is wrong or the losses of different
+    tokens depend on one another."""
     call = partial(load(extension), **arguments(options))
 
     def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:

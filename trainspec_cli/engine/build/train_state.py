@@ -40,7 +40,8 @@ class Throttle:
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
-        """Wait for the additional time of a pass of this kind; a full backward pass costs two forward passes."""
+        """Wait for the additional time of a pass of this kind; a full backward pass costs as much as two forward
+        passes."""
         if self.sample_s:
             seconds = self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3
             keep_busy(self.device, seconds)

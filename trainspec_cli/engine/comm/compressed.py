@@ -29,7 +29,7 @@ from trainspec_cli.engine.comm.exchange import all_gather
 RETURNED = 1 / 8
 """The fraction of the error that is sent in an exchange (a)."""
 PART_VALUES = 2**24
-"""Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding holds up to 20 bytes per
+"""Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding uses up to 20 bytes per
 value, and runs in a stream whose memory no other stream can use."""
 ALIGNED = 2048
 """Rows are split at multiples of this number, which is a multiple of every codec's block size."""
@@ -124,11 +124,11 @@ class Feedback:
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """One of a step's exchanges, always with the same number of values."""
+    """One of the exchanges of a step, always with the same number of values."""
 
     codec: Codec
     feedback: Feedback | None
-    """None for formats whose error is too small to matter."""
+    """None for formats with a negligible error."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
         """Return this rank's row summed over the ranks, (N,) in fp32. `x_RN` contains a row for each rank."""
@@ -248,7 +248,7 @@ class Compression:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Return the entries for a checkpoint, by name."""
+        """Return the entries to store in a checkpoint, by name."""
         names = self.feedbacks if self.saved_as else ()
         return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 

@@ -32,7 +32,7 @@ from trainspec_cli.run.recovery.watch import READING_THREAD
 
 PREFETCHED_STEPS = 2
 SLOTS = PREFETCHED_STEPS + 1
-"""The prefetched batches plus the one in use."""
+"""Slots for the prefetched batches and the one in use."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Slot:
         if self.on_gpu:
             self.copied, self.used = (torch.Event(device, enable_timing=False) for _ in range(2))
         self.batch: list[MicroBatch] = []
-        """The batch on the device, once it is copied."""
+        """The batch on the device, once it has been copied."""
         self.traffic = Traffic()
 
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -158,7 +158,7 @@ def cut_micro_batches(whole: MicroBatch, own: OwnSamples) -> list[MicroBatch]:
 
 
 def read_tokens(order: SampleOrder, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
-    """Return the micro-batches of `own`; `positions_S` are the positions of a sequence that this rank holds."""
+    """Return the micro-batches of `own`; `positions_S`: the positions of each sequence that this rank holds."""
     whole = to_tensors(order.rows(positions_of(own)))
     return [held_part(part, positions_S) for part in cut_micro_batches(whole, own)]
 

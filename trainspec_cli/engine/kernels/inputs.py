@@ -31,7 +31,7 @@ class Inputs:
     """Indices of the arguments that need gradients."""
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same numbers in another format."""
+        """Return the same numbers in a different format."""
         found = []
         for argument in self.arguments:
             is_number = isinstance(argument, Tensor) and argument.is_floating_point()
@@ -115,7 +115,7 @@ def fp64_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def fp64_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate each pair (i, i + E/2), as a complex number, by its angle."""
+    """Rotate each pair (i, i + E/2), taken as a complex number, by its angle."""
     first, second = x_BSHE.chunk(2, dim=-1)
     half = first.shape[-1]
     seq_len = x_BSHE.shape[1]

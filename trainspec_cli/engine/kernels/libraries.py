@@ -1,5 +1,5 @@
-"""Kernels from libraries (extra `kernels`): Triton, CUDA only. Liger Kernel's fused operations (arXiv:2410.10989,
-BSD-2), and fla-core's state-space scan (MIT).
+"""Triton kernels from libraries (extra `kernels`), only for CUDA: Liger Kernel's fused operations (arXiv:2410.10989,
+BSD-2) and fla-core's state-space scan (MIT).
 
 Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary. For the scan: G
 groups, P head size, N state size.

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return (B, H, S, E). `scale` multiplies the scores; None: 1 / sqrt(E).
+    """Return (B, H, S, E). `scale` multiplies the scores; None stands for 1 / sqrt(E).
 
     Attention is causal if there is no mask (bool, broadcast to (B, H, S, T): True if a query attends to a key).
     """
@@ -47,7 +47,7 @@ class CausalCore(nn.Module):
         self.sinks = sinks
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        """Attend to all previous keys or, with a bool mask (B, 1, S, S), only to those that it allows."""
+        """Attend to all previous keys or, with a bool mask (B, 1, S, S), only to the keys that the mask allows."""
         q = q_BSHE.transpose(1, 2)
         k = k_BSKE.transpose(1, 2)
         v = v_BSKE.transpose(1, 2)

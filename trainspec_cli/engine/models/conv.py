@@ -46,7 +46,7 @@ class ConvNet(PublishedModel):
 
 
 class ConvNorm(nn.Module):
-    """A convolution that keeps the spatial size (except for its stride), followed by batch normalisation."""
+    """A convolution that preserves the spatial size (except for its stride), followed by batch normalisation."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__()
@@ -92,7 +92,7 @@ class ResNet(ConvNet):
         self.head = nn.Linear(channels, model.num_classes)
 
     def forward(self, images_BCHW: Tensor, classes_B: Tensor | None = None) -> Tensor:
-        """Return the summed loss, or logits (B, classes) in fp32 without labels."""
+        """Return the summed loss, or logits (B, classes) in fp32 if there are no labels."""
         x_BCHW = F.max_pool2d(F.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
         for block in self.blocks:
             x_BCHW = block(x_BCHW)

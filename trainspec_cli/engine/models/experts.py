@@ -146,7 +146,7 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
 
 
 def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Send tokens to experts that are all on this rank."""
+    """Process tokens with experts that are all on this rank."""
     copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
     return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
@@ -221,7 +221,7 @@ class Router(nn.Module):
         return scores_BSE.topk(self.spec.top_k, dim=-1).indices
 
     def _balance_loss(self, scores_BSE: Tensor, indices_BSK: Tensor) -> Tensor:
-        """Return tokens x sum over experts of (share of choices) x (mean of normalised scores), a scalar."""
+        """Return the scalar tokens x sum over experts of (fraction of choices) x (mean of normalised scores)."""
         visits_BSE = torch.zeros_like(scores_BSE).scatter_(-1, indices_BSK, 1.0)
         counts_BE = self.sum_over_sequence(visits_BSE.sum(1))
         tokens = counts_BE.sum(-1, keepdim=True) / self.spec.top_k

@@ -120,7 +120,7 @@ class LanguageModel(PublishedModel):
         "blocks.*.lora_[ab]",
     )
     writes_per_layer: ClassVar[int]
-    """The number of times that a layer adds to the residual stream."""
+    """Number of times that a layer adds to the residual stream."""
 
     def __init__(self, model: TextModel | OwnModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()

@@ -38,7 +38,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv:2002.05202)."""
+    """Return silu(gate) * up (arXiv:2002.05202)."""
     return F.silu(gate) * up
 
 

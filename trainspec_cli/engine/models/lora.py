@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.training import LoraSpec
 
 
 class QuantisedLinear(nn.Module):
-    """Computes W x + b with W kept in NF4. Its tensors are buffers: FSDP2 neither shards nor casts them."""
+    """Computes W x + b with W stored in NF4. Its tensors are buffers, which FSDP2 neither shards nor casts."""
 
     nf4_codes: Tensor
     nf4_magnitudes: Tensor

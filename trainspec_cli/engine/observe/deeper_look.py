@@ -200,7 +200,7 @@ class DeeperLook(threading.Thread):
     def __init__(
         self, run_dir: RunDir, journal: Journal, supervisor: SupervisorConnection, rank: int, device: torch.device
     ):
-        """`rank`: this rank's number among those of all replica groups."""
+        """`rank`: this rank's number among the ranks of all replica groups."""
         super().__init__(name="deeper look", daemon=True)
         self._run_dir = run_dir
         self._journal = journal
@@ -211,7 +211,7 @@ class DeeperLook(threading.Thread):
         self._step = 0
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()
         self._begun: StepsInView | None = None
-        """The steps of the current profile, or of the last one."""
+        """The steps of the current or the last profile."""
 
     # The training thread
 

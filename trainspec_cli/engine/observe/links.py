@@ -109,7 +109,7 @@ class LinkTimer:
         self._meeting = None
 
     def end(self) -> GroupSample:
-        """End a step, and set the stride so that the next sampled step times the wanted number of exchanges."""
+        """End a step, and set the stride so that the next sampled step times the intended number of exchanges."""
         self._is_sampled = False
         self._stride = max(1, -(-self._calls // TIMED_EXCHANGES))
         return GroupSample(self._timed, self._meeting, self._is_hidden)
@@ -144,8 +144,8 @@ class LinkSample:
 class LinkTimers:
     """The timers of a train state, by axis.
 
-    Each process group has its own timer, even if two groups have the same axis: ranks must meet at its barrier in the
-    same thread and order in which they call that group.
+    Each process group has a separate timer, even if two groups have the same axis, because ranks must wait at its
+    barrier in the same thread and order in which they use that group.
     """
 
     def __init__(self, clock: StepClock):

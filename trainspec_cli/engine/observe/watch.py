@@ -171,7 +171,7 @@ class StepWatch(threading.Thread):
                     if isinstance(event, HangEvent) and event.time >= began - 2 * OTHERS_S:
                         reports[rank] = event
             ends = self._rank == min(reports)
-            if ends:  # the hang is this worker's error, which the supervisor shows and acts on
+            if ends:  # the hang becomes this worker's error, which the supervisor shows and acts on
                 message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
                 key = "first_step_s" if self._deadline_s == self._first_s else "hang_floor_s"
                 record = WorkerErrorRecord(

@@ -61,7 +61,7 @@ class StateForm:
 
 @dataclass(frozen=True)
 class Trial:
-    """The behaviour of an optimizer on small tensors."""
+    """The observed behaviour of an optimizer on small tensors."""
 
     forms: Mapping[int, Mapping[str, StateForm]]
     """The entries of its state, by the number of dimensions of the parameter."""
@@ -72,8 +72,8 @@ class Trial:
 def build_own_optimizer(
     shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> OwnOptimizer:
-    """Build the recipe's optimizer, after a trial. `zeros` allocates the state's memory. Raises RecipeError if the code
-    is wrong or cannot train parts of parameters."""
+    """Create the recipe's optimizer after a trial. `zeros` allocates the memory of the state. Raises RecipeError if the
+    code is wrong or cannot train parts of parameters."""
     extension = OPTIMIZER.named(spec.optim.name, spec.optim.options)[0]
     optim = spec.optim
     call = load(extension)
@@ -148,7 +148,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits for
+        """Update the parameters unless `found_inf` is 1. Gradients are divided by `grad_scale`. The host waits for
         `found_inf`."""
         found_inf = self.found_inf
         grad_scale = self.grad_scale
@@ -183,7 +183,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save the optimizer's current state. Raises WorkerError if its form differs from that in the trial."""
+        """Save the optimizer's current state. Raises WorkerError if its form differs from that during the trial."""
         saved = {STARTED: torch.ones(())}
         forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():

@@ -44,7 +44,7 @@ TimeExchange = Callable[[Purpose, str, dist.ProcessGroup], TimeCollective]
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How parameters and gradients are held and exchanged."""
+    """Settings for storing and exchanging parameters and gradients."""
 
     compute: torch.dtype
     reduce: torch.dtype
@@ -58,7 +58,7 @@ class DataParallel:
     """Called around each wait of the compute stream for FSDP2's exchanges."""
     noise: NoiseProbe
     held: Mapping[str, Held]
-    """How each parameter's gradient is held, by parameter name."""
+    """How each parameter's gradient is stored, by parameter name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
     """The format in which parameters are gathered; None for the compute format."""
@@ -67,7 +67,7 @@ class DataParallel:
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Routes of `sums` by shard axis (dp_shard or expert_shard); None if one rank holds everything."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The errors of the modules' compressed exchanges, added here as the modules are sharded."""
+    """The errors of the modules' compressed exchanges; each module adds its errors here when it is sharded."""
     name: str = "stage0"
     """A name that distinguishes the exchanges of this module from those of other modules on the same rank."""
 

@@ -44,7 +44,7 @@ def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut
 
 Sort = Callable[[Tensor, Tensor, int], Any]
 """Sorts copies of tokens by expert: (x_TD, indices_TK, num_experts) -> an object with x_MD, counts_E and `combine(y_MD,
-weights_TK)`, which puts them back."""
+weights_TK)`, which restores their order."""
 
 
 class SpreadDispatch(nn.Module):
@@ -175,7 +175,7 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return contexts for both passes. torch's own contexts require every operation to be repeated, but those of
+    """Return contexts for both passes. torch's contexts require that every operation is repeated, but operations in
     FSDP2's hooks inside a block are not."""
     kept: deque[Any] = deque()
     return _Costly(kept, recalls=False), _Costly(kept, recalls=True)

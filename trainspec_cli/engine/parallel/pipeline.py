@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden states that stages send to one another: (B, S / sequence_parts, D) in `dtype`."""
+    """The hidden states that are sent between stages: (B, S / sequence_parts, D) in `dtype`."""
 
     hidden_size: int
     sequence_parts: int
@@ -43,7 +43,7 @@ Schedule = Sequence[Sequence[Action]]
 
 
 class Message(NamedTuple):
-    """A message that a stage waits for: the input of its forward, or the gradient of its output."""
+    """A message that a stage waits for: the input of its forward pass, or the gradient of its output."""
 
     stage: int
     micro_batch: int

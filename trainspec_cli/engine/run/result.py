@@ -69,7 +69,7 @@ class Divergence:
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
         """Raise if the run has made all its steps, up to `step`, but its model is not usable."""
         events = tally.steps
-        if all(event.skipped for event in events):  # this start has updated nothing, so earlier steps count too
+        if all(event.skipped for event in events):  # this start has not updated anything, so earlier steps also count
             logged = read_sound(self._run_dir.events(0))
             events = [*(event for event in logged if isinstance(event, StepEvent)), *events]
         faults: list[str] = []
@@ -88,7 +88,7 @@ class Divergence:
         self._raise(faults[:1], step)
 
     def _raise(self, faults: Sequence[str], step: int) -> None:
-        """Raise the first fault, if any, naming the newest checkpoint that was followed by a finite step."""
+        """Raise the first fault, if any. The error names the newest checkpoint that was followed by a finite step."""
         if not faults:
             raise_together(None)
             return

@@ -111,8 +111,8 @@ class Emergency:
                 return
 
     def _save_own(self, progress: TrainProgress) -> None:
-        """Save this rank's piece once. On a GPU this uses a separate stream, since the step's stream may be waiting for
-        other ranks."""
+        """Save this rank's piece once. On a GPU this uses a separate stream, because the step's stream may be waiting
+        for other ranks."""
         with self._lock:
             if self._saved_step == progress.step:
                 return
@@ -243,7 +243,7 @@ class MemoryRelief:
             try:
                 made = attempt()
             except PassesOutOfMemory as error:
-                failure = error  # its frames' memory is freed below, after the handler
+                failure = error  # the memory of its frames is freed below, after the handler
             else:
                 if self._emergency:
                     self._emergency.end_step()

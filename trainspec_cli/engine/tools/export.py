@@ -112,7 +112,7 @@ def _parameters(plan: Plan) -> list[Parameter]:
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Read full parameters, with adapters merged in: W + (alpha / R) B A."""
+    """Read full parameters with merged adapters: W + (alpha / R) B A."""
     halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
@@ -164,7 +164,7 @@ class WrittenBox:
 
 
 def boxes_of(tensor: OtherTensor) -> Iterator[WrittenBox]:
-    """Yield the full tensor, or the layers of a stack one after another."""
+    """Yield the full tensor, or the layers of a stack one by one."""
     layers = list(dict.fromkeys(rows.layer for rows in tensor.rows))
     for layer in layers:
         if layer is None:

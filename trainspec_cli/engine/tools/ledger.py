@@ -32,7 +32,7 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchanges have separate buffers; the buffers of other axes are activations."""
+"""Axes whose exchanges have separate buffers. The buffers of other axes are activations."""
 
 
 class Ledger(TorchDispatchMode):

@@ -225,7 +225,7 @@ CPU = torch.device("cpu")
 ROUNDS = 3
 ROUND_S = 0.004
 ROTATED_BYTES = 16 * 2**20
-"""Operands rotate through this much memory, so that small ones do not stay in the innermost cache."""
+"""Operands rotate through this many bytes of memory, so that small operands do not stay in the innermost cache."""
 ELEMENTS = (64, 2**14, 2**17, 2**20)
 MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
@@ -386,7 +386,7 @@ def all_reduce(message: Tensor) -> None:
 
 
 def all_gather(message: Tensor) -> None:
-    """`message` is the full gathered tensor."""
+    """Return the all-gather to measure. `message` is the full gathered tensor."""
     dist.all_gather_into_tensor(message, message.chunk(dist.get_world_size())[0].clone())
 
 

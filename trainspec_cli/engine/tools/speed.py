@@ -1,4 +1,4 @@
-"""The speed of this node's devices, one after another."""
+"""Measure the speed of this node's devices, one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan a recipe, rehearse some of its ranks, and compare their memory with the plan's."""
+"""Plan a recipe, rehearse some of its ranks, and compare their memory with the plan."""
 
 from __future__ import annotations
 

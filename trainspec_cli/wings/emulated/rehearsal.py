@@ -101,7 +101,7 @@ class RankRehearsal:
     pipeline: PipelineSeconds | None = None
     """None if there is no pipeline, if the chip is unknown, or if memory ran out."""
     failed: LiveTensors | None = None
-    """The tensor that did not fit; `peak` is then the moment of the failure."""
+    """The tensor that did not fit. In this case, `peak` is the moment of the failure."""
     seconds: float = 0.0
     """Duration of the rehearsal."""
     timeline: Timeline | None = None

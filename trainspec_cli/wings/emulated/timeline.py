@@ -31,7 +31,7 @@ class Slice:
     longest: str
     """The longest of its operations, with the shapes of its inputs."""
     waits_for: str = ""
-    """The stream that a wait is for."""
+    """The stream that is waited for."""
 
 
 @dataclass(frozen=True)

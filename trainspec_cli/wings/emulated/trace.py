@@ -65,7 +65,7 @@ def _draw_rank(found: RankRehearsal, timeline: Timeline) -> Iterator[JsonObject]
     for one in timeline.slices:
         yield _slice(found.rank, threads[one.stream], one.name, one.begin_s, one.end_s, _about(one))
         if one.waits_for in threads:
-            # An arrow starts in the last slice that the compute stream waited for, just before it ends.
+            # An arrow starts in the last slice that the compute stream waited for, just before the end of that slice.
             arrow += 1
             end = round(one.end_s * US, 3) - 0.001
             ends: JsonObject = {"pid": found.rank, "cat": "wait", "name": "wait", "id": arrow, "ts": end}

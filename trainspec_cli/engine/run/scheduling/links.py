@@ -96,8 +96,8 @@ class StepLinks:
         self._reported_step = 0
         self._is_report_sent = False
         self._is_announced = False
-        """True from the end of the step whose exchange carried the report, or rank 0's announcement, until `note_step`
-        is called for it."""
+        """True from the end of the step whose exchange contained the report, or rank 0's announcement, until
+        `note_step` is called for this step."""
         self.report: LinkFigures | None = None
         """This rank's part of the next step's report; None without a sample."""
         self.steps_to_sample = 0
@@ -150,7 +150,7 @@ class StepLinks:
             self._read(self._sampled)
 
     def _read(self, sampled: SampledStep) -> None:
-        """Report a sampled step with the next step's exchange."""
+        """Report a sampled step in the next step's exchange."""
         of_axis = {axis: sampled.exchanges.transfer(axis) for axis in self._links}
         for way, span in sampled.messages.items():
             of_axis[way] = Transfer() if span is None else Transfer(sampled.message_bytes, elapsed_s(*span))

@@ -98,7 +98,7 @@ class StepPace:
         return StepBatch(self._spec.batching.global_batch_size, rate)
 
     def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
-        """Return (first position, samples) of the next `steps` steps after `progress`, as far as they are known."""
+        """Return (first position, samples) for the next `steps` steps after `progress`, as far as they are known."""
         found = list[tuple[int, int]]()
         while len(found) < steps and (batch := self.batch(progress)):
             found.append((progress.samples, batch.samples))
@@ -280,7 +280,7 @@ class StepScheduler:
     # Before a step
 
     def divide(self, step: int) -> Division:
-        """Return the division of samples for the step after update `step`."""
+        """Return how samples are divided in the step after update `step`."""
         reached = [directive for directive in self._ahead if directive.step <= step]
         if reached:
             self._ahead = [directive for directive in self._ahead if directive.step > step]
