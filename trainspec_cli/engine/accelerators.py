@@ -159,8 +159,8 @@ def _emulated_clock(device: torch.device) -> Callable[[], float] | None:
 
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
-    """Spend host time that only an emulated clock has to be notified of: `read` for reading a batch, `write` for
-    writing a checkpoint. `seconds` pass on any clock."""
+    """Let host time pass. The work `read` (reading a batch) and `write` (writing a checkpoint) counts only on an
+    emulated clock, because on a real host it takes time anyway; `seconds` pass on any clock."""
     work = getattr(torch.get_device_module(device), "host_work", None) if on_chip(device) else None
     if work is not None:
         work(name, seconds)
@@ -250,7 +250,8 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def started_kind() -> str | None:
-    """Return the kind of accelerator that this process has started to use. The query itself does not initialise it."""
+    """Return the kind of accelerator that this process has started to use. The query itself does not initialise a
+    device."""
     chip = torch.accelerator.current_accelerator()
     module: Any = torch.get_device_module(chip) if chip else None
     is_started = getattr(module, "is_initialized", lambda: True)

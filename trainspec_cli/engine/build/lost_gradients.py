@@ -55,8 +55,8 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
 
 def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
     """Pass the contents of `parts` to the exchanges of `state`. Return whether some content does not belong to any
-    exchange with feedback in this layout. If gradients are also summed over other ranks later, each of these ranks gets
-    an equal part."""
+    exchange with feedback in this layout. If gradients are later summed over further ranks as well, each of these ranks
+    gets an equal part."""
     takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}
     left = {part.name.removeprefix(PREFIX): part.tensor for part in parts}
     names = {id(share.parameter): share.name for share in _trained(state)}

@@ -49,7 +49,7 @@ class Throttle:
 
 @dataclass
 class Allowance:
-    """Limits memory to a number of samples at a time because of an injected fault; usually None."""
+    """Limits the number of samples that fit in memory at a time because of an injected fault; usually None."""
 
     samples: int | None = None
 

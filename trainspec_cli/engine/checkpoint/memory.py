@@ -235,7 +235,7 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step of which each part is in some node's memory."""
+    """A step whose parts are all available, each in the memory of at least one node."""
 
     folder: Path
     """The slot on this node, with all files that the node's ranks need."""
@@ -246,7 +246,8 @@ class FoundCopy:
 
 
 def find_newest(location: CopyLocation) -> FoundCopy | None:
-    """Return the newest step whose parts are all complete on some node. Called collectively by all ranks."""
+    """Return the newest step whose parts are all complete, each on at least one node. Called collectively by all
+    ranks."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
     own = [asdict(part) for part in _whole_parts(location)]
     for holder, kept in enumerate(gather_json(own, lambda contents: list(map(KeptPart.read, contents)))):

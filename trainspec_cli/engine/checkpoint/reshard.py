@@ -147,7 +147,7 @@ def peak_bytes(
     buckets: Sequence[Sequence[str]],
     rank: int,
 ) -> int:
-    """Return the maximum size of the state in bytes on any rank during the move, including messages.
+    """Return the maximum size of the state on any rank during the move, in bytes and including messages.
 
     For each bucket, the new parts are allocated, and then its messages. Once the messages have arrived, the old parts
     are freed.
@@ -179,7 +179,7 @@ class Resharded:
     moved_bytes: int
     """Bytes sent between ranks, summed over all ranks."""
     peak_bytes: int
-    """Maximum size of the state in bytes on any rank during the move."""
+    """Maximum size of the state on any rank during the move, in bytes."""
 
 
 def agree_on_failure(own: str) -> str:

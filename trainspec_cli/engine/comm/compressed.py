@@ -1,8 +1,8 @@
 """Gradient sums over ranks. Gradients are sent in few bits, but never summed in that format.
 
 Each rank encodes the parts that the other ranks sum. After an all-to-all, each rank decodes the received parts and sums
-them in fp32, in rank order with its own part last, so that the results are reproducible bit by bit. For an all-reduce,
-the sums are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
+them in fp32, in rank order with its own part last, so that results are bitwise reproducible. For an all-reduce, the
+sums are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
 The rank adds the encoding's error to its later gradients (error feedback). If e is the error that has not been sent
 yet, q = Q(g + a e) is sent, and e becomes e + g - q. After any number of steps, the sum of everything sent plus e is

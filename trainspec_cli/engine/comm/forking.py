@@ -110,7 +110,7 @@ def _run_as_process(
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
-    """Run a program to its end. Like in Python, an exception is written to stderr."""
+    """Run a program to its end. As in Python, an exception is written to stderr."""
     try:
         program()
     except SystemExit as end:

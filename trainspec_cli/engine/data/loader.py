@@ -1,4 +1,4 @@
-"""Read a run's batches. A thread reads this rank's samples of a step ahead, as micro-batches on the device."""
+"""Read a run's batches. A thread reads this rank's samples ahead, as micro-batches on the device."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def cut_micro_batches(whole: MicroBatch, own: OwnSamples) -> list[MicroBatch]:
 
 
 def read_tokens(order: SampleOrder, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
-    """Return the micro-batches of `own`; `positions_S`: the positions of each sequence that this rank holds."""
+    """Return the micro-batches of `own`. `positions_S`: the positions of each sequence that this rank holds."""
     whole = to_tensors(order.rows(positions_of(own)))
     return [held_part(part, positions_S) for part in cut_micro_batches(whole, own)]
 
@@ -170,7 +170,7 @@ def to_tensors(rows: Sequence[Row]) -> MicroBatch:
 
 
 class BatchReader:
-    """Moves this rank's micro-batches to the device, and reads those ahead that will most likely follow."""
+    """Moves this rank's micro-batches to the device, and reads the most likely next ones ahead."""
 
     def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
         self._read = read

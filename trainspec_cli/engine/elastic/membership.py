@@ -58,7 +58,7 @@ class Participation:
     """Names of the groups and their current starts; a restarted group has a new name."""
 
     def changes_since(self, before: Participation) -> list[tuple[str, int | None]]:
-        """Return ("left" or "joined", group) for each group that is no longer present, or was not present before."""
+        """Return ("left", group) for each group that is no longer present, and ("joined", group) for each new one."""
         changes = (("left", before.names - self.names), ("joined", self.names - before.names))
         return [(change, _group_of(name)) for change, names in changes for name in sorted(names)]
 
@@ -204,7 +204,7 @@ class Membership:
 
     def _drop(self, error: Exception) -> None:
         """Close the connections. Peers that are still waiting on them detect this immediately, without a timeout."""
-        self._error = error.with_traceback(None)  # frames would keep the connections open
+        self._error = error.with_traceback(None)  # its frames would keep the connections open
         self._close()
 
     def _close(self) -> None:

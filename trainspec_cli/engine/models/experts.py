@@ -1,6 +1,6 @@
 """Mixture of experts instead of a feed-forward layer: the router, with load balancing, and routed and shared experts.
 
-Routed tokens are sorted by expert, processed by one grouped matrix product, and restored to their order.
+Routed tokens are sorted by expert, processed by one grouped matrix product, and returned to their original order.
 
 Shapes: B samples, S tokens per sample, T tokens, K experts per token, E experts, M copies of tokens sorted by expert, D
 hidden size, F expert width.

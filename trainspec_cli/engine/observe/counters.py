@@ -372,8 +372,8 @@ def state_of(connection: Connection) -> ConnectionState | None:
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Transposes of a layer's products, forward and backward. CPU speeds differ between them, tenfold in a format without
-native support."""
+"""The transposed variants of a layer's products, forward and backward. Their speeds differ on CPUs, by a factor of ten
+in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02

@@ -78,7 +78,8 @@ class LinkTimer:
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
         """Count the block as exposed communication. Yields whether it is timed; if so, the exchange must be complete at
-        the end of the block. This must not depend on the number of bytes, which differs between ranks with experts."""
+        the end of the block. Whether it is timed must not depend on the number of bytes, which differs between ranks
+        with experts."""
         with self._clock.collective():
             if sent_bytes is not None:
                 self._calls += 1
@@ -144,8 +145,8 @@ class LinkSample:
 class LinkTimers:
     """The timers of a train state, by axis.
 
-    Each process group has a separate timer, even if two groups have the same axis, because ranks must wait at its
-    barrier in the same thread and order in which they use that group.
+    Each process group has a separate timer, even if two groups have the same axis, because ranks must enter its barrier
+    from the same thread and in the same order as the group's exchanges.
     """
 
     def __init__(self, clock: StepClock):

@@ -104,7 +104,7 @@ class StepWatch(threading.Thread):
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
         """Apply the long limit during the block, for example for an evaluation, whose duration is not learned from
-        steps. With `for_ever` there is no limit, because others determine the duration."""
+        steps. With `for_ever` there is no limit, because the duration depends on others."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -143,8 +143,8 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Record what the first step is waiting for, on rank 0, whose events are shown, and on each rank that is not
-        waiting for another rank."""
+        """Record what the first step is waiting for. Rank 0 does so because its events are shown, and so does each rank
+        that is not waiting for another rank."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:

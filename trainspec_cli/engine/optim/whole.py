@@ -133,8 +133,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})
 
     def start_state(self, like: Callable[[Tensor], Tensor]) -> None:
-        """Create the same state as the first update would. `like` creates a tensor of zeros with the shape of
-        another."""
+        """Create the same state as the first update would. `like` creates a tensor of zeros with the shape of another
+        tensor."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 start = self.start_rule if group["rule"] else start_adamw

@@ -51,7 +51,7 @@ class DataParallel:
     free_after_forward: bool
     """True for ZeRO-3; otherwise parameters are gathered once per step."""
     offload: bool
-    """True if shards, gradients and optimizer state are in host memory, where the update also runs."""
+    """True if shards, gradients and optimizer state are in host memory and the update runs there."""
     replicas: Peers
     time: TimeExchange
     time_wait: TimeCollective
@@ -420,8 +420,8 @@ class ModuleLosses:
 
     @torch.no_grad()
     def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with this rank's share of the errors that its gradient sums lack, flat, in fp32. Called
-        collectively by all ranks of both groups."""
+        """Yield each parameter with this rank's share of the errors that are missing from its gradient sums, flattened,
+        in fp32. Called collectively by all ranks of both groups."""
         feedback = self.over_shards or self.over_replicas
         assert feedback is not None, "a module without feedback has lost nothing"
         own_N = torch.zeros(sum(self._sizes), device=feedback.committed.device)
@@ -435,7 +435,7 @@ class ModuleLosses:
 
     @torch.no_grad()
     def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Replace the errors by the result of `share_of` for each parameter, of which replicas keep equal parts."""
+        """Replace the errors of each parameter by the result of `share_of`, of which replicas keep equal parts."""
         parts = []
         for parameter, columns in zip(_parameters(self.module), self._sizes, strict=True):
             share = share_of(parameter).float().flatten() / self.replicas.size()

@@ -25,8 +25,8 @@ from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
-"""Maximum number of buckets that wait while one is being summed. It keeps the link busy, but limits the memory of
-queued gradients."""
+"""Maximum number of buckets that wait while one is being summed. This is enough to keep the link busy, and limits the
+memory of queued gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +175,8 @@ class GradientSums:
         return self._beside.take_error()
 
     def await_added(self) -> Callable[[], object]:
-        """Return a function that waits, in any thread, until all gradients added so far are summed. It raises an error
-        of the sum."""
+        """Return a function that waits, in any thread, until all gradients added so far are summed. It raises the first
+        error of these sums."""
         return (self._bucket if self._bucket.summands else self._sent).summed.result
 
     def close(self) -> None:

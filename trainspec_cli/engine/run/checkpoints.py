@@ -71,7 +71,7 @@ class Checkpoints:
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
-        """The step whose checkpoint may still be in progress, according to the information that all ranks have."""
+        """The step whose checkpoint may still be in progress, as far as all ranks know."""
         self._newest: Saved | None = None
 
     @property

@@ -192,9 +192,9 @@ class HeldoutWatch:
 
 
 RISES = 2
-"""The loss is rising if each of this number of consecutive evaluations was above the one before,"""
+"""The loss counts as rising after this number of consecutive evaluations, each above the one before,"""
 MARGIN = 1.01
-"""and the last one exceeds the best one by this factor."""
+"""if the last one exceeds the best one by this factor."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How a run ends: done with finite figures, stopped on request, or diverged.
 
 Steps whose loss or gradients are not finite do not update anything; a few of them are harmless. A run is done if its
-last loss, its held-out loss and its weights are finite, and fewer than half of all steps were skipped in a row at its
-end.
+last loss, its held-out loss and its weights are finite, and the steps skipped in a row at its end are fewer than half
+of all steps.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def write_result(
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called collectively by all ranks.
 
-    If the run stopped without a request, nothing is written, because its supervisor may restart it.
+    If the run stopped without a request, result.json is not written, because the supervisor may restart the run.
     """
     plan = run.plan
     state = run.state

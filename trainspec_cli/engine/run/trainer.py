@@ -1,4 +1,4 @@
-"""The run: all steps from the last checkpoint to the end, and all output along the way."""
+"""The training loop: all steps from the last checkpoint to the end, with everything that is written along the way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Trainer:
     """
 
     def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
-        """Restore the newest checkpoint if the state is restored from one."""
+        """Restore the newest checkpoint, unless the coordinator restores or heals the state."""
         self.run = run
         self.source = source
         self.coordinator = coordinator

@@ -173,7 +173,7 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
-    """Write the result of `tensor_of` for each parameter; each pipeline rank does so for its stages. None is
+    """Write the result of `tensor_of` for each parameter; each pipeline rank does so for its stages. A None result is
     skipped."""
     whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):

@@ -55,8 +55,8 @@ EMPTY_STEPS = 12
 WARMUP_STEPS = 6
 """The first steps allocate memory. After this number of steps, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Number of reference steps between groups of curves. Load that varies during the probe thus affects the references in
-the same way as a run."""
+"""Number of steps of each reference, which are run after every group of this many curves. Load that varies during the
+probe thus affects the references in the same way as a run."""
 LONG_STEP_S = 1.0
 """A reference with longer steps (in a format that the processor does not support) runs only a few of them."""
 

@@ -15,7 +15,8 @@ KIND = "emulated"
 
 @dataclass(frozen=True)
 class Disturbance:
-    """A slowdown in virtual time: its kind, place, and duration. Without a place, it affects all ranks."""
+    """A slowdown in virtual time: its kind, place, and duration. Without `slow_rank` and `slow_node`, it affects all
+    ranks."""
 
     slowness: float = 1.0
     """Operations take this many times as long as on the chip; exchanges and copies are not affected."""
@@ -28,16 +29,16 @@ class Disturbance:
     write_ms: float = 0.0
     """Host time to write a checkpoint, in the thread that writes it."""
     link_slowness: float = 1.0
-    """The bytes of an exchange take this many times as long if it uses the link of the place. Without a place, this
-    applies to exchanges between nodes, or to all exchanges in a run on one node."""
+    """The bytes of an exchange take this many times as long if it uses the link of the slow rank or node. If neither is
+    set, this applies to exchanges between nodes, or to all exchanges in a run on one node."""
     link_jitter: float = 0.0
     """Standard deviation of the logarithm of the duration of such an exchange."""
     link_delay_us: float = 0.0
     """Additional time for each message of such an exchange. A ring over N ranks sends N - 1 messages in a row."""
     slow_rank: int | None = None
-    """The place is this rank. All exchanges of the rank use its link."""
+    """The slow rank. All of its exchanges use its link."""
     slow_node: int | None = None
-    """The place is the ranks of this node. Exchanges with other nodes use its link."""
+    """The slow node, with all of its ranks. Exchanges with other nodes use its link."""
     slow_from_s: float = 0.0
     """Virtual time of the host at which the disturbance begins."""
     slow_until_s: float = math.inf
@@ -55,7 +56,7 @@ class Disturbance:
         return self.slow_rank in (None, rank) and self.slow_node in (None, rank // node_ranks)
 
     def is_crossed_by(self, ranks: Collection[int], node_ranks: int, world_size: int) -> bool:
-        """Return whether an exchange among these ranks uses the link of the place."""
+        """Return whether an exchange among these ranks uses the link of the slow rank or node."""
         if self.slow_rank is not None:
             return self.slow_rank in ranks
         nodes = {rank // node_ranks for rank in ranks}

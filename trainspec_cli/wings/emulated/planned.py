@@ -38,7 +38,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class PlanToRehearse:
-    """A plan, and the memory of its ranks that it predicts, in bytes."""
+    """A plan, and the memory that it predicts for its ranks, in bytes."""
 
     plan: Plan
     device: str
@@ -57,7 +57,7 @@ class PlanToRehearse:
     kinds: tuple[int, ...]
     """For each pipeline rank, the first rank whose stages do the same work."""
     fused_saves_bytes: tuple[float, ...]
-    """Planned savings of the recipe's run through compiled blocks and fused kernels."""
+    """Memory that the recipe's run is planned to save with compiled blocks and fused kernels."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Directives:
 
     @property
     def layouts_ahead(self) -> list[DirectiveEvent]:
-        """Return the changes of layout that are not due yet."""
+        """Return the changes of layout that are not in force yet."""
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:

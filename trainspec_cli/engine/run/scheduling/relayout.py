@@ -52,7 +52,7 @@ class Relayout:
     moved_bytes: int
     """Bytes of parameters, moments and buffers sent between ranks."""
     peak_bytes: int
-    """Maximum size of these in bytes on any rank during the change, including messages."""
+    """Maximum size of this state on any rank during the change, in bytes and including messages."""
     drops_lost: bool = False
     """True if some stored errors of compressed gradients belong to exchanges that do not exist or are not compressed in
     this layout."""

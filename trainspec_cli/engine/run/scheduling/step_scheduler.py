@@ -3,7 +3,7 @@ steps.
 
 All ranks see the same speeds and use the same function to decide, so a directive needs no additional exchange. Rank 0
 records it before it takes effect. A resumed run follows the recorded directives at the same steps, so its results are
-bit-identical.
+bitwise identical.
 """
 
 from __future__ import annotations
@@ -199,9 +199,8 @@ class Effects:
         self._watched.append(Watched(directive, before_s, skipped))
 
     def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
-        """Record the compute time of the slowest rank in the previous step. The total time of the step is also
-        recorded, because layouts also differ in communication and waiting. `knows_speeds`: the speeds of all ranks are
-        known."""
+        """Record the compute time of the slowest rank in the previous step. The total time of the step is recorded too,
+        because layouts also differ in communication and waiting. `knows_speeds`: the speeds of all ranks are known."""
         self._slowest_s.append(slowest_s)
         for watched in list(self._watched):
             if knows_speeds or not watched.is_of_layout:
