@@ -232,10 +232,10 @@ def build_train_state(
     *,
     fill: bool = True,
 ) -> TrainState:
-    """Build each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the
+    """Build each stage on meta (kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise), and then the
     optimizer.
 
-    `clock` and `wire` are those of the state that this one replaces. Without `fill`, parameters have no values and
+    `clock` and `wire`: those of the state that the new one replaces. Without `fill`, parameters have no values and
     moments have no memory yet, because `reshard` provides both.
     """
     mesh = mesh or build_mesh(plan.layout, device.type)

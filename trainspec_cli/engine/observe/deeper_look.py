@@ -1,7 +1,7 @@
 """Profile this rank for a few steps (a deeper look) when the supervisor requests it because of a new verdict.
 
 A thread waits for the request, which does not slow down the steps. During the profile, torch's profiler runs over
-complete steps, and the thread samples the stack; the result is an event and a trace in the run folder.
+complete steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
 
 Held = Literal["own", "copied", "partial", "twin"]
-"""own: only this rank of tp has this part of the parameter. copied: every rank of tp has the full gradient. partial:
-the full gradient is the sum of the ranks' gradients. twin: for a tied embedding, it is the sum of the gradients at the
-two ends of the pipeline."""
+"""own: no other rank of tp has this part of the parameter. copied: every rank of tp has the full gradient. partial: the
+full gradient is the sum of the ranks' gradients. twin: for a tied embedding, it is the sum of the gradients at the two
+ends of the pipeline."""
 
 
 @dataclass(frozen=True)

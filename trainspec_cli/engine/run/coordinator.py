@@ -37,7 +37,7 @@ class StepSamples:
     micro_batches: list[MicroBatch]
     """This rank's samples, on the device."""
     own: OwnSamples
-    """Their positions in the run."""
+    """Positions of these samples in the run."""
     division: Division
     """The division of the group's samples over its ranks."""
     global_tokens: int
@@ -131,7 +131,7 @@ class Coordinator:
         """Abandon passes that an error has interrupted. The step fails if gradients were exchanged."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients, `loss` and the experts' token counts over the replica groups, in place."""
+        """Sum the gradients, `loss` and the experts' token counts over the replica groups, in place."""
 
     def commit(self) -> bool:
         """Return whether every replica group has made the step. If not, it is repeated."""

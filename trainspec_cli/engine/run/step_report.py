@@ -1,4 +1,4 @@
-"""Each rank's report in a step. It travels with the exchange that the step needs anyway for its loss.
+"""Each rank's report in a step. It is sent with the exchange that the step needs anyway for its loss.
 
 A separate exchange would add a collective to each step, which costs more than these few numbers. All ranks report the
 same parts in the same step, because they choose them based on figures known to all.

@@ -1,6 +1,6 @@
 """The speed of the links of each mesh axis, which is measured in sampled steps and exchanged in the steps after them.
 
-A sample's figures travel with the exchange that every step makes for its loss, like the speeds of the ranks. Rank 0
+A sample's figures are sent with the exchange that every step makes for its loss, like the speeds of the ranks. Rank 0
 computes the link speeds, and announces the next sample with the following exchange. The next sample is soon if a link
 or the step time has changed. Otherwise, the highest cost on any rank limits how often links are sampled.
 """

@@ -1,4 +1,4 @@
-"""The scheduler of a run. Every rank's speed travels with the step's regular exchange, and sample shares change between
+"""The scheduler of a run. Every rank's speed is sent with the step's regular exchange, and sample shares change between
 steps.
 
 All ranks see the same speeds and use the same function to decide, so a directive needs no additional exchange. Rank 0
@@ -434,7 +434,7 @@ def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
 
 # Try several bucket sizes for the gradient sums in a run's first steps, and keep the best one.
 #
-# The time for which a step waited for gradients travels with the exchange of the next step's loss. The sums are bitwise
+# The time for which a step waited for gradients is sent with the exchange of the next step's loss. The sums are bitwise
 # identical for all sizes, so a run may try sizes in any `scheduler.mode` except off.
 
 
