@@ -5,9 +5,10 @@ the groups here. Each quorum has separate process groups, under a separate prefi
 
 - gloo between the hosts, for data in host memory: counts, digests and states kept there. Its connections also show that
   the peers are alive.
-- On an accelerator, the device's own backend (NCCL, or the backend that torch or a vendor's plug-in registers for other kinds of devices) for
-  gradients and for the state that a group heals from. A device without such a backend copies through the host, over
-  gloo. So do groups that share a device, because their collectives would wait for one another (NCCL rejects them).
+- On an accelerator, the device's own backend (NCCL, or the backend that torch or a vendor's plug-in registers for other
+  kinds of devices) for gradients and for the state that a group heals from. A device without such a backend copies
+  through the host, over gloo. So do groups that share a device, because their collectives would wait for one another
+  (NCCL rejects them).
 
 A gloo collective fails as soon as a connection ends. A device's collective does not. `wait` returns once the collective
 is queued, and the kernel spins as long as a peer is missing; over NVLink there is no error. So this process waits on
