@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from trainspec_cli.core.environment_names import GENERATION, GROUP
 from trainspec_cli.core.errors import WorkerError
@@ -18,6 +19,8 @@ from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
+
+DEVICE = torch.device("cpu")
 
 
 @pytest.fixture
@@ -88,7 +91,7 @@ def test_a_worker_builds_fills_and_trains_in_order(
     monkeypatch.setattr(training, "SupervisorConnection", SimpleNamespace(of_worker=note("connects", "supervisor")))
     monkeypatch.setattr(training, "recall_reliefs", note("recalls", relieved))
     monkeypatch.setattr(training, "check_code", lambda spec, run: None)
-    monkeypatch.setattr(training, "join_processes", note("joins", "device"))
+    monkeypatch.setattr(training, "join_processes", note("joins", DEVICE))
     monkeypatch.setattr(training, "leave_processes", note("leaves"))
     monkeypatch.setattr(training, "build_train_state", note("builds", "state"))
     monkeypatch.setattr(training, "load_initial", note("loads"))
@@ -100,7 +103,7 @@ def test_a_worker_builds_fills_and_trains_in_order(
     training.work(run_dir, "stop")  # type: ignore[arg-type]
     run = TrainingRun(relieved, "state", run_dir, "recipe's", "stop", "journal", None, "supervisor")  # type: ignore[arg-type]
     assert order == [
-        *(("joins", "cpu"), ("connects", 3), ("recalls", plan, run_dir), ("builds", relieved, "device")),
+        *(("joins", "cpu"), ("connects", 3), ("recalls", plan, run_dir), ("builds", relieved, DEVICE)),
         *([] if resumes else [("loads", relieved, "state")]),
         *(("writes", run_dir, 3, "recipe", None), ("opens", run, "/data"), ("joins in", run, "source")),
         *(("is made", run, "source", "coordinator"), ("trains",), ("leaves",)),

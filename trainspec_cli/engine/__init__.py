@@ -1,1 +1,1 @@
-"""The engine: what torchrun's workers run. The only room that imports torch."""
+"""The engine, which torchrun's workers run. It is the only package that imports torch."""

@@ -1,4 +1,4 @@
-"""A worker: `torchrun -m trainspec_cli.engine RUNDIR` trains by the folder's plan.json and run.json."""
+"""A worker: `torchrun -m trainspec_cli.engine RUNDIR` trains according to the folder's plan.json and run.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     stop = StopRequest().listen()
     run_dir = RunDir(sys.argv[1])
     try:
-        from trainspec_cli.engine.run.worker import work  # an import error is left for the supervisor too
+        from trainspec_cli.engine.run.worker import work  # import errors are also reported to the supervisor
 
         work(run_dir, stop)
     except Exception as error:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def leave_error(run_dir: RunDir, error: Exception) -> None:
-    """Write this worker's error for its supervisor, unless a newer start owns the run."""
+    """Write this worker's error to a file for its supervisor, unless a newer start owns the run."""
     if Fence.of_worker(run_dir).is_closed():
         return
     group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))

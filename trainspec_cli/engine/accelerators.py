@@ -1,8 +1,8 @@
-"""The kinds of device that the engine runs on, and the operations that it needs from a device, whatever its vendor.
+"""The kinds of devices that the engine runs on, and the operations that it needs from a device of any vendor.
 
-torch.accelerator, torch.Event and torch.Stream serve every vendor's chips, on CUDA through the same calls as torch.cuda
-(checked in torch 2.11 to 2.13). What they lack, such as a device's name and its random numbers, comes from the device's
-own module (`torch.get_device_module`). Features that only CUDA has are in `cuda_only.py`.
+torch.accelerator, torch.Event and torch.Stream support the chips of every vendor; on CUDA they make the same calls as
+torch.cuda (checked in torch 2.11 to 2.13). Everything else, such as a device's name and its random numbers, comes from
+the device's module (`torch.get_device_module`). Features that only CUDA has are in `cuda_only.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceKind:
     collectives: str
     """The backend of process groups for tensors on such devices."""
     is_numbered: bool = True
-    """False if a machine has one device and torch gives it no number."""
+    """False if a machine has only one device, to which torch assigns no number."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
@@ -63,8 +63,8 @@ DEVICES: Point[DevicePlugin] = Point("devices")
 
 
 def _plugged_in(device_type: str) -> str:
-    """Return the kind of device that this process is to use: the plan's, or one that a wing provides. Raises
-    RecipeError if there is no such wing."""
+    """Return the kind of device that this process uses: the plan's, or one that a plug-in provides. Raises RecipeError
+    if there is no such plug-in."""
     wanted = os.environ.get(DEVICE)
     if wanted is None:
         return device_type
@@ -80,12 +80,12 @@ def _plugged_in(device_type: str) -> str:
 
 
 def on_chip(device: torch.device) -> bool:
-    """Return True if the device is an accelerator, which works asynchronously."""
+    """Return True if the device is an accelerator, which runs asynchronously."""
     return device.type != "cpu"
 
 
 def enter(device_type: str) -> torch.device:
-    """Return this process's device, by its number on the node, and make it this thread's current device."""
+    """Return this process's device, according to its number on the node, and make it this thread's current device."""
     device_type = _plugged_in(device_type)
     number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
     device = torch.device(device_type) if number is None else torch.device(device_type, number)
@@ -94,20 +94,20 @@ def enter(device_type: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make an accelerator this thread's current device: a thread starts on the first one of the node."""
+    """Make an accelerator this thread's current device. A thread starts with the first device of the node."""
     if KINDS[device.type].is_numbered:
         torch.accelerator.set_device_index(device)
 
 
 def process_group_backends(device_type: str) -> str:
-    """Return the backends for `init_process_group`: an accelerator has its own, and gloo serves the host."""
+    """Return the backends for `init_process_group`: an accelerator's own backend, and gloo for the host."""
     own = KINDS[device_type].collectives
     host = KINDS["cpu"].collectives
     return host if device_type == "cpu" else f"cpu:{host},{device_type}:{own}"
 
 
 def devices_here(device_type: str) -> list[torch.device]:
-    """Return the devices of this kind that this process sees."""
+    """Return the devices of this kind that are visible to this process."""
     if not KINDS[device_type].is_numbered:
         return [torch.device(device_type)]
     return [torch.device(device_type, index) for index in range(torch.accelerator.device_count())]
@@ -117,7 +117,7 @@ def devices_here(device_type: str) -> list[torch.device]:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that queues an accelerator's work in a new stream; on a CPU, it does nothing."""
+    """Return a context that queues an accelerator's work in a new stream. On a CPU, it does nothing."""
     return torch.Stream(device) if on_chip(device) else nullcontext()
 
 
@@ -134,7 +134,7 @@ def synchronise_stream(device: torch.device) -> None:
 
 
 def keep_busy(device: torch.device, seconds: float) -> None:
-    """Keep the current stream busy; on a CPU, and on accelerators whose module has no `_sleep`, this thread."""
+    """Keep the current stream busy; on a CPU, and on accelerators whose module has no `_sleep`, block this thread."""
     sleep = getattr(torch.get_device_module(device), "_sleep", None) if on_chip(device) else None
     if sleep is None:
         time.sleep(seconds)
@@ -142,16 +142,16 @@ def keep_busy(device: torch.device, seconds: float) -> None:
         sleep(round(seconds * _cycles_per_s(device)))
 
 
-# The host's own time
+# Host time
 
 
 def host_clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock of the host in seconds: Unix time or, if the device emulates the host's time, that time."""
+    """Return the host's clock, in seconds: Unix time or, if the device emulates host time, the emulated time."""
     return _emulated_clock(device) or time.time
 
 
 def host_is_emulated(device: torch.device) -> bool:
-    """Return True if the host's work takes emulated time, so that what the system counts says nothing about it."""
+    """Return True if the host's work takes emulated time, so that the system's counters do not describe it."""
     return _emulated_clock(device) is not None
 
 
@@ -175,7 +175,7 @@ MEASURED_CYCLES = 10**7
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
-    """Measure the rate of the clock that `_sleep` counts; waits for the device."""
+    """Measure the rate of the clock that `_sleep` counts. Waits for the device."""
     begin, end = (torch.Event(enable_timing=True) for _ in range(2))
     begin.record()
     torch.get_device_module(device)._sleep(MEASURED_CYCLES)
@@ -192,11 +192,11 @@ class DeviceMemory:
     """Memory of an accelerator in bytes."""
 
     used: int
-    """Used by this process's tensors."""
+    """Memory used by this process's tensors."""
     reserved: int
-    """Held by this process's allocator."""
+    """Memory held by this process's allocator."""
     free: int
-    """Not used by any process."""
+    """Memory not used by any process."""
     total: int
 
     @property
@@ -226,14 +226,14 @@ def release_unused(device: torch.device) -> None:
 
 
 def chip_name(device: torch.device) -> str:
-    """Return the accelerator's name, or the name of its kind if its module has no names, like Apple's."""
+    """Return the accelerator's name, or the name of its kind if its module does not provide names, like Apple's."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name_of(device)) if name_of else device.type
 
 
 def physical_device(device: torch.device) -> str | None:
-    """Return an identifier shared by processes that use the same physical device, or slices of it; None if unknown.
-    Devices are identified by their position on the bus, as in NCCL."""
+    """Return an identifier that is the same for processes that use the same physical device, or slices of it; None if
+    unknown. Devices are identified by their position on the bus, as in NCCL."""
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = properties_of(device) if properties_of else None
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
@@ -252,7 +252,8 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def started_kind() -> str | None:
-    """Return the kind of accelerator that this process has started to use; the query itself does not start one."""
+    """Return the kind of accelerator that this process has started to use. The query itself does not initialise a
+    device."""
     chip = torch.accelerator.current_accelerator()
     module: Any = torch.get_device_module(chip) if chip else None
     is_started = getattr(module, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""Digests of weights: a SHA-256 that is the same for every layout, and a fast one for comparing replica groups."""
+"""Digests of weights: a SHA-256 that is the same for every layout, and a fast digest for comparing replica groups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainspec_cli.engine.shares import Share, unique_shares
 
 @torch.no_grad()
 def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
-    """Return the SHA-256 over the parameters in name order, each as its name and the SHA-256 of its little-endian
-    bytes. Called collectively by all ranks; only one full parameter is in memory at a time."""
+    """Return the SHA-256 over the names of all parameters and the SHA-256 of their little-endian bytes, in name order.
+    Called collectively by all ranks. Only one full parameter is in memory at a time."""
     own = {share.name: _sha256(share.gather()) for share in unique_shares(shares)}
     stages = gather_json(own, _read_digests, pipeline)
     digest = hashlib.sha256()
@@ -40,7 +40,7 @@ def _sha256(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def local_digest(shares: Sequence[Share]) -> Tensor:
-    """Return the sum of this rank's bits as integers, (1,) int64; any single bit flip changes it."""
+    """Return the sum of this rank's bits as integers, (1,) int64. Any single bit flip changes it."""
     return sum_bits([share.local.detach() for share in shares])
 
 
@@ -53,7 +53,7 @@ def sum_bits(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
-    """Return the indices of the groups that differ from the majority or, without a majority (two groups), of all
+    """Return the indices of the groups that differ from the majority or, if there is no majority (two groups), of all
     groups."""
     values = [int(digest) for digest in digests]
     counted = Counter(values).most_common(2)
@@ -63,17 +63,17 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
     return [place for place, value in enumerate(values) if value != usual or most == next_most]
 
 
-# Find NaN and infinity in tensors, without another tensor of their size.
+# Find NaN and infinity in tensors, without creating another tensor of the same size.
 
 
 NOT_FINITE = "values that are not finite (NaN or infinity)"
-"""The reason why a file is refused."""
+"""The reason why a file is rejected."""
 REMEDY = "try a lower optim.lr, a longer optim.schedule.warmup_steps, or precision=bf16 in place of fp8"
 """A hint for a run that diverged."""
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; integers always are. Waits for the device."""
+    """Return whether all values are finite; integers always are. Waits for the device."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     least, greatest = tensor.detach().aminmax()
@@ -84,27 +84,27 @@ def count_not_finite(tensor: Tensor) -> int:
     return int((~tensor.isfinite()).sum())
 
 
-# The batches that pass between the data, the models and the step, which do not import one another.
+# The batches that are passed between data, models and step, which do not import one another.
 
 
 MicroBatch = tuple[Tensor, ...]
 """(tokens, targets), each (B, S) of int64, on the device; or images (B, C, ...) of fp32 and their labels of int64.
 
-If attention is to stay within documents, (tokens, targets, documents), with the number of each token's document.
+If attention is limited to documents, (tokens, targets, documents), with the number of each token's document.
 """
 
 IGNORED_TARGET = -1
-"""A target that the loss ignores."""
+"""A target that is ignored by the loss."""
 
 
 def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
-    """Return the part that a rank holds of each sequence. `positions_S`: None for all positions."""
+    """Return the part of each sequence that a rank holds. `positions_S`: None for all positions."""
     if positions_S is None:
         return micro_batch
     return tuple(tensor[:, positions_S] for tensor in micro_batch)
 
 
-# Moments in the computation: times on the host's clock on a CPU, events on the current stream on an accelerator.
+# Moments in the computation: on a CPU times on the host's clock, on an accelerator events on the current stream.
 
 
 Mark = float | torch.Event
@@ -113,7 +113,7 @@ Span = tuple[Mark, Mark]
 
 
 def mark(*, on_gpu: bool) -> Mark:
-    """Return the current moment; on an accelerator, the moment at which the current stream gets here."""
+    """Return the current moment; on an accelerator, the moment at which the current stream reaches this point."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.Event(enable_timing=True)
@@ -128,7 +128,7 @@ def wait_for(moment: Mark) -> None:
 
 
 def elapsed_s(start: Mark, end: Mark) -> float:
-    """Return the seconds between two moments; on a GPU the device must have reached both."""
+    """Return the seconds between two moments. On a GPU, the device must have reached both."""
     if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return start.elapsed_time(end) / 1e3
     return float(end) - float(start)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Map a layout to the groups of ranks that work together.
 
-Ranks are numbered by `MESH_AXES`, outermost first. Parameters are sharded over dp_shard and cp together, since the
-ranks of both process different tokens. Experts have a separate mesh over the same ranks: ep innermost, and the rest of
-dp_shard x cp x tp shards each rank's experts.
+Ranks are numbered according to `MESH_AXES`, outermost first. Parameters are sharded over dp_shard and cp together,
+because the ranks of both process different tokens. Experts have a separate mesh over the same ranks: ep is innermost,
+and the experts of each rank are sharded over the rest of dp_shard x cp x tp.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from trainspec_cli.engine.comm.exchange import is_on_gloo
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 
 SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")
-"""The axes over which gradients are summed: `dp_shard` with cp, as in `Mesh.links`."""
+"""The axes over which gradients are summed; `dp_shard` includes cp, as in `Mesh.links`."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     layout: Layout
     axes: DeviceMesh
-    """Every axis of `MESH_AXES`, including those of size 1, so that no code has to check which exist."""
+    """All axes of `MESH_AXES`, including those of size 1, so that no code has to check which axes exist."""
     shard: DeviceMesh
-    """dp_shard x cp, flat."""
+    """dp_shard x cp, flattened."""
     experts: DeviceMesh | None
     """(pp, dp_replicate, expert_shard, ep), if ep spreads experts."""
     stage: DeviceMesh
-    """All axes except pp, flat: the ranks that hold the same layers."""
+    """All axes except pp, flattened: the ranks that hold the same layers."""
     upstream: dist.ProcessGroup
-    """The pipeline's ranks again: messages against the order of stages have a separate group."""
+    """The pipeline's ranks again, because messages against the order of stages have a separate group."""
     ends: dist.ProcessGroup
     """The ranks of the pipeline's first and last stage, if both have a tied embedding."""
     sums: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """On gloo, a second set of the groups of `SUMMED_OVER` with several ranks, only for gradients: they are summed in a
-    separate thread, and two threads' calls on one group would come in a different order on each rank."""
+    """On gloo, additional process groups for those axes of `SUMMED_OVER` that have several ranks. They are used only
+    for gradients, which are summed in a separate thread: if two threads used the same group, their calls would be in a
+    different order on each rank."""
     connections_of_sums: frozenset[Connection] = frozenset()
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -55,8 +56,8 @@ class Mesh:
         return int(self.axes[axis].get_local_rank())
 
     def links(self) -> dict[str, list[tuple[int, ...]]]:
-        """Return the groups of ranks that exchange along each axis with several ranks, except the pipeline's;
-        `dp_shard` is shared with cp, and `expert_shard` is the rest of ep, over which experts are sharded."""
+        """Return the groups of communicating ranks for each axis with several ranks, except the pipeline's. `dp_shard`
+        includes cp, and `expert_shard` is the axis over which the experts of each rank of ep are sharded."""
         whole = self.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
         found = {
             "dp_replicate": _rows(whole, 1),
@@ -74,19 +75,19 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return the number of the part of each batch that this rank reads: 0 .. data_parallel_size - 1."""
+        """Return the number of this rank's part of each batch: 0 .. data_parallel_size - 1."""
         return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
 
     @property
     def expert_data_ranks(self) -> range:
-        """The data ranks whose tokens this rank's experts get; without ep, only its own."""
+        """The data ranks whose tokens this rank's experts get; without ep, only this rank's."""
         together = max(1, self.layout.ep // (self.layout.cp * self.layout.tp))
         first = self.data_rank - self.rank("dp_shard") % together
         return range(first, first + together)
 
 
 def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
-    """Return the ranks that differ only in the dimensions `along`. NumPy is used because it also works when torch's
+    """Return the ranks that differ only in the dimensions `along`. NumPy is used because it also works if torch's
     tensors are fake, as in a trace."""
     others = [dim for dim in range(ranks.ndim) if dim not in along]
     grid = np.array(ranks.tolist()).transpose(*others, *along)
@@ -97,11 +98,12 @@ def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
 def split_by_tier(
     rows: Sequence[Sequence[int]], place_of: Callable[[int], int], sizes: Sequence[int]
 ) -> list[list[list[int]]] | None:
-    """Return the groups for a sum over each row of ranks that proceeds tier by tier, innermost first: the ranks inside
-    each element, then those with the same number in each element that the next tier joins, and so on.
+    """Return the groups for a sum over each row of ranks, tier by tier and innermost first: the ranks inside each
+    element, then those with the same number in each element connected by the next tier, and so on.
 
     `place_of`: position of a rank's device among all devices. `sizes`: number of devices in an element of each tier,
-    innermost first. None unless several levels have several ranks and all elements of a tier have the same number.
+    innermost first. None unless several levels have several ranks and all elements of a tier have the same number of
+    ranks.
     """
     if not sizes:
         return None
@@ -125,7 +127,7 @@ def split_by_tier(
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """Build the groups of a layout. Called collectively by all ranks."""
+    """Create the groups of a layout. Called collectively by all ranks."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     upstream = ends = axes["pp"].get_group()
@@ -157,6 +159,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
 
 
 def ranks_of_pipelines(layout: Layout) -> list[list[int]]:
-    """Return the ranks of each pipeline, from the first on; pp is the outermost axis."""
+    """Return the ranks of each pipeline, starting with the first stage; pp is the outermost axis."""
     apart = math.prod(getattr(layout, axis) for axis in MESH_AXES if axis != "pp")
     return [[first + apart * rank for rank in range(layout.pp)] for first in range(apart)]

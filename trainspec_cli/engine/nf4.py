@@ -1,9 +1,9 @@
-"""4-bit NormalFloat with double quantisation, the storage of frozen weights in QLoRA (arXiv:2305.14314).
+"""4-bit NormalFloat with double quantisation, the storage format of frozen weights in QLoRA (arXiv:2305.14314).
 
-A matrix's rows are cut into blocks of 64 weights; the last block of a row may be shorter. Each weight is kept as the
-nearest of 16 quantiles of a normal distribution, times the block's largest magnitude. These magnitudes, minus their
-mean, are in turn quantised to 8 bits in blocks of 256, in the dynamic format of arXiv:2110.02861. That makes 4 + 8 / 64
-+ 32 / (64 * 256) = 4.127 bits per weight. Codes, mean and scales are the same as in bitsandbytes.
+The rows of a matrix are divided into blocks of 64 weights; the last block of a row may be shorter. Each weight is
+stored as the nearest of 16 quantiles of a normal distribution, times the block's largest magnitude. These magnitudes,
+minus their mean, are in turn quantised to 8 bits in blocks of 256, in the dynamic format of arXiv:2110.02861. This
+amounts to 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits per weight. Codes, mean and scales are the same as in bitsandbytes.
 
 Shapes: F rows of a matrix (outputs), D its columns (inputs), N blocks per row, G blocks of magnitudes.
 """
@@ -37,18 +37,18 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The code book, as printed in Appendix E of the paper."""
+"""The codebook from Appendix E of the paper."""
 
 
 class Nf4(NamedTuple):
     """A matrix, or a rank's part of one."""
 
     codes: Tensor
-    """(F, D / 2) uint8: the first of two neighbours is in the high four bits."""
+    """(F, D / 2) uint8: the first of two neighbouring codes is in the high four bits."""
     magnitudes: Tensor
     """(F, N) uint8: each block's largest magnitude."""
     scales: Tensor
-    """(1 + G,) fp32, for the full matrix: the mean of the magnitudes, then the largest distance from it in each
+    """(1 + G,) fp32, for the full matrix: the mean of the magnitudes, followed by the largest distance from it in each
     block."""
 
 
@@ -59,7 +59,7 @@ class Place:
     row: int = 0
     column: int = 0
     columns: int = 0
-    """Number of blocks in a row of the full matrix; 0: the same as in the part."""
+    """Number of blocks in a row of the full matrix; 0 if it is the same as in the part."""
 
 
 def shapes_of(rows: int, columns: int) -> Nf4:
@@ -74,15 +74,15 @@ def shapes_of(rows: int, columns: int) -> Nf4:
 
 
 def pair_table(device: torch.device | str) -> Tensor:
-    """Return (256, 2): the two weights that each byte of codes stands for."""
+    """Return (256, 2): the two weights represented by each byte of codes."""
     book = torch.tensor(NF4, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([book[byte // 16], book[byte % 16]], dim=1)
 
 
 def _dynamic_levels() -> tuple[float, ...]:
-    """Return 0, 1 and, in each of seven decades, the midpoints of equal intervals, twice as many as in the decade
-    below, with both signs."""
+    """Return 0, 1 and the midpoints of equal intervals, with both signs, in each of seven decades. Each decade has
+    twice as many intervals as the one below."""
     positive = [0.0, 1.0]
     negative = []
     for exponent in range(7):
@@ -111,7 +111,7 @@ def quantise(weight_FD: Tensor) -> Nf4:
     codes = _nearest(torch.tensor(NF4, device=weight_FD.device), scaled).view(rows, -1)[:, :columns]
     packed = codes[:, ::2] * 16 + codes[:, 1::2]
 
-    # Now the magnitudes
+    # Quantise the magnitudes
     mean = largest.mean()
     groups = -(-len(largest) // NF4_SCALE_BLOCK)
     centred = largest.new_zeros(groups * NF4_SCALE_BLOCK)
@@ -130,7 +130,7 @@ def _nearest(table: Tensor, values: Tensor) -> Tensor:
 
 
 def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels`: the two tables."""
+    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are the two tables."""
     rows = held.codes.shape[0]
     columns = 2 * held.codes.shape[1]
     largest_FN = magnitudes_of(held, place, levels)

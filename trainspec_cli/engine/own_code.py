@@ -1,5 +1,5 @@
 """Trials of user-defined code: whether they are possible, which errors are not the code's fault, and how code is
-refused."""
+rejected."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def refused(extension: Extension, what: str, hint: str = "", code: str = "own_co
 
 
 def is_no_fault(error: Exception) -> bool:
-    """Return whether the process ran out of memory or lost a peer, which the run handles as everywhere else."""
+    """Return whether the process ran out of memory or lost a peer, which the run handles as usual."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def has_values() -> bool:
-    """Return whether tensors hold numbers: those of a step that is only traced hold none, so nothing can be tried."""
+    """Return whether tensors contain numbers. In a step that is only traced they do not, so nothing can be tested."""
     return not isinstance(torch.empty(0), FakeTensor)

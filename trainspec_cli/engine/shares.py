@@ -1,7 +1,8 @@
-"""The part of each parameter that a rank holds, as one record for initialising, saving, measuring and digesting.
+"""The part of each parameter that a rank holds, in one record for initialising, saving, measuring and digesting.
 
-A parameter is cut first by tensor or expert parallelism (`Cut`: this rank's module holds a smaller plain tensor), and
-the rest is sharded by FSDP2 (a DTensor over one mesh axis). Copies of the same part on other ranks are counted.
+A parameter is first split by tensor or expert parallelism (`Cut`: this rank's module holds a smaller plain tensor), and
+the part is then sharded by FSDP2 (a DTensor over one mesh axis). The number of copies of the same part on other ranks
+is also recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainspec_cli.engine.nf4 import Nf4, Place, dequantise, magnitude_table, pa
 
 @dataclass(frozen=True)
 class Cut:
-    """`count` parts of about `full_size` / `count` along `dim`; this rank holds part `index`."""
+    """A split into `count` parts of about `full_size` / `count` along `dim`, of which this rank holds part `index`."""
 
     dim: int
     full_size: int
@@ -49,8 +50,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor whose parts along `dim` are on the ranks of `group`, in order, each of `size` / ranks, rounded up; the
-    last ones may be shorter or empty."""
+    """A tensor whose parts along `dim` are on the ranks of `group`, in order. Each part has the size `size` / ranks,
+    rounded up; the last parts may be shorter or empty."""
 
     dim: int
     size: int
@@ -66,9 +67,9 @@ class Split:
 @dataclass(frozen=True)
 class Share:
     name: str
-    """The name in the full model, whatever the layout."""
+    """The name in the full model, which does not depend on the layout."""
     parameter: nn.Parameter
-    """The parameter as the module holds it: a DTensor under FSDP2."""
+    """The parameter in the module: a DTensor with FSDP2."""
     cut: Cut | None = None
     copies: int = 1
     """Number of ranks of the job that hold this part, including this one."""
@@ -97,7 +98,7 @@ class Share:
 
     @property
     def offsets(self) -> torch.Size:
-        """Return the indices in the full parameter at which the local part begins."""
+        """Return the indices at which the local part begins in the full parameter."""
         offsets = [0] * self.parameter.dim()
         if self.cut:
             offsets[self.cut.dim] = self.cut.start
@@ -112,7 +113,7 @@ class Share:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """Return how the full parameter is assembled from local parts: the innermost split first."""
+        """Return how the full parameter is assembled from local parts, with the innermost split first."""
         found = []
         if isinstance(self.parameter, DTensor):
             (placement,) = self.parameter.placements
@@ -124,8 +125,8 @@ class Share:
         return tuple(split for split in found if split.group.size() > 1)
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offsets, full shape) of an optimizer state tensor. It is shaped like the local part, or its last
-        dimension has several values for each row (block scales), and only a cut divides it along that dimension."""
+        """Return (offsets, full shape) of an optimizer state tensor. Its shape is that of the local part, or its last
+        dimension has several values for each row (block scales), along which only a `Cut` divides it."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
         rows = state.dim() - 1
@@ -148,7 +149,8 @@ class Share:
 
 
 def unique_shares(shares: Sequence[Share]) -> list[Share]:
-    """Return each share once: a tied embedding may be on two stages of one rank, but is saved and digested once."""
+    """Return each share once. A tied embedding may be on two stages of one rank, but is only saved and digested
+    once."""
     return list({share.name: share for share in shares}.values())
 
 
@@ -157,7 +159,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_cut(part: Tensor, cut: Cut) -> Tensor:
-    """Return the parts of all ranks of the cut, joined along its dimension; the last ones may be smaller."""
+    """Return the parts of all ranks of the cut, concatenated along its dimension. The last parts may be smaller."""
     size = -(-cut.full_size // cut.count)
     padded = part.new_zeros((size, *part.movedim(cut.dim, 0).shape[1:]))
     padded[: cut.size] = part.movedim(cut.dim, 0)
@@ -166,7 +168,7 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
     return torch.cat(gathered)[: cut.full_size].movedim(0, cut.dim).contiguous()
 
 
-# The parts of quantised matrices that a rank holds, filled from full matrices.
+# A rank's parts of quantised matrices, which are filled from full matrices.
 
 
 TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
@@ -175,10 +177,10 @@ TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A rank's part of a matrix; full matrices are quantised, so that the layout does not change any value."""
+    """A rank's part of a matrix. Matrices are quantised in full, so that the layout does not change any value."""
 
     name: str
-    """The name that the matrix has when it is not quantised."""
+    """The name of the matrix if it is not quantised."""
     parts: tuple[Share, ...]
     """In the order of `Nf4`."""
 
@@ -194,7 +196,7 @@ class QuantisedMatrix:
 
 
 def split_quantised(shares: Sequence[Share]) -> tuple[list[Share], list[QuantisedMatrix]]:
-    """Return the shares of full parameters, and the matrices that consist of the others."""
+    """Return the shares of unquantised parameters, and the quantised matrices that consist of the other shares."""
     plain = [share for share in shares if not is_quantised(share.name)]
     others = {share.name: share for share in shares if is_quantised(share.name)}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in others)
@@ -215,7 +217,7 @@ def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def names_of(weight: str) -> tuple[str, ...]:
-    """Return the names of the tensors that replace a layer's weight, named `weight`, if it is quantised."""
+    """Return the names of the tensors that replace a layer's weight, whose name is `weight`, if it is quantised."""
     return tuple(f"{weight.removesuffix('weight')}{leaf}" for leaf in TENSORS)
 
 

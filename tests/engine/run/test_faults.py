@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trainspec_cli.core.environment_names import GROUP
+from trainspec_cli.engine import accelerators
 from trainspec_cli.engine.build import train_state
 from trainspec_cli.engine.build.train_state import Throttle
 from trainspec_cli.engine.run import faults
@@ -44,7 +45,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """The signals that the process sends itself, and how long it sleeps."""
     sent: list[tuple[str, float]] = []
     monkeypatch.setattr(faults.os, "kill", lambda pid, number: sent.append(("signal", number)))
-    monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=lambda seconds: sent.append(("sleep", seconds))))
+    monkeypatch.setattr(accelerators, "time", SimpleNamespace(sleep=lambda seconds: sent.append(("sleep", seconds))))
     return sent
 
 

@@ -1,1 +1,1 @@
-"""Build a plan's model and optimizer and place them in the mesh."""
+"""Build a plan's model and optimizer, and place them in the mesh."""

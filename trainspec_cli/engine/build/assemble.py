@@ -1,4 +1,4 @@
-"""Build a plan's model stages and optimizer and place them in the mesh; each phase once, in order."""
+"""Build a plan's model stages and optimizer, and place them in the mesh, phase by phase in a fixed order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS
 
-# A model or one of its stages: built on meta, allocated, and filled with its initial values.
+# A model or one of its stages, which is built on meta, allocated, and filled with its initial values.
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
@@ -48,7 +48,7 @@ def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> 
 
 
 def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Move the model from meta to `device`; with `offload` its parameters go to host memory."""
+    """Move the model from meta to `device`. With `offload`, parameters are moved to host memory instead."""
     model.to_empty(device="cpu" if offload else device)
     if offload:
         for module in model.modules():
@@ -60,9 +60,9 @@ def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
 def materialise(
     model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
 ) -> None:
-    """Fill the allocated `model`, whose parameters are `shares`; `positions_S` if it sees only part of a sequence. Each
-    parameter has its own generator, seeded by the run's seed and its name, so its values depend neither on the layout
-    nor on the order; only one full parameter is in memory at a time."""
+    """Fill the allocated `model`, whose parameters are `shares`. `positions_S`: set if the model sees only a part of
+    each sequence. Each parameter has a separate generator, seeded with the run's seed and the parameter's name, so its
+    values depend neither on the layout nor on the order. Only one full parameter is in memory at a time."""
 
     def first_values(name: str, full: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -88,8 +88,7 @@ def start_buffers(model: Any, device: torch.device, seed: int, positions_S: Tens
         model.positions_S = positions_S.to(device)
 
 
-# Find the function of a kernel backend by its name, and put it into a model, whose modules hold their operations by
-# name.
+# Find the function of a kernel backend by name, and insert it into a model. Modules store their operations by name.
 
 
 ENGINE = __package__.rpartition(".")[0]
@@ -104,19 +103,20 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
         function = partial(function, **found.options)
     if not found.fused:
         return function
-    # Compiled for each shape separately, so that results do not depend on earlier shapes.
+    # Compile separately for each shape, so that results do not depend on earlier shapes.
     fused = torch.compile(function, dynamic=False)
 
     @wraps(function)
     def call(*inputs: Any) -> Any:
-        # Evaluation has other shapes, each of which would be compiled.
+        # Evaluation has different shapes, each of which would have to be compiled.
         return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
 
     return call
 
 
 def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
-    """Return the engine's own modules that have the operation; a user's module may use the name for something else."""
+    """Return the engine's modules that have the operation. A user-defined module may use the name for something
+    else."""
     found = []
     for module in part.modules():
         definer = next((base for base in type(module).__mro__ if op in vars(base)), None)
@@ -126,23 +126,23 @@ def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
 
 
 def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
-    """Replace the default operations with the chosen ones, in every module that has them."""
+    """Replace the default operations by the chosen ones in every module that has them."""
     for op, backend in kernels.changed.items():
         function = load_kernel(op, backend)
         for module in modules_with(part, op):
             setattr(module, op, function)
 
 
-# One stage of a plan's model, spread over the axes of the mesh.
+# A single stage of a plan's model, spread over the axes of the mesh.
 
 
 def spread_stage(
     plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, stage: int
 ) -> tuple[Any, dict[str, Cut], list[str]]:
-    """Build one stage of the model on meta, and spread it over the mesh's other axes.
+    """Build one stage of the model on meta, and spread it over the other axes of the mesh.
 
-    The order of the techniques is fixed: each is applied to the result of the previous ones. Return (the module, how
-    parameters are cut, names of parameters whose gradients are partial over tp).
+    The order of the techniques is fixed, because each is applied to the result of the previous ones. Return (the
+    module, how its parameters are split, names of parameters whose gradients are partial over tp).
     """
     layout = plan.layout
     with torch.device("meta"):
@@ -214,14 +214,14 @@ def spread_stage(
 
 
 def layers_of(plan: Plan, stage: int) -> range | None:
-    """Return the layers of `stage`; None stands for all of them."""
+    """Return the layers of `stage`; None stands for all layers."""
     if plan.layout.num_stages == 1:
         return None
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
 
 
 def is_twin(plan: Plan, name: str) -> bool:
-    """Return whether a parameter is on both ends of the pipeline."""
+    """Return whether a parameter exists at both ends of the pipeline."""
     return plan.spec.model.tied_embeddings and name == "embed.weight" and plan.layout.num_stages > 1
 
 
@@ -246,11 +246,11 @@ def build_train_state(
     *,
     fill: bool = True,
 ) -> TrainState:
-    """Build each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the
+    """Build each stage on meta (kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise), and then the
     optimizer.
 
-    `clock` and `wire` are those of the state that this one replaces. Without `fill`, parameters have no values and
-    moments no memory yet, since `reshard` provides both.
+    `clock` and `wire`: those of the state that the new one replaces. Without `fill`, parameters have no values and
+    moments have no memory yet, because `reshard` provides both.
     """
     _refuse_compiling(plan, device.type)
     mesh = mesh or build_mesh(plan.layout, device.type)
@@ -282,8 +282,8 @@ def build_train_state(
         allocate(part, device, offload=plan.offload != "none")
         held = []
         for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
-            # Replicas hold copies. So do the ranks of tp if a parameter is not cut, and all data-parallel ranks if it
-            # is quantised; a tied embedding exists twice.
+            # Replicas hold copies. So do the ranks of tp if a parameter is not split, and all data-parallel ranks if it
+            # is quantised. A tied embedding exists twice.
             copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
             copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
             held.append(Share(name, parameter, cuts.get(name), copies))
@@ -304,8 +304,8 @@ def build_train_state(
     else:
         update = load_kernel("adamw", plan.kernels.adamw)
         optimizer = build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, compute)
-    # Gradients that no backward pass sums: those of parameters that every rank of tp holds in full, and those of a tied
-    # embedding, whose two copies are at the two ends of a pipeline.
+    # Gradients that are not summed by a backward pass: those of parameters that every rank of tp holds in full, and
+    # those of a tied embedding, whose copies are at the two ends of a pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None

@@ -21,15 +21,16 @@ from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
-    # Activations of regions whose matrices are cut, or their gathering and scattering under sequence parallelism
-    # (comm/exchange.py); the loss over a cut vocabulary (parallel/context.py); gradients of what every rank holds
-    # whole, after the backwards (run/step.py: sum_late); parts of matrices for Muon (optim/whole.py).
+    # Activations of regions whose matrices are split, or gathered and scattered with sequence parallelism
+    # (comm/exchange.py); the loss over a split vocabulary (parallel/context.py); gradients of parameters that every
+    # rank holds in full, after the backward passes (run/step.py: sum_late); parts of matrices for Muon
+    # (optim/whole.py).
     "tp": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Keys and values travel around a ring, or are swapped for heads (parallel/context.py). Parameters are sharded over
-    # these ranks too (parallel/data_parallel.py), the noise of gradients is summed (parallel/noise.py), and so is the
-    # loss that balances experts (parallel/pipeline.py).
+    # Keys and values are sent around a ring, or swapped for heads (parallel/context.py). Parameters are also sharded
+    # over these ranks (parallel/data_parallel.py). The gradient noise (parallel/noise.py) and the loss that balances
+    # experts (parallel/pipeline.py) are summed.
     "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
-    # Tokens go to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
+    # Tokens are sent to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),
     # Activations and their gradients between stages (parallel/pipeline.py); gradients of an embedding that the first
     # and the last stage share (build/assemble.py).
@@ -39,14 +40,15 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Muon swaps parts of matrices (optim/whole.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
-    # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
+    # Gradients are summed over replicas, at once or in tiers: rows are swapped, and sums are gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports end the step (run/step.py). Experts' visits (parallel/pipeline.py) and
-    # the statistics of batch normalisation (models/layers.py) are summed over the ranks of a pipeline stage.
+    # Loss, norm, noise and the ranks' reports are exchanged at the end of the step (run/step.py). Experts' visits
+    # (parallel/pipeline.py) and the statistics of batch normalisation (models/layers.py) are summed over the ranks of a
+    # pipeline stage.
     "all": ("all_reduce",),
 }
-"""Every exchange of a step inside a replica group, by axis; compressed gradients are swapped and gathered in place of a
-sum (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
+"""Every exchange of a step inside a replica group, by axis. Compressed gradients are swapped and gathered instead of
+summed (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +61,25 @@ class Exchanges:
     compression: Compression
     losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
-    """Tiers of the gradient sum over replicas, if the blueprint uses them; None: one all-reduce."""
+    """Tiers of the gradient sum over replicas, if the blueprint uses them; None for a single all-reduce."""
     sums: GradientSums | None = None
-    """Gradient sums in a separate thread, if the mesh has groups for that."""
+    """Gradient sums in a separate thread, if the mesh has groups for them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
-    """Variants of `sums`, by shard axis."""
+    """Routes of `sums`, by shard axis."""
 
     def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
         """Return the timer and byte counter for the exchanges of `group`, which is this rank's group along `axis`."""
         return self.counted(purpose, self.links.of(axis, group))
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
-        """Return this rank's peers along `axis`, with their exchanges timed as the layout's own."""
+        """Return this rank's peers along `axis`, and time exchanges with them as those of the layout."""
         group = mesh.group(axis)
         is_ring = axis == "cp" and mesh.layout.context_method == "ring"
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return the ranks with which gradients are summed along `axis`, with their bytes counted as gradients."""
+        """Return the ranks with which gradients are summed along `axis`, and count bytes exchanged with them as
+        gradients."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -90,14 +93,14 @@ class Exchanges:
 
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
-    """Build the exchanges of a plan. Called collectively by all ranks."""
+    """Create the exchanges of a plan. Called collectively by all ranks."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     compression = Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Only one of several replica groups writes checkpoints, and it does not hold the feedback of the others.
+        # Only one of several replica groups writes checkpoints, and it does not have the feedback of the other groups.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()

@@ -1,5 +1,5 @@
-"""Load a run's weights, or its model with them, in Python: on the CPU, in one process, from a checkpoint in any
-layout."""
+"""Load a run's weights, or its model with these weights, in Python: on the CPU, in one process, from a checkpoint with
+any layout."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trainspec_cli.run.folder.record import read_plan
 
 
 def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
-    """Return the model's tensors by name as the checkpoint holds them. Raises MachineError if the checkpoint is
-    damaged, and RecipeError if its matrices are in 4 bits."""
+    """Return the model's tensors by name, in the form in which the checkpoint stores them. Raises MachineError if the
+    checkpoint is damaged, and RecipeError if its matrices are in 4 bits."""
     folder = run.checkpoint(step)
     manifest = read_manifest(folder)
     entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}
@@ -37,14 +37,14 @@ def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
 
 
 def read_run_model(run: RunDir, step: int) -> Any:
-    """Return the model as the engine builds it, in fp32, with the weights of a checkpoint. Raises the errors of
-    `read_run_weights`, and RecipeError for adapters or for user-defined blocks whose file has changed."""
+    """Return the engine's model, in fp32, with the weights of a checkpoint. Raises the errors of `read_run_weights`,
+    and RecipeError for adapters or for user-defined blocks whose file has changed."""
     spec = read_plan(run).spec
     if spec.lora.rank:
         message = f"{run.root} trained adapters, which are not merged here"
         hint = "trainspec export RUN --output FOLDER merges them; read_weights reads them as they are"
         raise RecipeError(Problem("unsupported", message, "lora.rank", hint))
-    # Other code with the same shapes would load without an error and compute something else.
+    # Different code with the same shapes would load without an error but compute something else.
     if changed := list(describe_changed_code(run)):
         hint = "put the run's copy back; read_weights runs no code"
         raise RecipeError([Problem("changed_code", line, hint=hint) for line in changed])

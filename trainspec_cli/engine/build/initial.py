@@ -1,4 +1,4 @@
-"""The initial weights of a run, read tensor by tensor into the parts that each rank holds."""
+"""The initial weights of a run, which are read tensor by tensor into each rank's parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 def load_initial(plan: Plan, state: TrainState) -> None:
-    """Fill the model with the weights of `init.from`; without it, the values generated from the seed stay. Called
+    """Fill the model with the weights of `init.from`. Without it, the values generated from the seed remain. Called
     collectively by all ranks.
 
     Raises RecipeError or MachineError on all ranks if the checkpoint does not match the model or a weight is not
@@ -54,8 +54,8 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 def load_tensors(
     folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
 ) -> None:
-    """Load the weights in `folder`. A rank reads only what its parts cover: files are memory-mapped, and other pages
-    stay unread. Raises a MachineError that names the tensors with non-finite values."""
+    """Load the weights in `folder`. A rank reads only the data of its parts: files are memory-mapped, and other pages
+    are not read. Raises a MachineError that names the tensors with non-finite values."""
     tensors = MappedTensors(entries)
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
     plain, quantised = split_quantised(shares)
@@ -71,7 +71,7 @@ def load_tensors(
 
 
 class MappedTensors:
-    """Tensors from files: those of a safetensors file are views of the mapped file, and others are assembled from their
+    """Tensors from files. Those of a safetensors file are views of the mapped file; others are assembled from their
     parts."""
 
     def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
@@ -79,7 +79,7 @@ class MappedTensors:
         self._files: dict[Path, Tensor] = {}
 
     def fill(self, share: Share, pieces: Sequence[Piece]) -> Iterator[str]:
-        """Read what a share covers. Yield each tensor in which non-finite weights were read, with the number of such
+        """Read the data of a share. Yield each tensor in which non-finite weights were found, with the number of such
         values in the full tensor."""
         for piece in pieces:
             met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
@@ -96,7 +96,7 @@ class MappedTensors:
         """Return the piece's tensor with the dims in the parameter's order."""
         entry = self._entries[piece.tensor]
         if isinstance(entry, PartedTensor):
-            # Copy the parts together. Elements that no part covers become NaN, and are reported.
+            # Copy the parts into one tensor. Elements not covered by any part become NaN and are reported.
             dtypes = [DTYPES[part.held.dtype] for part in entry.parts]
             tensor = torch.full(entry.shape, torch.nan, dtype=reduce(torch.promote_types, dtypes))
             for part in entry.parts:

@@ -1,7 +1,7 @@
-"""User-defined blocks and losses in a run: tested on small inputs before the first step.
+"""User-defined blocks and losses in a run, which are tested on small inputs before the first step.
 
-The engine shards, recomputes and resumes blocks, and spreads samples over ranks; so a block has to be causal and depend
-only on its input, sample by sample. Each token's loss has to depend only on that token.
+The engine shards, recomputes and resumes blocks, and distributes samples over ranks. So a block has to be causal and
+may depend only on its input, sample by sample. Each token's loss may depend only on that token.
 
 Shapes: B samples, S tokens per sample, D hidden size, T tokens, V vocabulary.
 """
@@ -25,17 +25,16 @@ from trainspec_cli.recipe.user_code import Extension, arguments, load, user_code
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""The largest relative difference (to the largest value) between outputs that should be equal."""
+"""Maximum difference between outputs that should be equal, relative to the largest value."""
 AGREEMENT_ELSE = 1e-4
 LOSS_TRIAL_TOKENS = 6
 LOSS_AGREEMENT = 1e-5
-"""The largest relative difference between the losses of tokens computed together and of some of them computed
-separately."""
+"""Maximum relative difference between the losses of tokens that are computed together and separately."""
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
-    """Test the block of a layer, if blocks are user-defined, in the run's format on its device. Raises RecipeError for
-    a block that cannot be trained."""
+    """If blocks are user-defined, test the block of a layer in the run's format on its device. Raises RecipeError for a
+    block that cannot be trained."""
     if not isinstance(plan.spec.model, OwnModel) or not has_values():
         return
     maker = BlockMaker(plan.spec.model)
@@ -66,7 +65,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
-    # Check the shape of the output, also without samples, as on a rank whose share is used up.
+    # Check the shape of the output, also without samples, as on a rank whose samples are used up.
     x_BSD = draw()
     y_BSD = forward(x_BSD)
     for given in (x_BSD, x_BSD[:0]):
@@ -87,7 +86,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "a block must not keep state from step to step"
         raise refused(maker.extension, "changes a buffer in its forward", hint)
 
-    # Its reach: a token's output depends only on its own sample, and not on later tokens in it.
+    # Check the dependencies: a token's output depends only on its sample, and not on later tokens.
     half = length // 2
     other_BSD = draw()
     later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
@@ -98,7 +97,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         hint = "layouts spread samples over ranks: compute no statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
 
-    # Its backward pass: every parameter has a gradient, which is the same if the forward pass is recomputed.
+    # Check the backward pass: every parameter has a gradient, which is the same if the forward pass is recomputed.
     plain = gradients()
     unused = next((name for name, gradient in plain.items() if gradient is None), None)
     if unused is not None:
@@ -115,8 +114,8 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
 def load_loss(
     extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
 ) -> LossOfTokens:
-    """Import a loss, and test it on a few tokens. Raises RecipeError if the code is wrong or its tokens' losses depend
-    on one another."""
+    """Import a loss, and test it on a few tokens. Raises RecipeError if the code is wrong or the losses of different
+    tokens depend on one another."""
     call = partial(load(extension), **arguments(options))
 
     def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""All that a rank trains with."""
+"""Everything that a rank needs for training."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass
 class Throttle:
-    """Passes that an injected fault slows down; usually None."""
+    """Slows down passes because of an injected fault; usually None."""
 
     parts: Mapping[int, float]
-    """The fraction of the model's layers in each stage of this rank."""
+    """Fraction of the model's layers in each of this rank's stages."""
     sample_s: float = 0.0
-    """Additional time of all passes of one sample through all layers."""
+    """Additional time of all passes of one sample through all layers, in seconds."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
-        """Wait for the additional time of a pass of this kind; a full backward pass costs two forward passes."""
+        """Wait for the additional time of a pass of this kind; a full backward pass costs as much as two forward
+        passes."""
         if self.sample_s:
             seconds = self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3
             keep_busy(self.device, seconds)
@@ -48,7 +49,7 @@ class Throttle:
 
 @dataclass
 class Allowance:
-    """Memory limited by an injected fault to this number of samples at a time; usually None."""
+    """Limits the number of samples that fit in memory at a time because of an injected fault; usually None."""
 
     samples: int | None = None
 
@@ -60,7 +61,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages that this rank holds, and its connections to the others."""
+    """This rank's stages, and its connections to other stages."""
 
     layout: Layout
     parts: dict[int, Any]
@@ -84,8 +85,7 @@ class LateSum:
 
 @dataclass
 class TrainState:
-    """All that a rank trains with: its stages of the model, their shares, the optimizer and the mesh that they are
-    placed in."""
+    """Everything that a rank needs for training: its stages of the model, their shares, the optimizer, and the mesh."""
 
     device: torch.device
     mesh: Mesh
@@ -96,27 +96,27 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     late_sums: Sequence[LateSum]
     positions_S: Tensor | None
-    """The positions of each sequence that this rank holds; None: all."""
+    """The positions of each sequence that this rank holds; None for all positions."""
     routers: Sequence[Any]
-    """Routers whose experts are to be balanced."""
+    """Routers whose experts are balanced."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that ep spreads."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
-    """The gradient sums over data-parallel ranks during the backward pass; None on a GPU, or if one rank has
+    """The gradient sums over data-parallel ranks during the backward pass; None on a GPU, or if one rank holds
     everything."""
     losses: list[ModuleLosses] = field(default_factory=list)
     """The errors of compressed gradient exchanges, by module."""
     beyond: dict[str, Tensor] = field(default_factory=dict)
-    """The tensors that a coordinator saves in addition to the model, by a name that no other rank or layout uses."""
+    """Tensors that a coordinator saves in addition to the model, under names that no other rank or layout uses."""
 
     @property
     def parts(self) -> list[Any]:
         return list(self.stages.parts.values())
 
     def await_sums(self) -> Callable[[], object]:
-        """Return a function that waits, in any thread, for the gradient sums over data-parallel ranks that have
+        """Return a function that waits, in any thread, for the gradient sums over data-parallel ranks that have been
         started."""
         return self.sums.await_added() if self.sums is not None else lambda: None
 

@@ -1,8 +1,8 @@
 """A checkpoint's folder. It is written as `.step_00000020.TOKEN.partial`, and published by one rename when all parts
 exist.
 
-So a folder with the final name is always complete, no matter when the run was killed. The ranks coordinate through the
-folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
+So a folder with the final name is always complete, whenever the run is killed. The ranks coordinate through
+the folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
 failure. The token is unique to a run, so leftovers of a killed save are never mistaken for a part; the next published
 save removes them.
 """
@@ -43,7 +43,7 @@ from trainspec_cli.run.folder.paths import RunDir
 PIECE_BYTES = 2**24
 POLL_S = 0.02
 PATIENCE_S = 1800.0
-"""A rank that has not reported its part after this long counts as failed."""
+"""A rank that has not reported its part after this many seconds counts as failed."""
 
 
 def partial_folder(run_dir: RunDir, step: int, token: str) -> Path:
@@ -100,8 +100,8 @@ def commit(
         write_manifest(partial, manifest)
         for path in reports:
             path.unlink()
-        # The file names must reach the disk before the folder's new name does; otherwise a crash may keep only the
-        # latter.
+        # The file names must reach the disk before the folder's new name; otherwise only the latter may survive a
+        # crash.
         _sync_folder(partial)
         final = run_dir.checkpoint(about.step)
         partial.rename(final)
@@ -159,7 +159,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 PartKey = tuple[str, tuple[int, ...]]
-"""(name of the tensor, start of the part within it)"""
+"""(name of the tensor, start of the part in the tensor)"""
 Span = tuple[int, int]
 
 
@@ -191,7 +191,7 @@ def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A rank's part of a full tensor: `tensor` is the live memory; it starts at `offsets` in `full_shape`."""
+    """A rank's part of a full tensor. `tensor` is the live memory, which starts at `offsets` in `full_shape`."""
 
     name: str
     tensor: Tensor

@@ -52,7 +52,7 @@ class Chunk:
 class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
-    """The dtype by its safetensors name: F32, BF16, U8, ..."""
+    """The name of the dtype in safetensors: F32, BF16, U8, ..."""
     chunks: tuple[Chunk, ...]
     """The chunks cover each element of the tensor exactly once."""
 
@@ -128,7 +128,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def part_from(content: Mapping[str, object]) -> WrittenPart:
-    """Build from plain JSON, the inverse of `asdict`. Raises ValueError for malformed JSON."""
+    """Create from plain JSON; the inverse of `asdict`. Raises ValueError for malformed JSON."""
     part = read_record(WrittenPart, content)
     check_content((part.file,), part.tensors)
     return part

@@ -155,8 +155,8 @@ class CopyLocation:
 
 
 class MemoryCopies:
-    """The copies that one rank keeps. All ranks make the same calls; `share` runs in the writer's thread, on a separate
-    group."""
+    """The copies kept by one rank. All ranks make the same calls; `share` runs in the writer's thread, on a separate
+    process group."""
 
     def __init__(self, location: CopyLocation, image: Image, device: torch.device):
         self._location = location
@@ -227,7 +227,7 @@ class KeptPart:
 
     @staticmethod
     def read(content: Mapping[str, object]) -> KeptPart:
-        """Build from plain JSON, the inverse of `asdict`. Raises the errors of `part_from`."""
+        """Create from plain JSON; the inverse of `asdict`. Raises the errors of `part_from`."""
         kept = read_record(KeptPart, content)
         check_content((kept.part.file,), kept.part.tensors)
         return kept
@@ -235,18 +235,19 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step of which each part is in some node's memory."""
+    """A step whose parts are all available, each in the memory of at least one node."""
 
     folder: Path
     """The slot on this node, with all files that the node's ranks need."""
     slot: int
     manifest: CheckpointManifest
     holders: dict[str, int]
-    """For each file, a rank on a node that has it."""
+    """Maps each file to a rank on a node that has it."""
 
 
 def find_newest(location: CopyLocation) -> FoundCopy | None:
-    """Return the newest step whose parts are all complete on some node. Called collectively by all ranks."""
+    """Return the newest step whose parts are all complete, each on at least one node. Called collectively by all
+    ranks."""
     steps: dict[tuple[int, int], dict[int, tuple[int, KeptPart]]] = {}
     own = [asdict(part) for part in _whole_parts(location)]
     for holder, kept in enumerate(gather_json(own, lambda contents: list(map(KeptPart.read, contents)))):

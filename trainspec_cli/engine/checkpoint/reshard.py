@@ -56,7 +56,7 @@ class PartPlace:
 
     @staticmethod
     def read(plain: Sequence[Any]) -> PartPlace:
-        """The inverse of `plain`, from JSON. Raises ValueError and KeyError."""
+        """Create from JSON; the inverse of `plain`. Raises ValueError and KeyError."""
         name, code, *places = plain
         offsets, shape, full_shape = (convert(tuple[int, ...], place) for place in places)
         return PartPlace(convert(str, name), DTYPES[code], offsets, shape, full_shape)
@@ -147,7 +147,7 @@ def peak_bytes(
     buckets: Sequence[Sequence[str]],
     rank: int,
 ) -> int:
-    """Return the maximum size of the state in bytes on any rank during the move, including messages.
+    """Return the maximum size of the state on any rank during the move, in bytes and including messages.
 
     For each bucket, the new parts are allocated, and then its messages. Once the messages have arrived, the old parts
     are freed.
@@ -174,12 +174,12 @@ class ReshardError(Exception):
 
 @dataclass(frozen=True)
 class Resharded:
-    """The bytes moved and held in a change of layout."""
+    """Bytes moved and held during a change of layout."""
 
     moved_bytes: int
     """Bytes sent between ranks, summed over all ranks."""
     peak_bytes: int
-    """Maximum size of the state in bytes on any rank during the move."""
+    """Maximum size of the state on any rank during the move, in bytes."""
 
 
 def agree_on_failure(own: str) -> str:
@@ -306,7 +306,7 @@ def _move_back(
 
 @dataclass(frozen=True)
 class _Message:
-    """All of a bucket's slices that go from one rank to another on one device type."""
+    """All slices of a bucket that are sent from one rank to another on one device type."""
 
     moves: Sequence[Move]
     buffer: Tensor
@@ -317,7 +317,7 @@ class _Message:
         return _Message(moves, torch.empty(sum(move.bytes for move in moves), dtype=torch.uint8, device=device))
 
     def contents(self) -> Iterator[tuple[Move, Tensor]]:
-        """Yield each slice's view into the buffer, in its own format and shape."""
+        """Yield a view of the buffer for each slice, in the slice's format and shape."""
         parts = self.buffer.split([move.bytes for move in self.moves])
         for move, part in zip(self.moves, parts, strict=True):
             yield move, part.view(move.dtype).view([end - begin for begin, end in move.spans])
@@ -386,5 +386,5 @@ def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> Non
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:
-    """Return a view of a part's slice; for a scalar, all of it."""
+    """Return a view of a slice of a part; for a scalar, the entire part."""
     return part.tensor[slices(move.spans, part.offsets)] if move.spans else part.tensor

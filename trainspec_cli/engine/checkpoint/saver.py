@@ -335,7 +335,7 @@ def _parts(manifest: CheckpointManifest, held: Held, device: torch.device) -> li
 
 
 def _kept_feedback(manifest: CheckpointManifest, held: Held) -> list[TensorPart]:
-    """Return the parts of this rank's feedback that the checkpoint holds in the same shape."""
+    """Return the parts of this rank's feedback that are in the checkpoint with the same shape."""
     entries = ((part, manifest.tensors.get(part.name)) for part in held.feedback_parts())
     return [part for part, entry in entries if entry is not None and entry.shape == part.full_shape]
 

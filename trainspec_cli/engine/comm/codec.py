@@ -251,7 +251,7 @@ ESTABLISHED = 1
 LIBC = ctypes.CDLL(None)
 OTHER = "other"
 Connection = tuple[int, int]
-"""A descriptor and its inode, which together distinguish a connection from a later one."""
+"""A descriptor and its inode, which together distinguish a connection from later ones."""
 
 
 @dataclass

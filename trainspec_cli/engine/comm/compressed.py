@@ -1,8 +1,8 @@
 """Gradient sums over ranks. Gradients are sent in few bits, but never summed in that format.
 
 Each rank encodes the parts that the other ranks sum. After an all-to-all, each rank decodes the received parts and sums
-them in fp32, in rank order with its own part last, so that the results are reproducible bit by bit. For an all-reduce,
-the sums are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
+them in fp32, in rank order with its own part last, so that results are bitwise reproducible. For an all-reduce, the
+sums are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
 The rank adds the encoding's error to its later gradients (error feedback). If e is the error that has not been sent
 yet, q = Q(g + a e) is sent, and e becomes e + g - q. After any number of steps, the sum of everything sent plus e is
@@ -29,7 +29,7 @@ from trainspec_cli.engine.comm.exchange import all_gather
 RETURNED = 1 / 8
 """The fraction of the error that is sent in an exchange (a)."""
 PART_VALUES = 2**24
-"""Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding holds up to 20 bytes per
+"""Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding uses up to 20 bytes per
 value, and runs in a stream whose memory no other stream can use."""
 ALIGNED = 2048
 """Rows are split at multiples of this number, which is a multiple of every codec's block size."""
@@ -124,11 +124,11 @@ class Feedback:
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """One of a step's exchanges, always with the same number of values."""
+    """One of the exchanges of a step, always with the same number of values."""
 
     codec: Codec
     feedback: Feedback | None
-    """None for formats whose error is too small to matter."""
+    """None for formats with a negligible error."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
         """Return this rank's row summed over the ranks, (N,) in fp32. `x_RN` contains a row for each rank."""
@@ -248,7 +248,7 @@ class Compression:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Return the entries for a checkpoint, by name."""
+        """Return the entries to store in a checkpoint, by name."""
         names = self.feedbacks if self.saved_as else ()
         return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 

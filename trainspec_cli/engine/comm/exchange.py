@@ -131,7 +131,7 @@ class Tiers:
         sum_in_tiers(x, self.levels)
 
     def sent_bytes(self, x: Tensor) -> float:
-        """Return the bytes that a rank sends in `sum_`."""
+        """Return the number of bytes that a rank sends in `sum_`."""
         total = 0.0
         part_bytes = float(x.nbytes)
         for group in self.levels:
@@ -147,7 +147,7 @@ class Peers:
     group: dist.ProcessGroup
     time: TimeCollective
     tiers: Tiers | None = None
-    """Tiers of `sum_`; None: one all-reduce."""
+    """Tiers of `sum_`; None for a single all-reduce."""
 
     @property
     def size(self) -> int:

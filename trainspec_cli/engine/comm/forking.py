@@ -110,7 +110,7 @@ def _run_as_process(
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
-    """Run a program to its end. Like in Python, an exception is written to stderr."""
+    """Run a program to its end. As in Python, an exception is written to stderr."""
     try:
         program()
     except SystemExit as end:
@@ -136,7 +136,7 @@ def fork_workers(module: str, arguments: Sequence[str]) -> None:
     if sys.platform != "linux" or module not in (ENGINE, TOOLS):
         return
     os.environ.setdefault(WITHOUT_CUDA_CONTEXT, "1")
-    with contextlib.suppress(Exception):  # the workers will hit the same error and report it as usual
+    with contextlib.suppress(Exception):  # the workers will encounter the same error and report it as usual
         import_module(f"{ENGINE}.run.worker" if module == ENGINE else f"{TOOLS}.{arguments[0]}")
     gc.freeze()  # prevent the workers' garbage collection from writing to shared memory
     api.get_subprocess_handler = _ForkingHandler  # type: ignore[assignment]  # torch passes every argument by name

@@ -80,8 +80,8 @@ def leave_processes() -> NoReturn:
 # `python -m trainspec_cli.engine.comm.joining OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
 #
 # torchrun's own rendezvous unpickles data from a store that anyone with access to the port can write to, and passes
-# that store to the workers. Here, a single node opens no port: its workers use a file that only their user can read.
-# Several nodes use the job's rendezvous server, which requires the job's secret.
+# that store to the workers. Here, a single node does not open a port: its workers use a file that only their user can
+# read. Several nodes use the job's rendezvous server, which requires the job's secret.
 
 
 BACKEND = "trainspec"
@@ -229,7 +229,7 @@ class RendezvousStore(dist.Store):
         return read_record(messages.KeyValues, answer).values
 
     def _ask(self, request: messages.KeyRequest, kind: type[T]) -> T:
-        """Return the value in the server's answer, which must be of `kind`."""
+        """Return the value in the server's answer, which must be a `kind`."""
         value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
         if not isinstance(value, kind):
             raise dist.DistNetworkError(f"the job's rendezvous server has answered {value!r}, no {kind.__name__}")

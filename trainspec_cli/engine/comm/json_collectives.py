@@ -121,7 +121,7 @@ def errors_together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SharedError:
-    """A rank's error in the form that the others receive."""
+    """A rank's error in the form in which other ranks receive it."""
 
     exit_code: int
     problems: tuple[Problem, ...]

@@ -1,4 +1,4 @@
-"""Read a run's batches: this rank's samples of a step as micro-batches on the device, read ahead by a thread."""
+"""Read a run's batches. A thread reads this rank's samples ahead, as micro-batches on the device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from trainspec_cli.run.recovery.watch import READING_THREAD
 
 # Stage batches to the device, in reused memory.
 #
-# On a GPU, a batch is assembled in pinned host memory and copied from there on a separate stream, several steps before
-# it is needed: the computation waits for the copy on the device, and the host never waits. On a CPU, nothing is copied.
+# On a GPU, a batch is assembled in pinned host memory and copied on a separate stream, several steps before it is
+# needed. The computation waits for the copy on the device, and the host never waits. On a CPU, nothing is copied.
 #
-# The life of a slot: free -> filled by the loader's thread -> read by a step -> free when the next batch is read.
+# States of a slot: free -> filled by the loader's thread -> read by a step -> free when the next batch is read.
 
 
 PREFETCHED_STEPS = 2
 SLOTS = PREFETCHED_STEPS + 1
-"""The prefetched batches plus the one in use."""
+"""Slots for the prefetched batches and the one in use."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Traffic:
     h2d_copies: int = 0
     h2d_bytes: int = 0
     allocations: int = 0
-    """Number of buffers allocated, on the host and on the device; it stops growing once every slot has held the largest
+    """Number of buffers allocated on the host and the device. It stops growing once every slot has held the largest
     batch."""
 
     def add(self, other: Traffic) -> None:
@@ -60,11 +60,11 @@ class Slot:
         if self.on_gpu:
             self.copied, self.used = (torch.Event(device, enable_timing=False) for _ in range(2))
         self.batch: list[MicroBatch] = []
-        """The batch on the device, once it is copied."""
+        """The batch on the device, once it has been copied."""
         self.traffic = Traffic()
 
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Fill the slot, on a GPU in the copy stream, after the copy of the last batch has finished."""
+        """Fill the slot, on a GPU in the copy stream after the copy of the last batch has finished."""
         self.traffic = Traffic()
         if self.on_gpu:
             self.copied.synchronize()
@@ -89,7 +89,7 @@ class Slot:
             self.copied.record()
 
     def _buffer(self, buffers: list[Tensor], place: int, like: Tensor, **where: object) -> Tensor:
-        """Return the buffer of this index, or a new one if the batch shape has changed."""
+        """Return the buffer with this index, or a new one if the batch shape has changed."""
         if place < len(buffers) and buffers[place].shape == like.shape and buffers[place].dtype == like.dtype:
             return buffers[place]
         self.traffic.add(Traffic(allocations=1))
@@ -101,7 +101,7 @@ class Slot:
 
 
 class Staging:
-    """Stages one rank's batches. The loader's thread calls `stage`, the training thread everything else."""
+    """Stages one rank's batches. The loader's thread calls `stage`; the training thread calls everything else."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -116,13 +116,13 @@ class Staging:
         """Assemble a batch and start its copy; wait if every slot is in use."""
         slot = self._free.get()
         if self._copies:
-            make_current(self._device)  # a thread starts on the first device, and would allocate there
+            make_current(self._device)  # otherwise the thread would allocate on the first device
         with self._copies or nullcontext():
             slot.fill(micro_batches)
         return slot
 
     def take(self, slot: Slot) -> list[MicroBatch]:
-        """Return the batch on the device; it is valid until the next one is taken."""
+        """Return the batch on the device, which is valid until the next one is taken."""
         if self._taken is not None:
             self.give_back(self._taken)
         self._taken = slot
@@ -146,19 +146,19 @@ class Staging:
 
 def positions_of(own: OwnSamples) -> np.ndarray:
     """Return the positions to read for `own`, one micro-batch after another. For a rank without samples, return one
-    position, whose sample gives the shapes of its empty micro-batches."""
+    position, whose sample determines the shapes of the empty micro-batches."""
     runs = [np.arange(start, start + size, dtype=np.int64) for start, size in zip(own.starts, own.sizes, strict=True)]
     return np.concatenate(runs) if own.samples else np.array(own.starts[:1])
 
 
 def cut_micro_batches(whole: MicroBatch, own: OwnSamples) -> list[MicroBatch]:
-    """Cut the samples at `positions_of(own)` into micro-batches."""
+    """Split the samples at `positions_of(own)` into micro-batches."""
     parts = zip(*(tensor[: own.samples].split(own.sizes) for tensor in whole), strict=True)
     return list(parts)
 
 
 def read_tokens(order: SampleOrder, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
-    """Return the micro-batches of `own`; `positions_S` are the positions of a sequence that this rank holds."""
+    """Return the micro-batches of `own`. `positions_S`: the positions of each sequence that this rank holds."""
     whole = to_tensors(order.rows(positions_of(own)))
     return [held_part(part, positions_S) for part in cut_micro_batches(whole, own)]
 
@@ -170,7 +170,7 @@ def to_tensors(rows: Sequence[Row]) -> MicroBatch:
 
 
 class BatchReader:
-    """Brings this rank's micro-batches to the device, and reads ahead those that will most likely follow."""
+    """Moves this rank's micro-batches to the device, and reads the most likely next ones ahead."""
 
     def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
         self._read = read
@@ -195,7 +195,7 @@ class BatchReader:
         self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
     def forget(self) -> None:
-        """Drop the batches that were read ahead, which are no longer wanted."""
+        """Drop the batches that were read ahead, which are no longer needed."""
         while self._ahead:
             _, slot = self._ahead.pop()
             if not slot.cancel() and slot.exception() is None:
@@ -206,7 +206,7 @@ class BatchReader:
         self._pool.shutdown()
 
 
-# The batches of a run on images or volumes, a pure function of their positions.
+# The batches of a run on images or volumes, which are a pure function of their positions.
 
 
 MAX_READERS = 16
@@ -225,13 +225,13 @@ class SampleLoader:
         return self.samples.count("heldout")
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
-        """Return the micro-batches of `own`, on the host; every position has its own random crop."""
+        """Return the micro-batches of `own` on the host. Every position has a different random crop."""
         positions = positions_of(own)
         _, indices = locate(positions, self.samples.count("train"), self.seed)
         return cut_micro_batches(self._read(indices, positions), own)
 
     def heldout_batches(self, size: int, rank: int, num_ranks: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield (images, labels, number of real ones) of `rank`, with the same number of batches on every rank."""
+        """Yield (images, labels, number of real samples) for `rank`, with the same number of batches on every rank."""
         for turn in range(math.ceil(self.num_heldout / (size * num_ranks))):
             first = (turn * num_ranks + rank) * size
             wanted = np.arange(first, first + size)
@@ -239,7 +239,7 @@ class SampleLoader:
             yield images, labels, int((wanted < self.num_heldout).sum())
 
     def _read(self, indices: np.ndarray, positions: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """Return (B, C, ...) of fp32 and labels of int64; held-out samples if there are no positions."""
+        """Return images (B, C, ...) in fp32 and labels in int64; held-out samples if there are no positions."""
         if positions is None:
             read = self._readers.map(self.samples.heldout, indices.tolist())
         else:
@@ -249,7 +249,7 @@ class SampleLoader:
         return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(labels))
 
 
-# Held-out text: every row once, with the same number of batches on every rank.
+# Held-out text. Every row is read once, with the same number of batches on every rank.
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class HeldoutLoss:
     nats: float
     tokens: int
     bytes: int
-    """Bytes of UTF-8, or 0 if unknown."""
+    """Size in bytes of the text in UTF-8; 0 if unknown."""
 
     @property
     def nats_per_token(self) -> float:
@@ -265,12 +265,12 @@ class HeldoutLoss:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss per byte, which does not depend on the tokenizer; None if the bytes are unknown."""
+        """The loss per byte, which does not depend on the tokenizer; None if the number of bytes is unknown."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
 def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
-    """Return the loss of several texts as if they were one."""
+    """Return the loss of several texts as if they were a single text."""
     known = all(loss.bytes for loss in losses)
     return HeldoutLoss(
         nats=sum(loss.nats for loss in losses),
@@ -280,7 +280,7 @@ def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
 
 
 def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches; the last ones are padded with rows that do not count."""
+    """Yield this rank's micro-batches. The last ones are padded with rows that do not count."""
     for turn in range(math.ceil(len(rows) / (batch_size * num_ranks))):
         first = (turn * num_ranks + rank) * batch_size
         read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]

@@ -1,1 +1,2 @@
-"""Replica groups that survive failures of others: who takes part in a step, what they exchange, how a group heals."""
+"""Replica groups that survive failures of other groups: which groups take part in a step, what they exchange, and how a
+group heals."""

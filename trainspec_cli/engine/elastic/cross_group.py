@@ -1,21 +1,22 @@
-"""The exchange between the ranks with the same number in all replica groups.
+"""Communication between the ranks with the same number in all replica groups.
 
 These ranks hold the same part of the model. Once gradients are summed inside each replica group, they are summed over
 the groups here. Each quorum has separate process groups, under a separate prefix in the job's authenticated store:
 
 - gloo between the hosts, for data in host memory: counts, digests and states kept there. Its connections also show that
   the peers are alive.
-- On an accelerator, the device's own backend (NCCL, or what torch or a vendor's plugin registers for other kinds) for
-  gradients and for the state that a group heals from. A device without such a backend copies through the host, over
-  gloo. So do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
+- On an accelerator, the device's own backend (NCCL, or the backend that torch or a vendor's plug-in registers for other
+  kinds of devices) for gradients and for the state that a group heals from. A device without such a backend copies
+  through the host, over gloo. So do groups that share a device, because their collectives would wait for one another
+  (NCCL rejects them).
 
-A gloo collective fails as soon as a connection ends. A device's collective does not: `wait` returns once the collective
-is queued, and its kernel spins for as long as a peer is missing, on NVLink without any error. So this process waits on
+A gloo collective fails as soon as a connection ends. A device's collective does not. `wait` returns once the collective
+is queued, and the kernel spins as long as a peer is missing; over NVLink there is no error. So this process waits on
 the host until the device has finished (`Work.is_completed`), and meanwhile checks the connections between the hosts. If
 a peer is lost or time runs out, it aborts the communicator, which ends the kernel and frees the streams that wait for
-it; the tensors are then invalid, and the step does not count. It also closes its connections between the hosts, so that
-the other peers find out within `LOOK_S`. This is torchft's approach (abort, and a new process group in every quorum);
-torch's own error handling would end the process (`cuda_only.open_nccl`).
+it. The tensors are then invalid, and the step does not count. It also closes its connections to the other hosts, so
+that the other peers detect this within `LOOK_S`. This is torchft's approach (abort, and a new process group in every
+quorum); torch's own error handling would end the process (`cuda_only.open_nccl`).
 """
 
 from __future__ import annotations
@@ -41,55 +42,56 @@ from trainspec_cli.engine.shares import Share
 
 HEAL_TAG = 0
 LARGE_BYTES = 2**20
-"""Tensors of at least this size are summed individually; smaller ones travel together, in packets of this size."""
+"""Tensors of at least this size are summed individually; smaller ones are sent together, in packets of this size."""
 LOOK_S = 0.05
 """Seconds between two checks of the peers' connections while a device is working."""
 SHORTEST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 1e-3
-"""The longest pause between two checks of whether the device has finished; each pause is twice the previous one."""
+"""The longest pause in seconds between two checks of whether the device has finished. Each pause is twice as long as
+the previous one."""
 
 
 def exchange_backend(device_type: str) -> str:
-    """Return the backend that carries the tensors of such devices between replica groups: torch's default for that
-    kind, or gloo if this torch has none."""
+    """Return the backend for tensors on such devices between replica groups: torch's default for this kind of device,
+    or gloo if this version of torch has none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
-    except ValueError:  # no plugin has registered one
+    except ValueError:  # no plug-in has registered one
         return "gloo"
-    exchanges_nothing = name == "fake"  # the backend that torch's own test tools register for kinds without a plugin
+    exchanges_nothing = name == "fake"  # the backend that torch's test tools register for kinds without a plug-in
     return "gloo" if exchanges_nothing or not dist.is_backend_available(name) else name
 
 
 class CrossGroupComm:
-    """Every call blocks until it is done. Raises RuntimeError if a peer is lost or does not arrive in time."""
+    """Every call blocks until it is done, and raises RuntimeError if a peer is lost or does not arrive in time."""
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float, device: torch.device):
-        """All peers rendezvous under `name`, which no other exchange of the run has used. Raises OSError if the
-        rendezvous server cannot be reached, RuntimeError if a peer does not arrive."""
+        """All peers rendezvous under `name`, which must be unique within the run. Raises OSError if the rendezvous
+        server cannot be reached, and RuntimeError if a peer does not arrive."""
         timeout = timedelta(seconds=timeout_s)
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
         self._device_type = device.type
         self._own: Any = None
-        """The process group of the device's own backend; None if gloo carries everything."""
+        """The process group of the device's backend; None if gloo is used for everything."""
         self.staged_because = ""
-        """The reason why the device's tensors travel through host memory; empty if they do not."""
-        self._store = RendezvousStore(timeout)  # process groups keep only its C++ half alive
+        """The reason why the device's tensors are copied through host memory; empty if they are not."""
+        self._store = RendezvousStore(timeout)  # process groups keep only its C++ part alive
         before = set(open_connections())
         self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", self._store), rank, size, timeout)
         """None once this is closed."""
         opened = set(open_connections()) - before
         self._peers = opened if len(opened) == size - 1 else set()
-        """The connections to the other hosts; empty if other threads have opened some in the meantime, so that the
-        peers' are unknown: then only the timeout ends an exchange on the device."""
+        """The connections to the other hosts. Empty if other threads have opened connections in the meantime, so that
+        those of the peers are unknown. In this case, only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this torch has no backend of its own for {device.type}"
             return
         if size == 1:
             return
-        # All peers together compare their devices, if these can be identified by their position on the bus.
+        # All peers compare their devices, if these can be identified by their position on the bus.
         place = physical_device(device) if device.type != "cpu" else None
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
         known = [int(other) for other in self.gather(torch.tensor([number])) if int(other)]
@@ -119,16 +121,19 @@ class CrossGroupComm:
                 self._own = plugin.creator_fn(asked, None)
             else:
                 self._own = plugin.creator_fn(store, self.rank, self.size, timeout)
-        if backend in ("nccl", "xccl"):  # connect now, not in the first exchange, so that a lost peer is detected here
+        if backend in (
+            "nccl",
+            "xccl",
+        ):  # connect now and not in the first exchange, so that a lost peer is detected here
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """End all exchanges, including those in other threads, and close the connections: peers that wait on them
-        notice at once. Raises RuntimeError if the device's backend cannot end its collectives: then this process must
-        end."""
+        """End all exchanges, including those in other threads, and close the connections. Peers that wait on them
+        detect this immediately. Raises RuntimeError if the device's backend cannot end its collectives; this process
+        must then end."""
         own = self._own
         self._own = None
-        self._host = None  # first: a thread that waits for aborted work sees that its result is invalid
+        self._host = None  # do this first, so that a thread that waits for aborted work sees that its result is invalid
         if own is not None:
             own.abort()
 
@@ -138,16 +143,16 @@ class CrossGroupComm:
         return self._host
 
     def _own_group(self, tensor: Tensor) -> Any:
-        """Return the process group of the tensor's device; None if it travels through the host."""
+        """Return the process group for the tensor's device; None if the tensor is sent through the host."""
         return self._own if tensor.device.type == self._device_type else None
 
     def _finish(self, work: Any) -> None:
-        """Wait until the device has finished `work`; if a peer is lost or time runs out, abort it."""
+        """Wait until the device has finished `work`. If a peer is lost or time runs out, abort it."""
         started_s = time.monotonic()
         looked_s = started_s
         pause_s = SHORTEST_PAUSE_S
         while not work.is_completed():
-            self._host_group()  # if another thread has closed this, stop waiting for the rest
+            self._host_group()  # if another thread has closed this, stop waiting
             now_s = time.monotonic()
             if now_s - started_s > self._timeout_s:
                 self.close()
@@ -160,7 +165,7 @@ class CrossGroupComm:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._host_group()  # aborted work counts as completed
-        work.wait()  # raises the error of a failed collective; the current stream continues after it
+        work.wait()  # raises the error of a failed collective; the current stream continues after the collective
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over all peers, in place."""
@@ -173,7 +178,7 @@ class CrossGroupComm:
             tensor.copy_(on_host)
 
     def swap_rows(self, sent_RB: Tensor) -> Tensor:
-        """Send row i to peer i, and return the rows that the peers have sent to this one, by peer."""
+        """Send row i to peer i, and return the received rows, by sender."""
         if (own := self._own_group(sent_RB)) is not None:
             received = torch.empty_like(sent_RB, memory_format=torch.contiguous_format)
             self._finish(own.alltoall_base(received, sent_RB.contiguous(), [], []))
@@ -184,7 +189,7 @@ class CrossGroupComm:
         return received.to(sent_RB.device)
 
     def gather_rows(self, own_B: Tensor) -> Tensor:
-        """Return every peer's tensor, in order, on its device."""
+        """Return the tensors of all peers, in order, on the tensor's device."""
         if (own := self._own_group(own_B)) is not None:
             gathered = [torch.empty_like(own_B) for _ in range(self.size)]
             self._finish(own.allgather([gathered], [own_B.detach().contiguous()]))
@@ -192,7 +197,7 @@ class CrossGroupComm:
         return torch.stack(self.gather(own_B)).to(own_B.device)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every peer's tensor, in order, on the host."""
+        """Return the tensors of all peers, in order, on the host."""
         on_host = tensor.detach().cpu()
         gathered = [torch.empty_like(on_host) for _ in range(self.size)]
         self._host_group().allgather([gathered], [on_host]).wait()
@@ -206,7 +211,7 @@ class CrossGroupComm:
                 self._host_group().send([tensor.detach().cpu().contiguous()], to, HEAL_TAG).wait()
 
     def receive_(self, tensors: Sequence[Tensor], sender: int) -> None:
-        """Overwrite `tensors` with those that `sender` sends."""
+        """Overwrite `tensors` with the tensors sent by `sender`."""
         for tensor in tensors:
             if (own := self._own_group(tensor)) is not None:
                 received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -218,7 +223,7 @@ class CrossGroupComm:
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that are exchanged together; those of one packet have the same dtype."""
+    """Yield the indices of tensors that are exchanged together. Tensors in a packet have the same dtype."""
     small: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
@@ -243,17 +248,17 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
         tensor.copy_(part.view_as(tensor))
 
 
-# Send gradients to the other replica groups, in packets, while the backward pass is still running.
+# Send gradients to the other replica groups in packets, while the backward pass is still running.
 #
-# Which gradients share a packet, and the order of the packets, depend only on the layout, so that all groups send the
-# same packets, whatever their micro-batches. A packet is sent when its gradients, and those of all packets before it,
+# The gradients in each packet and the order of the packets depend only on the layout, so that all groups send the same
+# packets, regardless of their micro-batches. A packet is sent when its gradients, and those of all packets before it,
 # are final.
 
 
 @dataclass(frozen=True)
 class Packet:
     number: int
-    """Its position in the order of the model."""
+    """Position of the packet in the order of the model."""
     shares: tuple[Share, ...]
 
     @property
@@ -262,9 +267,9 @@ class Packet:
 
 
 def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Collection[str]) -> list[Packet]:
-    """Return the trained part of `shares` in packets, in roughly the order in which a backward pass finishes them. The
-    last block is finished first, parameters `outside` the blocks once all blocks are done, and those in `late`, by
-    name, only after all passes."""
+    """Return the trained part of `shares` in packets, roughly in the order in which a backward pass finishes them. The
+    last block is finished first, then parameters `outside` of the blocks, and those in `late`, by name, only after all
+    passes."""
     trained = [share for share in shares if share.is_trained]
     made = [
         Packet(number, tuple(trained[place] for place in places))
@@ -281,7 +286,7 @@ def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Co
 
 
 def names_outside_blocks(parts: Iterable[Any]) -> set[str]:
-    """Return the stages' parameters that no block holds: embeddings, heads and the norm before them."""
+    """Return the names of the stages' parameters that are not in blocks: embeddings, heads and the norm before them."""
     names: set[str] = set()
     for part in parts:
         of_blocks = {id(parameter) for block in part.block_modules() for parameter in block.parameters()}
@@ -290,7 +295,8 @@ def names_outside_blocks(parts: Iterable[Any]) -> set[str]:
 
 
 class GradientPackets:
-    """The packets of one train state. Per step: `begin`, then backward passes, then `finish`; or `abandon`."""
+    """The packets of one train state. Each step calls `begin`, runs backward passes, and then calls `finish` or
+    `abandon`."""
 
     def __init__(
         self,
@@ -301,15 +307,15 @@ class GradientPackets:
         await_sums: Callable[[], Callable[[], object]] = lambda: lambda: None,
     ):
         """`sum_` gets a packet's number and its gradients as one tensor, and sums them over the groups in place.
-        `await_sums` returns a function that waits for the sums within the group that have started: a packet is sent
-        after them."""
+        `await_sums` returns a function that waits for the sums within the group that have been started, after which a
+        packet is sent."""
         self._packets = ordered
         self._sum = sum_
         self._beside = beside
         self._await_sums = await_sums
         shares = [share for packet in ordered for share in packet.shares]
         self._left: dict[int, int] = {}
-        """The number of exchanges within the group that each share's gradient still waits for; empty between steps."""
+        """Number of exchanges within the group that each share's gradient is still waiting for; empty between steps."""
         self._next = len(ordered)
         """The next packet to send."""
         self._hooks = [
@@ -319,9 +325,9 @@ class GradientPackets:
         ]
 
     def begin(self, exchanges: int) -> None:
-        """Begin a step with `exchanges` exchanges of each gradient within the group. If 0, its packets are held back
-        until `finish`."""
-        self._beside.wait()  # for what remains of an abandoned step
+        """Begin a step with `exchanges` exchanges of each gradient within the group. If 0, packets are held back until
+        `finish`."""
+        self._beside.wait()  # for the remaining exchanges of an abandoned step
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}
 
@@ -334,7 +340,7 @@ class GradientPackets:
         self._beside.wait()
 
     def abandon(self) -> bool:
-        """Send nothing more of this step; return whether something was sent."""
+        """Stop sending packets of this step. Return whether any have been sent."""
         sent = self._next
         self._next = len(self._packets)
         self._left = {}

@@ -1,8 +1,9 @@
-"""The replica groups that take part in a step, agreed on before the step; a vote after it decides whether it counts.
+"""The replica groups that take part in a step. They are agreed on before the step, and a vote after it decides whether
+it counts.
 
-Rank 0 of a group asks the job's rendezvous server for the quorum and passes it on to the group's other ranks. At the
-first error in an exchange between groups, its connections are closed at once; healing copies plain tensors in place,
-and nothing is unpickled.
+Rank 0 of a group asks the job's rendezvous server for the quorum and sends it to the other ranks of the group. At the
+first error in an exchange between groups, its connections are closed immediately. Healing copies plain tensors in
+place, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from trainspec_cli.run.recovery.reliability import plan_healing
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0
-"""Seconds that a quorum waits for groups that are alive but busy (writing, evaluating)."""
+"""Time in seconds for which a quorum waits for groups that are alive but busy (writing, evaluating)."""
 
 
 @dataclass(frozen=True)
 class GroupRank:
-    """One process among those of all replica groups."""
+    """A process and its position among all replica groups."""
 
     group: int
     rank: int
@@ -51,13 +52,13 @@ class Participation:
     rank: int
     """This group's position among them."""
     step: int
-    """Updates that the run has made; if that is more than this group had, the state was healed."""
+    """Number of updates made by the run. If it is more than this group had made, the state was healed."""
     healed: bool
     names: frozenset[str]
-    """Names of the groups and of their current starts: a restarted group has another name."""
+    """Names of the groups and their current starts; a restarted group has a new name."""
 
     def changes_since(self, before: Participation) -> list[tuple[str, int | None]]:
-        """Return ("left" or "joined", group) for each group that was present before and no longer is, or vice versa."""
+        """Return ("left", group) for each group that is no longer present, and ("joined", group) for each new one."""
         changes = (("left", before.names - self.names), ("joined", self.names - before.names))
         return [(change, _group_of(name)) for change, names in changes for name in sorted(names)]
 
@@ -70,7 +71,7 @@ def _group_of(name: str) -> int:
 
 
 class HealFailedError(RuntimeError):
-    """The state is partly one group's and partly another's: this process must end."""
+    """The state is a mixture of the states of two groups, so this process must end."""
 
 
 class Membership:
@@ -79,7 +80,7 @@ class Membership:
     def __init__(
         self, own: GroupRank, state: Callable[[], Sequence[Tensor]], exchange_timeout_s: float, device: torch.device
     ):
-        """`state` returns the tensors that a healing group copies, always in the same order; gradients are on `device`
+        """`state` returns the tensors that a healing group copies, always in the same order. Gradients are on `device`
         or on the host."""
         self.own = own
         self._state = state
@@ -93,14 +94,14 @@ class Membership:
         self._error: Exception | None = None
         self._failures = 0
         self.failed_anywhere = False
-        """True if any rank of this group had hit an error by the last vote."""
+        """True if any rank of this group had an error before the last vote."""
         self._name = broadcast_json(f"{own.group:05d}:{uuid.uuid4()}", str)
         self._client: QuorumClient | None = None
-        """Rank 0's connection to the server, opened by the first `agree`: from then on, the other groups wait for this
-        one, so slow work must be done before."""
+        """Rank 0's connection to the server, opened by the first `agree`. From then on, the other groups wait for this
+        group, so slow work must be done before."""
 
     def agree(self, step: int) -> Participation:
-        """Wait for the quorum and connect to its groups; heal from one that has more updates than `step`."""
+        """Wait for the quorum and connect to its groups. Heal from a group that has made more updates than `step`."""
         self._error = None
         quorum = self._join(step)
         place = quorum.names.index(self._name)
@@ -125,7 +126,7 @@ class Membership:
         return broadcast_json(quorum and to_plain(quorum), lambda plain: from_plain(FormedQuorum, plain))
 
     def sum_(self, tensor: Tensor, compressed: CompressedSum | None = None) -> None:
-        """Sum over all groups, in place; after an error do nothing, until the next `agree`."""
+        """Sum over all groups, in place. After an error, do nothing until the next `agree`."""
         if self._comm is not None and self._comm.size > 1:
             if compressed is None:
                 self._try(lambda comm: comm.sum_(tensor))
@@ -133,23 +134,24 @@ class Membership:
                 self._try(lambda comm: compressed.all_reduce_(tensor, comm))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every group's tensor, in order; an empty list after an error."""
+        """Return the tensors of all groups, in order; an empty list after an error."""
         gathered: list[Tensor] = []
         self._try(lambda comm: gathered.extend(comm.gather(tensor)))
         return gathered
 
     @property
     def staged_because(self) -> str:
-        """Return why gradients go to other groups through host memory; empty if they do not."""
+        """Return the reason why gradients are sent to other groups through host memory; empty if they are not."""
         return "" if self._comm is None else self._comm.staged_because
 
     @property
     def failed(self) -> bool:
-        """True if this rank has hit an error since `agree`."""
+        """True if this rank has had an error since `agree`."""
         return self._error is not None
 
     def agree_on_counts(self, counts: Tensor) -> None:
-        """Give every rank of this group the largest of its ranks' counts, and find out whether any hit an error."""
+        """Give every rank of this group the maximum of all its ranks' counts, and determine whether any of them had an
+        error."""
         greatest = torch.cat([counts, torch.tensor([float(self.failed)])])
         if self.own.group_size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX)
@@ -157,7 +159,7 @@ class Membership:
         self.failed_anywhere = bool(greatest[-1])
 
     def vote(self) -> bool:
-        """Return whether the step counts, that is, whether no rank of this group has hit an error since `agree`."""
+        """Return whether the step counts, that is, whether no rank of this group has had an error since `agree`."""
         failed = torch.tensor([float(self.failed)])
         if self.own.group_size > 1:
             dist.all_reduce(failed, dist.ReduceOp.MAX)
@@ -166,7 +168,7 @@ class Membership:
         return committed
 
     def fail(self, reason: str) -> None:
-        """Make the step fail in all groups, because the others cannot get what they are waiting for."""
+        """Make the step fail in all groups, because the other groups cannot get the data that they are waiting for."""
         self._drop(RuntimeError(reason))
 
     def leave(self) -> None:
@@ -175,8 +177,8 @@ class Membership:
             self._client.close()
 
     def _connect(self, quorum: FormedQuorum, place: int) -> None:
-        """Connect to the quorum's other groups, unless already connected. The name under which they rendezvous contains
-        everything that a restarted server may count anew."""
+        """Connect to the other groups of the quorum, unless already connected. The name under which they rendezvous
+        contains all counters that start again if the server restarts."""
         members = hashlib.sha256("\n".join(quorum.names).encode()).hexdigest()[:12]
         name = f"groups/{quorum.quorum}-{max(quorum.steps)}-{members}/{self.own.rank}"
         peers = f"{quorum.quorum}-{members}"
@@ -201,7 +203,7 @@ class Membership:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Close the connections: peers still waiting on them notice at once, without a timeout."""
+        """Close the connections. Peers that are still waiting on them detect this immediately, without a timeout."""
         self._error = error.with_traceback(None)  # its frames would keep the connections open
         self._close()
 
@@ -216,7 +218,7 @@ class QuorumClient:
     """Sends heartbeats from a separate thread until `close`."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
-        """`name`: the name of this start. `connect` is called again after a restart of the server."""
+        """`name`: the name of this start. `connect` is called again if the server restarts."""
         self._name = name
         self._connect = connect
         self._connection = connect()
@@ -225,7 +227,7 @@ class QuorumClient:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def join(self, step: int, failures: int) -> FormedQuorum:
-        """Ask for a place in the step after `step`, and wait for the quorum. Raises OSError."""
+        """Request participation in the step after `step`, and wait for the quorum. Raises OSError."""
         self._asked += 1
         while True:
             connection = self._connection
@@ -254,7 +256,7 @@ class QuorumClient:
                     self._replace(connection)
 
     def _replace(self, broken: JsonClient) -> None:
-        """Reconnect to a server that was restarted on the same port, unless that has already been done."""
+        """Reconnect to a server that was restarted on the same port, unless this has already been done."""
         with self._lock:
             if self._connection is broken:
                 broken.close()

@@ -1,1 +1,2 @@
-"""Alternative kernels for operations of models and the optimizer: plain functions, equivalent to the defaults."""
+"""Alternative kernels for operations of models and the optimizer, which are plain functions equivalent to the
+defaults."""

@@ -1,7 +1,8 @@
-"""AdamW (arXiv:1711.05101) one parameter at a time, many at a time, or with torchao; equivalent to
+"""AdamW (arXiv:1711.05101) for one parameter at a time, for many at a time, or with torchao; equivalent to
 `optim.optimizer.fused`.
 
-All have the same state (`step`, `exp_avg`, `exp_avg_sq` for each parameter), so a run can resume with another one.
+All variants have the same state (`step`, `exp_avg`, `exp_avg_sq` for each parameter), so a run can resume with a
+different one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from trainspec_cli.engine.accelerators import KINDS
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that takes `grad_scale` and `found_inf` like torch's fused kernel; the host waits to read `found_inf`."""
+    """AdamW that accepts `grad_scale` and `found_inf` like torch's fused kernel. The host waits to read `found_inf`."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -26,7 +27,7 @@ class GuardedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
-        self.found_inf = self.grad_scale = None  # torch's own step refuses them
+        self.found_inf = self.grad_scale = None  # torch's step rejects them
         if found_inf is not None and found_inf.item():
             return
         if grad_scale is not None:
@@ -38,7 +39,7 @@ class GuardedAdamW(torch.optim.AdamW):
 
 
 class TorchaoAdamW(GuardedAdamW):
-    """AdamW by torchao (BSD-3), which compiles it for each parameter shape."""
+    """AdamW from torchao (BSD-3), which compiles it for each parameter shape."""
 
     def update(self) -> None:
         with torch._dynamo.utils.disable_cache_limit():

@@ -30,14 +30,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
 flash = partial(_by, SDPBackend.FLASH_ATTENTION)
 """arXiv:2307.08691."""
 math = partial(_by, SDPBackend.MATH)
-"""Holds all scores (B, H, S, T)."""
+"""Keeps all scores (B, H, S, T) in memory."""
 efficient = partial(_by, SDPBackend.EFFICIENT_ATTENTION)
 """arXiv:2112.05682."""
 cudnn = partial(_by, SDPBackend.CUDNN_ATTENTION)
 
 
 def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Copy keys and values for each head, for kernels without grouped-query support."""
+    """Copy keys and values for each query head, for kernels without grouped-query support."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return _fused(q, k, v, mask, scale)
 
@@ -45,7 +45,8 @@ def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Use FlexAttention, compiled for its mask (arXiv:2412.05496), which skips blocks that are masked out.
 
-    Evaluation is not compiled, and uncompiled FlexAttention would hold all scores, so torch's own choice is used there.
+    Evaluation is not compiled, and uncompiled FlexAttention would keep all scores in memory, so torch's default is used
+    there.
     """
     if not torch.is_grad_enabled():
         return _fused(q, k, v, mask, scale)

@@ -1,4 +1,4 @@
-"""Kernels that save less for the backward pass than the defaults.
+"""Kernels that save less data for the backward pass than the defaults.
 
 Shapes: B samples, S tokens per sample, H heads, E rotated size; D the normalised size, the last dim of x.
 """
@@ -32,7 +32,7 @@ class _FrugalRmsNorm(torch.autograd.Function):
         normal = _widen(x) * inverse_rms
         dy = _widen(dy)
         to_weight_D = (dy * normal).flatten(0, -2).sum(0)
-        # With n = x r, r the inverse RMS: dx = r (dn - n mean(dn n)).
+        # With n = x r, where r is the inverse RMS: dx = r (dn - n mean(dn n)).
         dnormal = dy * weight_D
         shared = (dnormal * normal).mean(-1, keepdim=True)
         dx = dnormal.addcmul_(normal, shared, value=-1).mul_(inverse_rms)
@@ -45,8 +45,8 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate (arXiv:2104.09864), half by half, without saving x, because the backward pass rotates the other way; see
-    `models.rope.apply_rope`."""
+    """Rotate (arXiv:2104.09864) half by half. x is not saved, because the backward pass rotates in the opposite
+    direction; see `models.rope.apply_rope`."""
     return _FrugalRope.apply(x_BSHE, cos_SE, sin_SE)
 
 
@@ -63,7 +63,7 @@ class _FrugalRope(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
-    """Multiply by the cosines, then add each half's counterpart in place, so that no concatenation is needed."""
+    """Multiply by the cosines, and then add each half's counterpart in place, so that no concatenation is needed."""
     seq_len = x.shape[1]
     half = x.shape[-1] // 2
     sin = sin_SE[:seq_len, None, :half]
@@ -76,8 +76,7 @@ def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up (arXiv:2002.05202), and save only the two inputs; see
-    `models.layers.swiglu`."""
+    """Return silu(gate) * up (arXiv:2002.05202), saving only the two inputs; see `models.layers.swiglu`."""
     return _FrugalSwiglu.apply(gate, up)
 
 

@@ -1,4 +1,4 @@
-"""The trial of each operation: its inputs at given shapes, with random numbers like those of a run, and its reference.
+"""The test of each operation: inputs with given shapes, random numbers similar to those of a run, and a reference.
 
 Shapes: as in the kernels' own modules.
 """
@@ -18,10 +18,10 @@ from trainspec_cli.engine.digest import IGNORED_TARGET
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
-"""An operation's arguments: a tensor as its shape, a number as its value, and anything else as None."""
+"""An operation's arguments: the shape of a tensor, the value of a number, and None for anything else."""
 
 CHECKED_TOKENS = 1024
-"""Number of tokens per sample in the comparison with fp64, which holds all scores and logits."""
+"""Number of tokens per sample in the comparison with fp64, which keeps all scores and logits in memory."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Inputs:
     """Indices of the arguments that need gradients."""
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """Return the same numbers in another format."""
+        """Return the same numbers in a different format."""
         found = []
         for argument in self.arguments:
             is_number = isinstance(argument, Tensor) and argument.is_floating_point()
@@ -45,8 +45,8 @@ class Inputs:
 
 
 def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, chunk: Any = None) -> Inputs:
-    """Make random inputs for a call (`Call`), with numbers like those of a run. `chunk`: the linear cross-entropy's
-    module for one chunk's loss."""
+    """Make random inputs for a call (`Call`), with numbers similar to those of a run. `chunk`: the module of the linear
+    cross-entropy for the loss of one chunk."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(shape: Any, std: float = 1.0) -> Tensor:
@@ -57,7 +57,7 @@ def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, ch
 
     if op == "attention":
         *heads, mask, scale = call
-        # Heads are adjacent in memory, as projections leave them.
+        # Heads are adjacent in memory, as in the output of projections.
         q, k, v = (normal((batch, tokens, number, size)).transpose(1, 2) for batch, number, tokens, size in heads)
         if mask is not None:  # causal up to the last query
             row, column = (torch.arange(size, device=device) for size in mask[-2:])
@@ -81,7 +81,7 @@ def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, ch
         return Inputs((normal(call[0]), normal(call[1], inputs**-0.5), counts), (0, 1))
     if op == "ssd_scan":
         x, b, c = (normal(call[index]) for index in (0, 3, 4))
-        # Steps and decays are like initial values (`models.mamba2`), in at least fp32.
+        # Steps and decays are similar to initial values (`models.mamba2`), in at least fp32.
         wide = torch.promote_types(dtype, torch.float32)
         dt = uniform(call[1], 0.001, 0.1).to(wide)
         a = -uniform(call[2], 1.0, 16.0).to(wide)
@@ -94,7 +94,7 @@ def describe_call(call: Call) -> str:
     return " ".join(str(argument) for argument in call if isinstance(argument, tuple))
 
 
-# References in fp64, with which every kernel is compared; scores, logits and decays are held in full
+# References in fp64, with which every kernel is compared; scores, logits and decays are kept in full
 
 
 def fp64_attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -115,7 +115,7 @@ def fp64_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def fp64_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate each pair (i, i + E/2), as a complex number, by its angle."""
+    """Rotate each pair (i, i + E/2), taken as a complex number, by its angle."""
     first, second = x_BSHE.chunk(2, dim=-1)
     half = first.shape[-1]
     seq_len = x_BSHE.shape[1]
@@ -154,7 +154,7 @@ def _clip(shape: Any, *dims: int) -> Any:
 
 
 def _two(shape: Any) -> Any:
-    """Reduce (samples, ...) to two samples: with one, a kernel could confuse samples unnoticed."""
+    """Reduce (samples, ...) to two samples. With only one, a kernel that mixes up samples would not be noticed."""
     return (min(2, shape[0]), *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
 
 

@@ -1,5 +1,5 @@
-"""Kernels from libraries (extra `kernels`): Triton, CUDA only. Liger Kernel's fused operations (arXiv:2410.10989,
-BSD-2), and fla-core's state-space scan (MIT).
+"""Triton kernels from libraries (extra `kernels`), only for CUDA: Liger Kernel's fused operations (arXiv:2410.10989,
+BSD-2) and fla-core's state-space scan (MIT).
 
 Shapes: B samples, S tokens per sample, H heads, E head size, T tokens, D hidden size, V vocabulary. For the scan: G
 groups, P head size, N state size.
@@ -14,7 +14,7 @@ from trainspec_cli.engine.digest import IGNORED_TARGET
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Normalise by RMS; the gradient is not written over dy, which the residual stream needs too."""
+    """Normalise by RMS. The gradient does not overwrite dy, which the residual stream also needs."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -28,7 +28,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate a copy, together with unused keys of one head: Liger rotates queries and keys in place in one kernel.
+    """Rotate a copy, together with unused keys of one head, because Liger rotates queries and keys in place in one
+    kernel.
 
     Its tables are for one sample, and all samples share them.
     """
@@ -42,7 +43,7 @@ def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None) -> Tensor:
-    """Return the summed loss in fp32; the head's gradient is summed in fp32."""
+    """Return the summed loss in fp32. The gradient of the head is also summed in fp32."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     loss = liger_fused_linear_cross_entropy(
@@ -54,8 +55,8 @@ def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _ch
 def ssd_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor) -> Tensor:
     """Scan like `models.mamba2.selective_scan`; return (B, S, H, P).
 
-    h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T is simple gated linear attention with c for queries, b for keys, dt x for
-    values and dt a for the gate's logarithm, one number per head (arXiv:2405.21060, section 7).
+    h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T is simple gated linear attention, with c as queries, b as keys, dt x as
+    values and dt a as the logarithm of the gate, one number per head (arXiv:2405.21060, section 7).
     """
     from fla.ops.simple_gla import chunk_simple_gla
 

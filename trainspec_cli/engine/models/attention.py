@@ -1,4 +1,4 @@
-"""Causal attention: grouped-query heads, windows, sinks; and queries, keys and values through low-rank latents.
+"""Causal attention with grouped-query heads, windows and sinks, or with queries, keys and values from low-rank latents.
 
 Shapes: B samples, S tokens per sample, D hidden size, H heads, K key-value heads, E head size, W window. For latents: V
 value head size, R rotated part of a head, L latent size.
@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return (B, H, S, E). `scale` multiplies the scores; None: 1 / sqrt(E).
+    """Return (B, H, S, E). `scale` multiplies the scores; None stands for 1 / sqrt(E).
 
     Attention is causal if there is no mask (bool, broadcast to (B, H, S, T): True if a query attends to a key).
     """
@@ -29,24 +29,25 @@ def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | Non
 
 
 class CausalCore(nn.Module):
-    """Scores, softmax and values: the part of attention that crosses the sequence.
+    """Scores, softmax and values: the part of attention that mixes tokens along the sequence.
 
-    With a window (a query attends to itself and the W - 1 before it) the sequence is cut into blocks of W: a block's
-    queries attend to its own keys and those of the block before, so the cost per token grows with the window, not with
-    the sequence.
+    With a window, a token attends to itself and the W - 1 tokens before it. The sequence is then divided into blocks of
+    W tokens, and the queries of a block attend to the keys of this block and the one before. So the cost per token is
+    proportional to the window and not to the sequence.
     """
 
     attention = staticmethod(attention)
 
     def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
-        """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks` the queries carry their head's sink logit."""
+        """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks`, queries carry the sink logit of their
+        head."""
         super().__init__()
         self.window = window
         self.scale = scale
         self.sinks = sinks
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        """Attend to all previous keys or, with a bool mask (B, 1, S, S), only to those that it allows."""
+        """Attend to all previous keys or, with a bool mask (B, 1, S, S), only to the keys that the mask allows."""
         q = q_BSHE.transpose(1, 2)
         k = k_BSKE.transpose(1, 2)
         v = v_BSKE.transpose(1, 2)
@@ -59,12 +60,12 @@ class CausalCore(nn.Module):
         if mask_B1SS is None and self.window is not None and self.window < q.shape[2]:
             mixed = self._windowed(q, k, v, self.window)
         else:
-            # Positions need not restart in each document of a row: the rotation depends only on distances.
+            # Positions do not have to restart at each document of a row, because attention depends only on distances.
             mixed = self._attend(q, k, v, mask_B1SS)
         return mixed[..., :value_size].transpose(1, 2)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Attend block by block: the first block is plain causal attention, the others become separate samples."""
+        """Attend block by block. The first block is plain causal attention; the others become separate samples."""
         batch = q.shape[0]
         seq_len = q.shape[2]
         first = self._attend(q[:, :, :window], k[:, :, :window], v[:, :, :window], None)
@@ -78,8 +79,8 @@ class CausalCore(nn.Module):
         return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend in one kernel call. Sinks are an additional first key, whose logit comes from the queries, and a value
-        of zeros."""
+        """Attend in one kernel call. Sinks are represented by an additional first key, whose logit comes from the
+        queries, with a value of zeros."""
         if not self.sinks:
             return self.attention(q, k, v, mask, self.scale)
         in_front = (0, 0, 1, 0)
@@ -90,12 +91,12 @@ class CausalCore(nn.Module):
         v = F.pad(v, in_front)
         if mask is not None:
             return self.attention(q, k, v, F.pad(mask, (1, 0), value=True), self.scale)
-        # An additional first query keeps the kernel's causal order, in which query i attends to keys 0 to i.
+        # An additional first query preserves the kernel's causal order, in which query i attends to keys 0 to i.
         return self.attention(F.pad(q, in_front), k, v, None, self.scale)[:, :, 1:]
 
 
 def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Extend queries by dims that hold their head's sink logit, and keys by zeros."""
+    """Extend queries by dims with the sink logit of their head, and keys by zeros."""
     logit_BSH1 = (sinks_H / scale).to(q_BSHE.dtype)[:, None].expand(*q_BSHE.shape[:3], 1)
     q_BSHE = F.pad(torch.cat((q_BSHE, logit_BSH1), dim=-1), (0, SINK_DIMS - 1))
     return q_BSHE, F.pad(k_BSKE, (0, SINK_DIMS))
@@ -140,7 +141,7 @@ class Attention(nn.Module):
 class MultiHeadLatentAttention(nn.Module):
     """Latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    A part of each head is rotated; the rotated part of the keys is shared by all heads.
+    A part of each head is rotated. All heads share the rotated part of the keys.
     """
 
     rope = staticmethod(apply_rope)
@@ -164,7 +165,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        # Two functions, so that intermediate results of the projections are freed before attention runs.
+        # Two separate functions, so that intermediate results of the projections are freed before attention runs.
         q_BSHE = self._queries(x_BSD, cos_SR, sin_SR)
         k_BSHE, v_BSHV = self._keys_values(x_BSD, cos_SR, sin_SR)
         return self.out(self.core(q_BSHE, k_BSHE, v_BSHV, mask_B1SS).flatten(2))

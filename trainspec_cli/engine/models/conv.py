@@ -21,7 +21,8 @@ HEAD_STD = 0.01
 
 
 class ConvNet(PublishedModel):
-    """Maps images (B, C, ...) to the summed loss of their labels (scalar, fp32), or to predictions without labels.
+    """Maps images (B, C, ...) to the summed loss for their labels (scalar, fp32), or to predictions if there are no
+    labels.
 
     Only the samples are divided over ranks.
     """
@@ -45,7 +46,7 @@ class ConvNet(PublishedModel):
 
 
 class ConvNorm(nn.Module):
-    """A convolution that keeps the spatial size (except for its stride), followed by batch normalisation."""
+    """A convolution that preserves the spatial size (except for its stride), followed by batch normalisation."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int = 1, groups: int = 1):
         super().__init__()
@@ -75,7 +76,7 @@ class BottleneckBlock(nn.Module):
 class ResNet(ConvNet):
     """An image classifier built from bottleneck blocks (arXiv:1512.03385); the loss is the cross-entropy of each image.
 
-    Version 1.5: the 3x3 convolution has the stride, not the 1x1 before it.
+    Version 1.5: the stride is in the 3x3 convolution and not in the 1x1 convolution before it.
     """
 
     def __init__(self, model: ConvModel):
@@ -91,7 +92,7 @@ class ResNet(ConvNet):
         self.head = nn.Linear(channels, model.num_classes)
 
     def forward(self, images_BCHW: Tensor, classes_B: Tensor | None = None) -> Tensor:
-        """Return the summed loss, or logits (B, classes) in fp32 without labels."""
+        """Return the summed loss, or logits (B, classes) in fp32 if there are no labels."""
         x_BCHW = F.max_pool2d(F.relu(self.stem(images_BCHW)), 3, stride=2, padding=1)
         for block in self.blocks:
             x_BCHW = block(x_BCHW)
@@ -107,7 +108,8 @@ class ResNet(ConvNet):
         return list(self.blocks)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initialise a block to act as its shortcut: the last norm's scale is 0 (arXiv:1706.02677, section 5.1)."""
+        """Initialise a block so that it acts as its shortcut: the scale of the last norm is 0 (arXiv:1706.02677,
+        section 5.1)."""
         if name.endswith("widen.norm.weight"):
             full.zero_()
         else:
@@ -122,7 +124,8 @@ CONV_UP: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvT
 
 
 class ConvNormRelu(nn.Module):
-    """A convolution of width 3, normalised by each sample's and channel's own statistics (in fp32, in the kernel)."""
+    """A convolution of width 3, normalised by the statistics of each sample and channel (computed in fp32, in the
+    kernel)."""
 
     def __init__(self, channels_in: int, channels: int, dims: int, stride: int = 1):
         super().__init__()
@@ -158,10 +161,10 @@ class Up(nn.Module):
 
 
 class UNet(ConvNet):
-    """Segments voxels; the loss of a sample is its mean cross-entropy plus 1 - soft Dice (arXiv:1606.04797).
+    """Segments voxels. The loss of a sample is its mean cross-entropy plus 1 - soft Dice (arXiv:1606.04797).
 
-    U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training: strided convolutions going down,
-    transposed ones going up, instance normalisation (arXiv:1607.08022), and no cropping.
+    U-Net (arXiv:1505.04597) in two or three dimensions, as in MLPerf Training: strided convolutions on the way down,
+    transposed convolutions on the way up, instance normalisation (arXiv:1607.08022), and no cropping.
     """
 
     def __init__(self, model: ConvModel):
@@ -175,7 +178,8 @@ class UNet(ConvNet):
         self.head = CONV[dims](widths[0], model.num_classes, 1)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the summed loss of labels (B, ...), or logits (B, K, ...) without labels, of images (B, C, ...)."""
+        """Return the summed loss of images (B, C, ...) for labels (B, ...), or logits (B, K, ...) if there are no
+        labels."""
         beside = []
         x = images
         for pair in self.down:
@@ -206,7 +210,7 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
     """Return 2 |A and B| / (|A| + |B|), averaged over all classes except the background: weights (B, K, ...) -> (B,).
 
-    A class that is neither present nor predicted gives 1. `smooth` voxels in both terms keep the gradient finite.
+    A class that is neither present nor predicted counts as 1. `smooth` voxels in both terms keep the gradient finite.
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)

@@ -1,4 +1,4 @@
-"""A llama-style decoder, dense or with experts.
+"""A Llama-style decoder, dense or with experts.
 
 Shapes: B samples, S tokens per sample, D hidden size, E rotated size of a head.
 """
@@ -26,7 +26,8 @@ class Block(nn.Module):
         attention = Attention if model.mla is None else MultiHeadLatentAttention
         self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
-        # Outside the attention, so that it is added only once if the heads are spread over ranks and summed.
+        # The bias is added outside of attention, so that it counts only once if the heads are spread over ranks and
+        # summed.
         self.attention_bias = nn.Parameter(torch.empty(model.hidden_size)) if model.attention_bias == "all" else None
         self.ffn_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.ffn = MixtureOfExperts(model) if model.is_expert_layer(layer) else dense_feed_forward(model)
@@ -42,7 +43,8 @@ def dense_feed_forward(model: DecoderModel) -> FeedForward:
 
 
 class Decoder(LanguageModel):
-    """A decoder. Positions are rotated into queries and keys, or, with learned positions, added to the embedding."""
+    """A decoder. Queries and keys are rotated by their positions; learned positions are added to the embedding
+    instead."""
 
     cos_SE: Tensor
     sin_SE: Tensor

@@ -1,7 +1,6 @@
-"""Mixture of experts in place of the feed-forward layer: the router, with load balancing, and routed and shared
-experts.
+"""Mixture of experts instead of a feed-forward layer: the router, with load balancing, and routed and shared experts.
 
-Routed tokens are sorted by expert, processed by one grouped matrix product, and put back in order.
+Routed tokens are sorted by expert, processed by one grouped matrix product, and returned to their original order.
 
 Shapes: B samples, S tokens per sample, T tokens, K experts per token, E experts, M copies of tokens sorted by expert, D
 hidden size, F expert width.
@@ -26,9 +25,9 @@ class SortedTokens(NamedTuple):
 
     x_MD: Tensor
     counts_E: Tensor
-    """Number of copies for each expert, int64; they sum to M minus the dropped copies."""
+    """Number of copies for each expert, int64. The sum is M minus the number of dropped copies."""
     source_M: Tensor
-    """The copy (token * K + choice) at each row."""
+    """The copy (token * K + choice) in each row."""
     place_M: Tensor
     """The inverse: the row of each copy."""
 
@@ -40,7 +39,7 @@ class SortedTokens(NamedTuple):
 
 
 def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> SortedTokens:
-    """Sort copies of tokens by expert; an index of `num_experts` marks a dropped copy."""
+    """Sort copies of tokens by expert. The index `num_experts` marks a dropped copy."""
     expert_M = indices_TK.flatten()
     source_M = expert_M.argsort(stable=True)
     place_M = torch.empty_like(source_M).scatter_(0, source_M, torch.arange(len(source_M), device=source_M.device))
@@ -49,7 +48,8 @@ def sort_by_expert(x_TD: Tensor, indices_TK: Tensor, num_experts: int) -> Sorted
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """Return (E,) int64, on the device and with a static shape; dropped copies are not counted."""
+    """Return the number of copies per expert, (E,) int64, on the device and with a static shape. Dropped copies are not
+    counted."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=indices.device)
     return counts.scatter_add_(0, indices.flatten(), torch.ones_like(indices.flatten()))[:num_experts]
 
@@ -71,8 +71,8 @@ class _Take(torch.autograd.Function):
 
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Return (M, F), each expert's rows times its matrix; rows beyond the counts are undefined."""
-    if x_MD.dtype == torch.float64:  # the grouped kernels support 32 bits at most
+    """Return (M, F): the rows of each expert times its matrix. Rows beyond the counts are undefined."""
+    if x_MD.dtype == torch.float64:  # the grouped kernels support at most 32 bits
         return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
         return _grouped_mm_eagerly(x_MD, weight_EDF, counts_E)
@@ -89,16 +89,16 @@ _grouped_mm_eagerly = torch.compiler.disable(_grouped_mm)
 
 @torch.compiler.disable
 def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Compute the same result, one product after another; the host waits for the counts."""
+    """Compute the same result with one product after another. The host waits for the counts."""
     counts = counts_E.tolist()
     parts = x_MD.split([*counts, len(x_MD) - sum(counts)])
     return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
 
 
 class Experts(GatedActivation):
-    """The routed experts' feed-forward layers on sorted rows; rows beyond the counts become zeros.
+    """The feed-forward layers of the routed experts, on sorted rows. Rows beyond the counts become zeros.
 
-    `up` holds the gate's columns, followed by those of the linear half; without a gate, only the latter.
+    `up` contains the columns of the gate, followed by those of the linear half; without a gate, only the latter.
     """
 
     grouped_matmul = staticmethod(grouped_matmul)
@@ -134,7 +134,7 @@ class Experts(GatedActivation):
         return self.activate(gate_MF, up_MF)
 
     def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Set rows without an expert to zero, forward and backward: grouped kernels leave them undefined."""
+        """Set rows without an expert to zero, forward and backward, because grouped kernels leave them undefined."""
         if not self.drops:
             return x_MD
         taken_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None] < counts_E.sum()
@@ -146,7 +146,7 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
 
 
 def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Send tokens to experts that are all on this rank."""
+    """Process tokens with experts that are all on this rank."""
     copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
     return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
@@ -160,10 +160,10 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(
 class Router(nn.Module):
     """Scores all experts and chooses the best ones.
 
-    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores only for the choice, and
-    `update_balance` adjusts it after a step. Balancing with a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, for the
-    chosen experts): its gradient is added in the backward pass. A sequence's loss is weighted by its number of tokens,
-    so that with `loss_scale` = 1 / global tokens the coefficient applies to the mean over tokens.
+    Balancing without a loss (arXiv:2408.15664): `balance_bias_E` is added to the scores for the choice only, and
+    `update_balance` adjusts it after each step. Balancing with a loss (DeepSeek-V3, arXiv:2412.19437, eq. 17-20, for
+    the chosen experts): the gradient of the loss is added in the backward pass. The loss of a sequence is weighted by
+    its number of tokens, so that with `loss_scale` = 1 / global tokens the coefficient applies to the mean over tokens.
     """
 
     balance_bias_E: Tensor | None
@@ -182,7 +182,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert_E", counter, persistent=False)
         self.register_buffer("loss_scale", torch.empty((), dtype=torch.float32), persistent=False)
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
-        """Turns the counts for this rank's part of each sequence into counts for the full sequence."""
+        """Converts the counts for this rank's part of each sequence to counts for the full sequence."""
 
     def init_buffers(self) -> None:
         self.tokens_per_expert_E.zero_()
@@ -191,12 +191,12 @@ class Router(nn.Module):
             self.balance_bias_E.zero_()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (experts (B, S, K) int64, E for a dropped choice; their weights (B, S, K), at least fp32)."""
+        """Return (experts (B, S, K) int64, where E marks a dropped choice; their weights (B, S, K), at least fp32)."""
         logits_BSE = F.linear(x_BSD, self.weight, self.bias)
         scores_BSE = self.score(precise(logits_BSE))
         indices_BSK = self._choose(scores_BSE.detach())
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
-        if self.spec.normalise_weights:  # all sigmoid scores may round to 0
+        if self.spec.normalise_weights:  # all sigmoid scores may have been rounded to 0
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         weights_BSK = weights_BSK * self.spec.weight_scale
         if torch.is_grad_enabled():
@@ -221,7 +221,7 @@ class Router(nn.Module):
         return scores_BSE.topk(self.spec.top_k, dim=-1).indices
 
     def _balance_loss(self, scores_BSE: Tensor, indices_BSK: Tensor) -> Tensor:
-        """Return tokens x sum over experts of (share of choices) x (mean of normalised scores), a scalar."""
+        """Return the scalar tokens x sum over experts of (fraction of choices) x (mean of normalised scores)."""
         visits_BSE = torch.zeros_like(scores_BSE).scatter_(-1, indices_BSK, 1.0)
         counts_BE = self.sum_over_sequence(visits_BSE.sum(1))
         tokens = counts_BE.sum(-1, keepdim=True) / self.spec.top_k
@@ -230,7 +230,8 @@ class Router(nn.Module):
         return (frequency_BE * summed_BE).sum() * self.spec.balance_loss * self.loss_scale
 
     def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep each expert's highest weights per sequence; the other choices become `num_experts` with weight 0."""
+        """Keep the highest weights of each expert per sequence. The other choices become `num_experts` with weight
+        0."""
         experts = self.spec.num_experts
         factor = self.spec.capacity_factor or 0.0
         choices_BM = indices_BSK.flatten(1)
@@ -249,7 +250,7 @@ class Router(nn.Module):
     def update_balance(self, counts_E: Tensor) -> None:
         """Adjust the bias after a step, using the counts of the global batch, and reset the counter.
 
-        Recomputed forward passes count twice, which does not change the order.
+        Recomputed forward passes count twice, which does not change the order of the experts.
         """
         if self.balance_bias_E is not None:
             counts_E = counts_E.float()
@@ -270,9 +271,9 @@ class _WithLoss(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """Sends each token to the experts that the router chooses for it (arXiv:1701.06538) and to every shared expert.
+    """Sends each token to the experts chosen by the router (arXiv:1701.06538) and to every shared expert.
 
-    `dispatch` moves tokens to experts and back; expert parallelism replaces it.
+    `dispatch` sends tokens to experts and back; expert parallelism replaces it.
     """
 
     def __init__(self, model: DecoderModel):

@@ -21,7 +21,7 @@ MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
     "-": ("ffn", lambda model: dense_feed_forward(model.as_decoder)),
     "E": ("ffn", lambda model: MixtureOfExperts(model.as_decoder)),
 }
-"""Maps a letter of the pattern to (the mixer's name in its block, its constructor)."""
+"""Maps each letter of the pattern to (the mixer's name in its block, its constructor)."""
 
 
 class HybridBlock(nn.Module):
@@ -38,7 +38,7 @@ class HybridBlock(nn.Module):
 
 
 class Hybrid(LanguageModel):
-    """A hybrid model. State-space layers need no positions, nor do the layers between them."""
+    """A hybrid model. Neither state-space layers nor the layers between them need positions."""
 
     writes_per_layer: ClassVar[int] = 1
 

@@ -24,31 +24,32 @@ INIT_STD = 0.02
 
 
 class PublishedModel(nn.Module):
-    """A model that publishes the modules for techniques to work on, and where its parameters may be cut."""
+    """A model that publishes the modules to which techniques are applied, and the dims along which its parameters may
+    be split."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
-    """The dim of each parameter that tensor parallelism cuts; the first matching pattern decides."""
+    """The dim along which tensor parallelism splits each parameter. The first matching pattern applies."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
-    """Uncut parameters inside regions: a rank's gradient is a partial sum."""
+    """Parameters inside regions that are not split. Their gradient on a rank is a partial sum."""
     seed: int = 0
-    """The run's seed, for initial values that are not drawn parameter by parameter."""
+    """The run's seed, for initial values that are not generated parameter by parameter."""
 
     def block_modules(self) -> Sequence[nn.Module]:
-        """Return the units that are sharded and recomputed as one."""
+        """Return the units that are sharded and recomputed as a whole."""
         raise NotImplementedError
 
     def compile_modules(self) -> Sequence[nn.Module]:
-        """Return the units that a compiler may fuse; code between them stays eager."""
+        """Return the units that a compiler may fuse; code between them remains eager."""
         return self.block_modules()
 
     def norm_modules(self) -> Sequence[BatchNorm]:
-        """Return the modules whose statistics are taken over the samples of all ranks."""
+        """Return the modules whose statistics are computed over the samples of all ranks."""
         return self.all_of(BatchNorm)
 
     def region_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose matrices tensor parallelism cuts: full input, summed output.
+        """Return the modules whose matrices tensor parallelism splits; they have the full input and a summed output.
 
-        Routed experts are not among them: they are spread without being split, and each rank routes its own tokens.
+        Routed experts are not included: they are spread without being split, and each rank routes its own tokens.
         """
         return self.all_of(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
 
@@ -59,15 +60,15 @@ class PublishedModel(nn.Module):
     def expert_modules(self) -> Sequence[nn.Module]:
         """Return the mixture-of-experts modules.
 
-        Each has `experts`, whose parameters' first dim is the expert, and a `dispatch` that exchanges tokens.
+        Each has `experts`, whose parameters have the expert as the first dim, and `dispatch`, which exchanges tokens.
         """
         return self.all_of(MixtureOfExperts)
 
     def balance_modules(self) -> Sequence[Router]:
         """Return the routers.
 
-        Each counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, which takes the global batch's
-        counts; `loss_scale` (1 / global tokens) must be set before a step.
+        Each router counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, to which the counts of the
+        global batch are passed. `loss_scale` (1 / global tokens) must be set before a step.
         """
         return self.all_of(Router)
 
@@ -76,10 +77,10 @@ class PublishedModel(nn.Module):
 
 
 class LanguageModel(PublishedModel):
-    """Maps token ids to the summed cross-entropy of the next token (or to logits, to generate text).
+    """Maps token IDs to the summed cross-entropy of the next tokens (or to logits, to generate text).
 
-    A pipeline stage holds some of the layers: the first stage embeds tokens, and the others take hidden states; the
-    last stage returns the loss, and the others hidden states.
+    A pipeline stage holds some of the layers. The first stage embeds tokens; the others take hidden states. The last
+    stage returns the loss; the others return hidden states.
     """
 
     tensor_cuts: ClassVar[dict[str, int]] = {
@@ -119,7 +120,7 @@ class LanguageModel(PublishedModel):
         "blocks.*.lora_[ab]",
     )
     writes_per_layer: ClassVar[int]
-    """The number of times that a layer adds to the residual stream."""
+    """Number of times that a layer adds to the residual stream."""
 
     def __init__(self, model: TextModel | OwnModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()
@@ -139,7 +140,7 @@ class LanguageModel(PublishedModel):
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
-        """Run the model or stage; with `documents_BS` (document numbers), attention stays within each document.
+        """Run the model or stage. With `documents_BS` (document numbers), attention is limited to each document.
 
         Return hidden states (B, S, D) unless this is the last stage. The last stage returns the summed loss (scalar,
         fp32) if targets are given, and logits (B, S, V) otherwise.
@@ -159,7 +160,7 @@ class LanguageModel(PublishedModel):
         return self.embed(tokens_BS)
 
     def block_inputs(self, _x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the inputs of every block besides the hidden states."""
+        """Return the inputs of every block in addition to the hidden states."""
         assert documents_BS is None, "a scan runs over documents' ends: refused before launch"
         return ()
 
@@ -172,7 +173,8 @@ class LanguageModel(PublishedModel):
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Set norms to 1, biases to 0, matrices to Normal(0, 0.02), and the parameters of a scan as in Mamba-2.
 
-        Matrices into the residual stream are divided by the square root of their number (GPT-2).
+        Matrices that write to the residual stream are divided by the square root of the number of such matrices
+        (GPT-2).
         """
         leaf = name.rpartition(".")[2]
         if ".mamba." in name and init_scan(name.partition(".mamba.")[2], full, generator):
@@ -180,7 +182,7 @@ class LanguageModel(PublishedModel):
         if leaf.endswith("bias") or leaf == "lora_b":
             full.zero_()
         elif leaf == "lora_a":
-            # Uniform with variance 1 / 3D for D inputs, like published adapters.
+            # Uniform with variance 1 / 3D for D inputs, as in published adapters.
             bound = 1 / math.sqrt(full.shape[1])
             full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":

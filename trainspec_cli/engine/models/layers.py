@@ -38,7 +38,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv:2002.05202)."""
+    """Return silu(gate) * up (arXiv:2002.05202)."""
     return F.silu(gate) * up
 
 
@@ -80,10 +80,11 @@ class FeedForward(GatedActivation):
 
 
 class BatchNorm(nn.Module):
-    """Normalises by the batch's statistics in training and by their running means in evaluation (arXiv:1502.03167).
+    """Normalises by the statistics of the batch in training, and by their running means in evaluation
+    (arXiv:1502.03167).
 
-    Statistics equal those of a single process that holds the micro-batches of all ranks, whatever the layout; they are
-    computed in fp32. Shapes: B samples, C channels, then the spatial dimensions.
+    In every layout, statistics equal those of a single process with the micro-batches of all ranks. They are computed
+    in fp32. Shapes: B samples, C channels, then the spatial dimensions.
     """
 
     running_mean: Tensor
@@ -94,7 +95,7 @@ class BatchNorm(nn.Module):
         self.eps = eps
         self.momentum = momentum
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
-        """Sums over all ranks that hold parts of a micro-batch, of any sizes, in place; set from outside."""
+        """Sums over all ranks that hold parts of a micro-batch, which may have any size, in place; set externally."""
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.register_buffer("running_mean", torch.empty(channels))
@@ -108,7 +109,7 @@ class BatchNorm(nn.Module):
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Batch normalisation; running statistics are updated in the backward pass, which runs only once even with
+    """Batch normalisation. Running statistics are updated in the backward pass, which runs only once even with
     recomputation."""
 
     @staticmethod
@@ -136,7 +137,7 @@ class _BatchNorm(torch.autograd.Function):
         both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
         to_x *= _along(precise(weight) * inverse_std, x)
-        # The running variance is the unbiased one; non-finite statistics would persist forever.
+        # The running variance is unbiased. Non-finite statistics are excluded, because they would persist forever.
         unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in ((norm.running_mean, mean), (norm.running_variance, unbiased)):
             running.lerp_(torch.where(new.isfinite(), new.to(running.dtype), running), norm.momentum)

@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), trained in addition to frozen matrices, which may be kept in 4 bits
-(QLoRA, arXiv:2305.14314) and are then dequantised for each product.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), which are trained in addition to frozen matrices. These may be kept in 4
+bits (QLoRA, arXiv:2305.14314) and are then dequantised for each product.
 
 Shapes: W (F, D), and its adapter's A (R, D) and B (F, R).
 """
@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.training import LoraSpec
 
 
 class QuantisedLinear(nn.Module):
-    """Computes W x + b with W kept in NF4. Its tensors are buffers: FSDP2 neither shards nor casts them."""
+    """Computes W x + b with W stored in NF4. Its tensors are buffers, which FSDP2 neither shards nor casts."""
 
     nf4_codes: Tensor
     nf4_magnitudes: Tensor
@@ -31,7 +31,8 @@ class QuantisedLinear(nn.Module):
         held = shapes_of(linear.out_features, linear.in_features)
         self.bias = linear.bias
         tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
-        # Not persistent: a checkpoint stores them as shares (`shares.quantised_parameters`), without the tables.
+        # These are not persistent, because a checkpoint stores them as shares (`shares.quantised_parameters`), without
+        # the tables.
         for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self._place = Place()
@@ -41,7 +42,7 @@ class QuantisedLinear(nn.Module):
         self.nf4_levels.copy_(magnitude_table(self.nf4_levels.device))
 
     def place(self, cut: Cut) -> None:
-        """Record how the magnitudes, and the weights with them, are cut over ranks."""
+        """Record how the magnitudes and weights are split over ranks."""
         columns = cut.full_size if cut.dim == 1 else self.nf4_magnitudes.shape[1]
         row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
         self._place = Place(row, column, columns)
@@ -74,7 +75,7 @@ def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tenso
 
 
 class _Adapted(nn.Module):
-    """Adds (alpha / R) B A x to a linear layer, which is initially zero, since B starts at zero."""
+    """Adds (alpha / R) B A x to a linear layer. The sum is initially unchanged, because B starts at zero."""
 
     def adapt(self, linear: nn.Linear, spec: LoraSpec) -> None:
         self.lora_a = nn.Parameter(torch.empty(spec.rank, linear.in_features, device="meta"))
@@ -99,8 +100,8 @@ class QuantisedLoraLinear(_Adapted, QuantisedLinear):
 
 
 def apply_lora(part: nn.Module, spec: LoraSpec) -> None:
-    """Add an adapter to each of the blocks' matrices that `spec` names, and quantise all of the blocks' matrices if
-    `spec.is_quantised` (on meta, in place); only adapters are trained."""
+    """Add an adapter to each matrix of the blocks that is named in `spec`, and quantise all matrices of the blocks if
+    `spec.is_quantised` (on meta, in place). Only adapters are trained."""
     if not spec.rank:
         return
     adapted = QuantisedLoraLinear if spec.is_quantised else LoraLinear

@@ -1,7 +1,8 @@
 """Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matrix products.
 
-State of a head: h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, read out as y_t = h_t c_t. Within a block, this equals
-masked attention of c on b; states are carried from block to block (section 6, listing 1). Decays are computed in fp32.
+The state of a head is h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, and its output y_t = h_t c_t. Within a block, this
+equals masked attention of c on b; states are passed from block to block (section 6, listing 1). Decays are computed in
+fp32.
 
 Shapes: B samples, S tokens per sample, D hidden size, I inner size, G groups, R heads per group, H = G x R heads, P
 head size, N state size, C blocks of Q tokens, W convolution taps.
@@ -35,13 +36,13 @@ def selective_scan(
     x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
     decay_log = (dt * a_H).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)  # B C G R Q
     x = (x * dt[..., None].to(x.dtype)).unflatten(3, (groups, -1))  # B C Q G R P
-    # Two functions, so that the scores are freed before states are computed.
+    # Two separate functions, so that the scores are freed before states are computed.
     y = _within_blocks(x, decay_log, b, c) + _from_earlier_blocks(x, decay_log, b, c)
     return y.flatten(1, 2)[:, :seq_len].flatten(2, 3)
 
 
 def _into_blocks(tensor: Tensor, block: int) -> Tensor:
-    """Cut (B, S, ...) into (B, C, Q, ...), padded with zeros, because a step of 0 does not change the state."""
+    """Split (B, S, ...) into (B, C, Q, ...), padded with zeros, because a step of 0 does not change the state."""
     padding = (*(0, 0) * (tensor.dim() - 2), 0, -tensor.shape[1] % block)
     return F.pad(tensor, padding).unflatten(1, (-1, block))
 
@@ -57,7 +58,7 @@ def _within_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor
 
 
 def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the contribution of the state at each block's beginning to its tokens: (B, C, Q, G, R, P)."""
+    """Return the contribution of the state at the beginning of each block to the block's tokens: (B, C, Q, G, R, P)."""
     to_end = (decay_log[..., -1:] - decay_log).exp().permute(0, 1, 4, 2, 3)[..., None]
     added = torch.einsum("bcqgn,bcqgrp->bcgrpn", b, x * to_end.to(x.dtype))
     weights = _decay_between_blocks(decay_log[..., -1].permute(0, 2, 3, 1))
@@ -69,11 +70,11 @@ def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> 
 def _decay_between_blocks(total_C: Tensor) -> Tensor:
     """Return (..., C, Z): the decay of block z's state when block c begins; 0 for z >= c.
 
-    It sums over the blocks between the two; differences of cumulative sums would lose precision.
+    It is a sum over the blocks between the two, because differences of cumulative sums would lose precision.
     """
     blocks = total_C.shape[-1]
     between = torch.ones(blocks, blocks, dtype=torch.bool, device=total_C.device).tril(-1)
-    # Entry (c, z) sums the totals of z < k < c: row k - 1 enters from row k on.
+    # Entry (c, z) sums the totals of z < k < c: row k - 1 contributes from row k on.
     shifted = F.pad(total_C[..., :-1], (1, 0))[..., :, None].expand(*total_C.shape, blocks)
     entered = torch.arange(blocks, device=total_C.device)
     summed = shifted.where(entered[:, None] > entered + 1, 0.0).cumsum(-2)
@@ -94,8 +95,8 @@ class CausalConv(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """The mixer of one layer. Each of its parts has a separate matrix and convolution, so that heads and groups can be
-    split over ranks; their numbers follow from the matrices."""
+    """The mixer of one layer. Each part has a separate matrix and convolution, so that heads and groups can be split
+    over ranks. The numbers of heads and groups follow from the matrices."""
 
     ssd_scan = staticmethod(selective_scan)
 
@@ -135,7 +136,7 @@ class Mamba2(nn.Module):
 
 
 def init_scan(leaf: str, full: Tensor, generator: torch.Generator) -> bool:
-    """Set a parameter of `Mamba2` to its initial values, as in the reference implementation; return False for matrices
+    """Set a parameter of `Mamba2` to its initial values, as in the reference implementation. Return False for matrices
     and ones, which are initialised as in other modules."""
     if leaf.startswith("conv_"):
         full.uniform_(-(CONV_TAPS**-0.5), CONV_TAPS**-0.5, generator=generator)

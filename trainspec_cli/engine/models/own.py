@@ -1,9 +1,9 @@
-"""User-defined blocks (`model.block=FILE.py:make`) between the engine's embedding, final norm and head, and a
-user-defined loss (`train.loss=FILE.py:NAME`) in place of cross-entropy.
+"""User-defined blocks (`model.block=FILE.py:make`) between the engine's embedding and its final norm and head, and a
+user-defined loss (`train.loss=FILE.py:NAME`) instead of cross-entropy.
 
-A block's own code initialises its parameters, on a CPU and with a seed for each block, so their values depend neither
-on the layout nor on the devices. A loss function returns the loss of each token, computed only from that token's logits
-and target, and the engine computes the mean, so the result is the same in every layout.
+A block's code initialises its parameters, on a CPU and with a separate seed for each block, so their values depend
+neither on the layout nor on the devices. A loss function returns the loss of each token, computed only from that
+token's logits and target, and the engine computes the mean, so the result is the same in every layout.
 
 Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 """
@@ -41,7 +41,7 @@ class OwnLanguageModel(LanguageModel):
         super().__init__(model, layers, maker.make)
         self.maker = maker
         self._whole: tuple[tuple[int, int], nn.Module] | None = None
-        """The last initialised block, by layer and seed."""
+        """The most recently initialised block, with its layer and seed."""
 
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
@@ -53,7 +53,7 @@ class OwnLanguageModel(LanguageModel):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initialise a block's parameter with the block's own code, and the others as in every language model."""
+        """Initialise a block's parameter with the block's code, and all others as in every language model."""
         if not name.startswith(PREFIX):
             super().init_parameter(name, full, generator)
             return
@@ -67,7 +67,7 @@ class OwnLanguageModel(LanguageModel):
         self._whole = None
 
     def _with_values(self, layer: int) -> nn.Module:
-        """Return a layer's block with its initial values; one block at a time is kept."""
+        """Return a layer's block with its initial values. Only one block at a time is kept."""
         if self._whole is None or self._whole[0] != (layer, self.seed):
             self._whole = None
             self._whole = (layer, self.seed), self.maker.make_with_values(layer, self.seed)
@@ -102,7 +102,7 @@ class BlockMaker:
         return block
 
     def make_with_values(self, layer: int, seed: int) -> nn.Module:
-        """Return the block of a layer on the CPU, with values that depend only on the seed and the layer."""
+        """Return the block of a layer on the CPU, with values that depend only on seed and layer."""
         digest = hashlib.sha256(f"{seed}/{PREFIX}{layer}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -151,7 +151,7 @@ class OwnLinearLoss(LinearCrossEntropy):
             return super().forward(x_BSD, weight_VD, targets_BS)
         x_TD = x_BSD.flatten(0, -2)
         targets_T = targets_BS.flatten()
-        if not len(targets_T):  # a rank whose samples are used up takes part without any
+        if not len(targets_T):  # a rank whose samples are used up takes part without samples
             return F.linear(x_TD, weight_VD).sum()
         step = loss_chunk_tokens(weight_VD.shape[0])
         total = x_TD.new_zeros((), dtype=torch.float32)
@@ -161,7 +161,7 @@ class OwnLinearLoss(LinearCrossEntropy):
         return total
 
     def _sum_chunk(self, x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> Tensor:
-        """Sum one chunk's losses; tokens without a target do not count."""
+        """Sum the losses of one chunk. Tokens without a target do not count."""
         loss_C = self.own(precise(F.linear(x_CD, weight_VD)), targets_C.clamp_min(0))
         return torch.where(targets_C != IGNORED_TARGET, loss_C, 0.0).sum()
 

@@ -24,7 +24,7 @@ def rope_angles(
 
 
 def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of each head, the pairing used in Hugging Face's llama."""
+    """Rotate the pairs (i, i + E/2) of each head, which is the pairing in Hugging Face's Llama."""
     seq_len = x_BSHE.shape[1]
     first, second = x_BSHE.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -32,11 +32,11 @@ def apply_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """Return the factor on attention scores in addition to 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq.
+    """Return the factor for attention scores in addition to 1 / sqrt(E): YaRN's softer softmax (arXiv:2309.00071, eq.
     22).
 
-    Published models multiply its square root into the rotated queries and keys, or, if only a part of the head is
-    rotated (DeepSeek-V3), the full factor into the scores: the product is the same.
+    Published models multiply the rotated queries and keys by its square root or, if only a part of the head is rotated
+    (DeepSeek-V3), the scores by the full factor. The result is the same.
     """
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -44,12 +44,12 @@ def score_factor(scaling: RopeScaling | None) -> float:
 
 
 def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Slow down long waves by the factor and keep short ones; between two bounds, blend linearly."""
-    if scaling.kind == "llama3":  # the bounds are wavelengths, blended in the turns within the original length
+    """Slow down long waves by the factor and keep short ones unchanged. Between two bounds, interpolate linearly."""
+    if scaling.kind == "llama3":  # the bounds are wavelengths; interpolate in the turns within the original length
         turns = scaling.original_seq_len * frequencies / (2 * math.pi)
         kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         kept = kept.clamp(0, 1)
-    else:  # YaRN: the bounds are numbers of turns, blended in the frequency's index
+    else:  # YaRN: the bounds are numbers of turns; interpolate in the frequency's index
 
         def index_of(turns: float) -> float:
             return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

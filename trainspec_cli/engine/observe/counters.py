@@ -108,7 +108,7 @@ class Window:
     starved_s: float | None = None
 
     def add_work(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add the work of this rank's batches."""
+        """Add the work of this rank's batches to the window."""
         for tokens, *others in micro_batches:
             self.samples += tokens.shape[0]
             self.tokens += tokens.numel()
@@ -121,7 +121,7 @@ class Window:
 
 
 class StepCounters:
-    """`note_step` is called by every rank after each step."""
+    """Reads the counters. Every rank calls `note_step` after each step."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -189,7 +189,7 @@ class StepCounters:
             return Counts(allocator_retries=retries)
         ticks = _read("/proc/stat").partition("\n")[0].split()
         stalls = _read("/proc/pressure/memory").partition("\n")[0]  # stalls of any process on the node
-        dynamo = sys.modules.get("torch._dynamo.utils")  # not imported for this: it takes seconds
+        dynamo = sys.modules.get("torch._dynamo.utils")  # not imported only for this, because that takes seconds
         return Counts(
             cpu_s=self._processor.read()[0],
             throttled_s=throttled_s(),
@@ -263,7 +263,7 @@ def _control_groups(controller: str) -> list[Path]:
 
 
 def _read(path: Path | str) -> str:
-    """Return the text of a small kernel file; empty if this system does not have it."""
+    """Return the text of a small kernel file; empty if it does not exist on this system."""
     with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - faster with a str
         return file.read()
     return ""
@@ -372,8 +372,8 @@ def state_of(connection: Connection) -> ConnectionState | None:
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Transposes of a layer's products, forward and backward. CPU speeds differ between them, tenfold in a format without
-native support."""
+"""The transposed variants of a layer's products, forward and backward. Their speeds differ on CPUs, by a factor of ten
+in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
@@ -482,7 +482,7 @@ SETTLING_STEPS = 10
 
 
 class MemoryWatch:
-    """Takes a reading every few steps, so that a window spans a fixed fraction of the run, whatever its length."""
+    """Takes a reading every few steps, so that a window spans a fixed fraction of the run, regardless of its length."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device = device

@@ -1,7 +1,7 @@
 """Profile this rank for a few steps (a deeper look) when the supervisor requests it because of a new verdict.
 
 A thread waits for the request, which does not slow down the steps. During the profile, torch's profiler runs over
-complete steps, and the thread samples the stack; the result is an event and a trace in the run folder.
+complete steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class DeeperLook(threading.Thread):
     def __init__(
         self, run_dir: RunDir, journal: Journal, supervisor: SupervisorConnection, rank: int, device: torch.device
     ):
-        """`rank`: this rank's number among those of all replica groups."""
+        """`rank`: this rank's number among the ranks of all replica groups."""
         super().__init__(name="deeper look", daemon=True)
         self._run_dir = run_dir
         self._journal = journal
@@ -211,7 +211,7 @@ class DeeperLook(threading.Thread):
         self._step = 0
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()
         self._begun: StepsInView | None = None
-        """The steps of the current profile, or of the last one."""
+        """The steps of the current or the last profile."""
 
     # The training thread
 

@@ -57,7 +57,7 @@ NO_REPORTS = {
     "wandb": {"WANDB_ERROR_REPORTING": "false"},
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
 }
-"""Variables that disable the trackers' usage reports to their makers."""
+"""Variables that disable the trackers' usage reports to their vendors."""
 
 
 def _send_no_reports(tracker: str) -> None:
@@ -156,7 +156,7 @@ class Journal:
     """
 
     def __init__(self, run_dir: RunDir, rank: int, spec: RunSpec | None, group: int | None = None):
-        """Open the journal; without a spec no tracker is used."""
+        """Open the journal. Without a spec, no tracker is used."""
         self._run_dir = run_dir
         self._rank = rank
         self._spec = spec

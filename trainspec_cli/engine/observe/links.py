@@ -78,7 +78,8 @@ class LinkTimer:
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
         """Count the block as exposed communication. Yields whether it is timed; if so, the exchange must be complete at
-        the end of the block. This must not depend on the number of bytes, which differs between ranks with experts."""
+        the end of the block. Whether it is timed must not depend on the number of bytes, which differs between ranks
+        with experts."""
         with self._clock.collective():
             if sent_bytes is not None:
                 self._calls += 1
@@ -109,7 +110,7 @@ class LinkTimer:
         self._meeting = None
 
     def end(self) -> GroupSample:
-        """End a step, and set the stride so that the next sampled step times the wanted number of exchanges."""
+        """End a step, and set the stride so that the next sampled step times the intended number of exchanges."""
         self._is_sampled = False
         self._stride = max(1, -(-self._calls // TIMED_EXCHANGES))
         return GroupSample(self._timed, self._meeting, self._is_hidden)
@@ -144,8 +145,8 @@ class LinkSample:
 class LinkTimers:
     """The timers of a train state, by axis.
 
-    Each process group has its own timer, even if two groups have the same axis: ranks must meet at its barrier in the
-    same thread and order in which they call that group.
+    Each process group has a separate timer, even if two groups have the same axis, because ranks must enter its barrier
+    from the same thread and in the same order as the group's exchanges.
     """
 
     def __init__(self, clock: StepClock):

@@ -26,7 +26,7 @@ from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.paths import RunDir
 
 CALLBACK_METHODS = {kind: f"on_{kind}" for kind in ("start", "step", "eval", "checkpoint", "sample", "warning", "end")}
-"""Methods of a callback, by the type of event."""
+"""Methods of a callback, by event type."""
 TRACKER_METHODS = ("record", "close")
 
 

@@ -104,7 +104,7 @@ class StepWatch(threading.Thread):
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
         """Apply the long limit during the block, for example for an evaluation, whose duration is not learned from
-        steps. With `for_ever` there is no limit, because others determine the duration."""
+        steps. With `for_ever` there is no limit, because the duration depends on others."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -143,8 +143,8 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Record what the first step is waiting for, on rank 0, whose events are shown, and on each rank that is not
-        waiting for another rank."""
+        """Record what the first step is waiting for. Rank 0 does so because its events are shown, and so does each rank
+        that is not waiting for another rank."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:
@@ -171,7 +171,7 @@ class StepWatch(threading.Thread):
                     if isinstance(event, HangEvent) and event.time >= began - 2 * OTHERS_S:
                         reports[rank] = event
             ends = self._rank == min(reports)
-            if ends:  # the hang is this worker's error, which the supervisor shows and acts on
+            if ends:  # the hang becomes this worker's error, which the supervisor shows and acts on
                 message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
                 key = "first_step_s" if self._deadline_s == self._first_s else "hang_floor_s"
                 record = WorkerErrorRecord(

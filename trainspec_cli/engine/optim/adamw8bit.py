@@ -1,8 +1,9 @@
 """AdamW with both moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), in plain torch operations.
 
 A moment is stored as a code for each value, using the paper's dynamic map, and an fp32 scale for each block of a row,
-which is the block's largest magnitude. Blocks end with rows, so a block is on one rank however rows are spread: every
-ZeRO layout has the same blocks, computes the same update, and can read the others' checkpoints.
+which is the block's largest magnitude. Blocks do not cross rows, so each block is on one rank, regardless of how rows
+are distributed. Every ZeRO layout has the same blocks, computes the same updates, and can read the checkpoints of
+others.
 
 Shapes: R rows, C values per row, N blocks per row, K values per block.
 """
@@ -25,26 +26,26 @@ from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_S
 EXPONENTS = 7
 """Number of powers of ten that the map covers."""
 CHUNK_VALUES = 2**24
-"""The number of values that are updated at a time, in fp32."""
+"""Number of values that are updated at a time, in fp32."""
 
 
 def is_quantised(share: Share) -> bool:
-    """Return whether the moments of a parameter are kept in 8 bits, which is the same in all layouts."""
+    """Return whether the moments of a parameter are kept in 8 bits. This does not depend on the layout."""
     shape = share.full_shape
     return len(shape) > 1 and shape.numel() >= QUANTISED_SIZE and math.prod(shape[row_dim(shape) :]) >= QUANTISED_ROW
 
 
 def row_dim(shape: torch.Size) -> int:
-    """Return the first dimension of a row: the last for stacked matrices (experts), otherwise the second, so that a
-    filter is a row."""
+    """Return the first dimension within a row: the last one for stacked matrices (experts), otherwise the second, so
+    that a filter is a row."""
     return 2 if len(shape) == 3 else 1
 
 
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 values of the 8-bit dynamic tree, in order (arXiv:2110.02861, section 1.3).
 
-    Each power of ten from 1e-7 to 1 has twice as many values as the one below, evenly spread: they are the magnitude
-    bits after the exponent; unsigned maps have one bit more. 0 and 1 are added.
+    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. They correspond to the
+    magnitude bits after the exponent; unsigned maps have one bit more. 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
@@ -61,7 +62,7 @@ class Codebook:
 
     values: Tensor
     borders: Tensor
-    """The borders between neighbouring values: above a border, the upper value is nearer."""
+    """The borders between neighbouring values. Above a border, the upper value is nearer."""
     signed: bool
 
     @staticmethod
@@ -70,10 +71,10 @@ class Codebook:
         return Codebook(values, (values[:-1] + values[1:]) / 2, signed)
 
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (codes_RC of uint8, scales_RN): the code of each value is that of the nearest in the map.
+        """Return (codes_RC of uint8, scales_RN). The code of a value is that of the nearest value in the map.
 
-        In an unsigned map, values become 0 only in a block of zeros: the root of the second moment divides the first,
-        which may be nonzero in the same element.
+        In an unsigned map, values only become 0 in a block of zeros, because the first moment, which may be nonzero in
+        the same element, is divided by the square root of the second.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)
@@ -94,7 +95,7 @@ def _blocks(x_RC: Tensor) -> Tensor:
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Trains the groups that have a rule with 8-bit moments, and the others with plain AdamW."""
+    """Trains the groups that have a rule with 8-bit moments, and all other groups with plain AdamW."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr, betas, eps)
@@ -129,7 +130,7 @@ class AdamW8bit(GuardedOptimizer):
                 self._update_rows(chunk, state["step"], group, guard)
 
     def _update_rows(self, rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
-        """Update some rows of the weight and its moments in place, as in arXiv:1711.05101, in fp32."""
+        """Update some rows of the weight and its moments in place, in fp32, as in arXiv:1711.05101."""
         beta1, beta2 = group["betas"]
         gradient = rows["gradient"] / guard.scale
         first_book, second_book = self.books

@@ -1,11 +1,11 @@
 """Muon (K. Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982).
 
 The momentum of each matrix inside a block is orthogonalised by Newton-Schulz steps, and scaled so that an update has
-the same root mean square as AdamW's usually has: all other parameters train with AdamW at the same rate and weight
-decay. Newton-Schulz steps need full matrices. If ranks hold parts, each rank gathers some full matrices and sends their
-parts back. Stacked experts count as separate matrices. Small matrices of one shape are multiplied as one stack: six
-layers of 256 x 704 take 42 ms on a core with AMX, and 55 ms one by one. The steps are computed in bf16 on a GPU, and in
-the run's format on a CPU: in fp32 they take 180 ms.
+the root mean square of a typical AdamW update. All other parameters are trained with AdamW, with the same learning rate
+and weight decay. Newton-Schulz steps need full matrices. If ranks hold parts, each rank gathers some full matrices and
+sends their parts back. Stacked experts count as separate matrices. Small matrices of the same shape are multiplied as
+one stack: six layers of 256 x 704 take 42 ms on a core with AMX, compared with 55 ms one by one. The steps are computed
+in bf16 on a GPU, and in the run's format on a CPU; in fp32 they take 180 ms.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RMS = 0.2
 
 
 def is_hidden_matrix(share: Share) -> bool:
-    """Return whether a parameter is a matrix inside a block, or a stack of matrices; convolution taps, which do not mix
-    channels, and stacked biases are not."""
+    """Return whether a parameter is a matrix inside a block, or a stack of matrices. Convolution taps, which do not mix
+    channels, and stacked biases do not count."""
     *owner, leaf = share.name.split(".")
     depthwise = any(part.startswith("conv_") for part in owner)
     return owner[:1] == ["blocks"] and len(share.full_shape) in (2, 3) and not leaf.endswith("bias") and not depthwise
@@ -52,7 +52,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates the groups with this rule by Muon. `shares`: the shares of their parameters, in order."""
+    """Updates the groups that have this rule with Muon. `shares`: the shares of their parameters, in order."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Muon(GuardedOptimizer):
                 guard.set_(weight, (weight * (1 - lr * group["weight_decay"])).sub_(update, alpha=scaled))
 
     def _take_gradient(self, weight: Tensor, momentum: float, guard: Guard) -> Tensor:
-        """Add the gradient to the momentum; return Nesterov's, in the compute format."""
+        """Add the gradient to the momentum. Return the Nesterov momentum in the compute format."""
         buffer = self.state[weight]["momentum_buffer"]
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad / guard.scale
         averaged = buffer.lerp(gradient, 1 - momentum)
@@ -94,7 +94,7 @@ class Muon(GuardedOptimizer):
 
 
 def _splits_of_matrix(share: Share) -> tuple[Split, ...]:
-    """Return the splits that divide single matrices, excluding those that only divide a stack."""
+    """Return the splits that divide individual matrices, excluding those that only divide a stack."""
     return tuple(split for split in share.splits if split.dim >= len(share.full_shape) - 2)
 
 
@@ -106,7 +106,7 @@ def _orthogonalise_alike(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _batches(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield shares of the same shape that the same ranks hold: one for each rank, or several if they are small."""
+    """Yield shares of the same shape on the same ranks: one for each rank, or several if they are small."""
     by_kind: dict[tuple[object, ...], list[Share]] = {}
     for share in shares:
         groups = tuple(split.group.group_name for split in _splits_of_matrix(share))

@@ -1,8 +1,9 @@
-"""The optimizer of an OptimSpec and a guarded update: clip by the global norm, and skip if anything is not finite.
+"""The optimizer of an OptimSpec, and a guarded update: gradients are clipped by the global norm, and the update is
+skipped if anything is not finite.
 
-Both are done inside the fused kernel, through the two tensors that it accepts for mixed precision: `grad_scale` divides
-every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide. Optimizers
-written here (`whole.py`) take the same two.
+Both happen inside the fused kernel, through the two tensors that it accepts for mixed precision: `grad_scale` divides
+every gradient, and `found_inf` makes the update (and its step count) a no-op. So the host never has to wait.
+trainspec's optimizers (`whole.py`) accept the same two tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def build_optimizer(
     time: TimeCollective = untimed,
     compute: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer; weight decay applies to matrices, not to norms and biases.
+    """Return the recipe's optimizer. Weight decay applies to matrices, but not to norms and biases.
 
-    `moment_like` creates a parameter's state from a tensor of its shape and dtype; `time` is called around the
-    exchanges of an update; `compute` is the format of the run's matrix products, including muon's.
+    `moment_like` creates a parameter's state from a tensor with its shape and dtype. `time` is called around the
+    exchanges of an update. `compute` is the format of the run's matrix products, including Muon's.
     """
     betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
@@ -61,7 +62,7 @@ def build_optimizer(
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     optimizer: torch.optim.AdamW = adamw(groups, lr=optim.lr, betas=betas, eps=optim.eps)
-    # Create the moments that the first update would create, so that a checkpoint can be loaded before any update.
+    # Create the same moments as the first update would, so that a checkpoint can be loaded before any update.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_adamw(parameter, moment_like)
@@ -69,7 +70,7 @@ def build_optimizer(
 
 
 def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
-    """Return torch's parameter groups; weight decay applies to matrices, not to norms and biases."""
+    """Return torch's parameter groups. Weight decay applies to matrices, but not to norms and biases."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
     groups: list[Group] = [
@@ -80,11 +81,12 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers that update some parameters by another rule, with a test for these parameters; all others use AdamW."""
+"""Optimizers that update some parameters by a different rule, with a test for these parameters; all others use
+AdamW."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:
-    """Return a tensor of the parameter's shape whose memory is still to be allocated."""
+    """Return a tensor with the parameter's shape whose memory has not been allocated yet."""
     moment = torch.empty_like(parameter, requires_grad=False)
     moment.untyped_storage().resize_(0)
     return moment
@@ -97,8 +99,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """Return this rank's share of the gradients' squared Euclidean norm (fp64); the ranks' shares sum to the norm. Each
-    part counts once, however many ranks hold it."""
+    """Return this rank's share of the gradients' squared Euclidean norm (fp64), which is the sum of all ranks' shares.
+    Each part counts once, regardless of the number of ranks that hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:
@@ -115,7 +117,7 @@ def guarded_update(
 ) -> Tensor:
     """Update the parameters; return 1.0 if the update was skipped, otherwise 0.0.
 
-    `norm` and `loss` (fp32) are the same on every rank (already reduced), so every rank decides in the same way.
+    `norm` and `loss` (fp32) have already been reduced, so every rank makes the same decision.
     """
     skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float().to(shares[0].local.device)
     optimizer.found_inf = skipped  # type: ignore[attr-defined]

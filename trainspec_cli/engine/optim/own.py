@@ -1,12 +1,12 @@
-"""A user-defined optimizer (`optim.name=FILE.py:make`), extended with what the engine needs: updates that are skipped
-or clipped as a whole, and state that is saved and loaded in every layout.
+"""A user-defined optimizer (`optim.name=FILE.py:make`), extended with the functions that the engine needs: skipping or
+clipping entire updates, and saving and loading state in every layout.
 
-The engine gives it this rank's part of each parameter, so it has to be elementwise: an element's update may depend only
-on the element, its gradient and its state. That, and the state that it keeps, are tested on small tensors before the
+The engine passes this rank's part of each parameter to it, so it has to be elementwise: an element's update may depend
+only on the element, its gradient and its state. This and the form of its state are tested on small tensors before the
 run begins (`try_out`).
 
-Most optimizers create their state in the first update. A checkpoint may have to be loaded before that, so the same
-entries are allocated here, with a flag that tells whether the optimizer has started to use them.
+Most optimizers create their state in the first update. A checkpoint may have to be loaded before that. So the same
+entries are allocated here, with a flag that shows whether the optimizer has started to use them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from trainspec_cli.recipe.user_code import OPTIMIZER, Extension, arguments, load
 Entry = Tensor | int | float | bool
 Make = Callable[..., torch.optim.Optimizer]
 STARTED = "trainspec_started"
-"""The entry of each parameter's state that tells whether the other entries are in use: 1 after the first update."""
+"""The entry of each parameter's state that shows whether the other entries are in use; it is 1 after the first
+update."""
 OWN_TO_THE_ENGINE = ("params", "lr")
 """The entries of a parameter group that the engine changes."""
 
 TRIAL_UPDATES = 3
 TRIAL_SIDE = 6
 AGREEMENT = 1e-5
-"""The largest allowed relative difference between updates of a full tensor and of its parts: vectorised kernels round
-the ends of tensors differently."""
+"""Maximum relative difference between the updates of a full tensor and of its parts. It is not 0 because vectorised
+kernels round the ends of tensors differently."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class StateForm:
     """The form of an entry of a parameter's state."""
 
     shaped: bool
-    """True if it has the parameter's shape; otherwise it is a number, or a tensor that holds one."""
+    """True if it has the parameter's shape; otherwise it is a number, or a tensor with one number."""
     dtype: torch.dtype
     kind: type = Tensor
-    """The optimizer's type for it: a tensor, or a Python number, which is saved as fp64."""
+    """The type that the optimizer uses for it: a tensor, or a Python number, which is saved as fp64."""
     device: str = "cpu"
-    """The kind of device that a tensor is on."""
+    """The type of the device that a tensor is on."""
 
     @staticmethod
     def of(value: Entry) -> StateForm:
@@ -60,19 +61,19 @@ class StateForm:
 
 @dataclass(frozen=True)
 class Trial:
-    """The behaviour of an optimizer on small tensors."""
+    """The observed behaviour of an optimizer on small tensors."""
 
     forms: Mapping[int, Mapping[str, StateForm]]
-    """The entries of its state, by the parameter's number of dimensions."""
+    """The entries of its state, by the number of dimensions of the parameter."""
     state_bytes: float
-    """The bytes of state that it keeps per parameter; those for matrices, if they differ."""
+    """Bytes of state per parameter; if the number of dimensions matters, the value for matrices."""
 
 
 def build_own_optimizer(
     shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> OwnOptimizer:
-    """Build the recipe's optimizer, after a trial. `zeros` allocates the state's memory. Raises RecipeError if the code
-    is wrong or cannot train parts of parameters."""
+    """Create the recipe's optimizer after a trial. `zeros` allocates the memory of the state. Raises RecipeError if the
+    code is wrong or cannot train parts of parameters."""
     extension = OPTIMIZER.named(spec.optim.name, spec.optim.options)[0]
     optim = spec.optim
     call = load(extension)
@@ -105,7 +106,7 @@ def build_own_optimizer(
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Makes updates with the user-defined optimizer; `state` holds the saved entries, as tensors."""
+    """Makes updates with the user-defined optimizer. `state` contains the saved entries, as tensors."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits for
+        """Update the parameters unless `found_inf` is 1. Gradients are divided by `grad_scale`. The host waits for
         `found_inf`."""
         found_inf = self.found_inf
         grad_scale = self.grad_scale
@@ -171,7 +172,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             self._take_over(parameter)
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
-        """Give the optimizer the saved state, which may have been loaded; before its first update, give it nothing."""
+        """Pass the saved state, which may have been loaded, to the optimizer. Before the first update, pass nothing."""
         saved = self.state[parameter]
         own = self._inner.state[parameter]
         if not saved[STARTED].item():
@@ -182,7 +183,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save the optimizer's current state. Raises WorkerError if its form differs from that in the trial."""
+        """Save the optimizer's current state. Raises WorkerError if its form differs from that during the trial."""
         saved = {STARTED: torch.ones(())}
         forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():
@@ -229,8 +230,9 @@ def try_out(
     dims: Iterable[int],
     device: torch.device,
 ) -> Trial:
-    """Make a few updates of small tensors with each number of dimensions, uncut and cut into two parts. Raises
-    RecipeError if the parts get different values than the full tensor, or if the state cannot be saved."""
+    """Make a few updates of small tensors with each number of dimensions, once complete and once split into two parts.
+    Raises RecipeError if the values of the parts differ from those of the full tensor, or if the state cannot be
+    saved."""
     forms = {}
     for dim in sorted(dims):
         whole, forms[dim] = _train(make, extension, dim, 1, device)
@@ -253,7 +255,8 @@ def _train(
     parts: int,
     device: torch.device,
 ) -> tuple[Tensor, dict[str, StateForm]]:
-    """Make `TRIAL_UPDATES` updates of a tensor in `parts` parts; return (its values, the entries of the state)."""
+    """Make `TRIAL_UPDATES` updates of a tensor that is split into `parts` parts. Return (its values, the entries of the
+    state)."""
     generator = torch.Generator().manual_seed(dim)
 
     def draw() -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Assemble full matrices, each on one rank, from the parts that ranks hold, and send the parts back to the ranks.
+"""Assemble each full matrix on one rank from the parts on several ranks, and send the parts back to these ranks.
 
-If n ranks hold parts of n matrices, each rank gets one full matrix: the work is divided among the ranks, and each rank
-receives as much as it sends.
+If n ranks hold parts of n matrices, each rank gets one full matrix. So the work is divided among the ranks, and each
+rank receives the same amount of data as it sends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainspec_cli.engine.shares import Split
 def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective) -> list[Tensor]:
     """Return this rank's full matrices, assembled from every rank's `parts`.
 
-    `splits[i]`: how matrix i is split, innermost first, over the same groups for all matrices; rank r of a group gets
-    every matrix with number r, counted round robin. Called collectively by all ranks of the groups.
+    `splits[i]`: how matrix i is split, innermost first; the groups are the same for all matrices. Matrices are assigned
+    to the ranks of a group round robin. Called collectively by all ranks of the groups.
     """
     if not splits or not splits[0]:
         return list(parts)
@@ -48,7 +48,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
 def scatter_own(
     wholes: Sequence[Tensor], like: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective
 ) -> list[Tensor]:
-    """Return this rank's parts, shaped like `like`, of the matrices that `gather_own` gave to the ranks."""
+    """Return this rank's parts, shaped like `like`, of the matrices that `gather_own` has returned on all ranks."""
     if not splits or not splits[0]:
         return list(wholes)
     group = splits[0][0].group
@@ -83,8 +83,8 @@ def _swap(
     group: dist.ProcessGroup,
     time: TimeCollective,
 ) -> list[list[Tensor]]:
-    """Send `sent[r]` to rank r; return the tensors from each rank, of `shapes`, all in the format of `like`. A rank may
-    have nothing to send."""
+    """Send `sent[r]` to rank r. Return the tensors from each rank, which have `shapes`, all in the format of `like`. A
+    rank may have nothing to send."""
     out = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
     out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     in_sizes = [sum(math.prod(shape) for shape in of_rank) for of_rank in shapes]
@@ -97,7 +97,7 @@ def _swap(
     ]
 
 
-# Shared by the optimizers written here: the guard of `guarded_update`, and AdamW for the other parameters.
+# Common parts of trainspec's optimizers: the guard of `guarded_update`, and AdamW for the other parameters.
 
 
 Group = dict[str, Any]
@@ -105,16 +105,16 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Guard:
-    """Whether an update is skipped, and the divisor of the gradients, both on the device, so that the host never
+    """Whether an update is skipped, and the divisor of the gradients. Both are on the device, so that the host never
     waits."""
 
     skipped: Tensor
-    """True if something is not finite; then nothing changes."""
+    """True if something is not finite; nothing is changed then."""
     scale: Tensor
 
     @staticmethod
     def take_from(optimizer: torch.optim.Optimizer, device: torch.device) -> Guard:
-        """Return the guard that is set on the optimizer, if any, for one step."""
+        """Return the guard for one step that is set on the optimizer, if any."""
         found_inf = getattr(optimizer, "found_inf", None)
         scale = getattr(optimizer, "grad_scale", None)
         optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -127,13 +127,14 @@ class Guard:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Updates the groups that have a `rule` with `update_group`, and the others with AdamW, in one kernel."""
+    """Updates the groups that have a `rule` with `update_group`, and all others with AdamW in one kernel."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})
 
     def start_state(self, like: Callable[[Tensor], Tensor]) -> None:
-        """Create the state that the first update would create; `like` makes a tensor of zeros with another's shape."""
+        """Create the same state as the first update would. `like` creates a tensor of zeros with the shape of another
+        tensor."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 start = self.start_rule if group["rule"] else start_adamw

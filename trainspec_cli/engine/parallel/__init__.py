@@ -1,1 +1,1 @@
-"""Techniques applied to a plain model from outside, in one fixed order (`build.train_state`)."""
+"""Techniques that are applied externally to a plain model, in a fixed order (`build.train_state`)."""

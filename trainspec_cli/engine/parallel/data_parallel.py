@@ -1,10 +1,10 @@
-"""Data parallelism: FSDP2 over the shard axes, and an all-reduce across replicas in a hook.
+"""Data parallelism: FSDP2 over the shard axes, and an all-reduce over replicas in a hook.
 
-One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 is plain FSDP, and anything
-else is HSDP. The hook allows the all-reduce to be timed, compressed or replaced by another transport. `comm.gradients`
-compresses both exchanges (`comm/compressed.py`). With NCCL they run on FSDP2's streams, and with gloo in a thread
-(`gradient_sums.py`). Gradients are sums, never means: the loss is divided by the global number of tokens before the
-backward pass, which is exact however samples are divided over ranks.
+One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 is plain FSDP, and everything
+else is HSDP. The hook makes it possible to time, compress or replace the all-reduce. `comm.gradients` compresses both
+exchanges (`comm/compressed.py`). With NCCL they run on FSDP2's streams, and with gloo in a thread (`gradient_sums.py`).
+Gradients are sums, never means. The loss is divided by the global number of tokens before the backward pass, so it is
+exact for any division of the samples over ranks.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ from trainspec_cli.engine.parallel.noise import Columns, Held, NoiseProbe
 
 Look = Callable[[Tensor], None]
 TimeExchange = Callable[[Purpose, str, dist.ProcessGroup], TimeCollective]
-"""Maps (purpose, axis, group) to the timer and byte counter of the group's exchanges."""
+"""Returns the timer and byte counter of a group's exchanges for (purpose, axis, group)."""
 
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How parameters and gradients are held and exchanged."""
+    """Settings for storing and exchanging parameters and gradients."""
 
     compute: torch.dtype
     reduce: torch.dtype
     free_after_forward: bool
-    """ZeRO-3; without it, parameters are gathered once per step."""
+    """True for ZeRO-3; otherwise parameters are gathered once per step."""
     offload: bool
-    """Shards, gradients and optimizer state are in host memory; the update runs there."""
+    """True if shards, gradients and optimizer state are in host memory and the update runs there."""
     replicas: Peers
     time: TimeExchange
     time_wait: TimeCollective
-    """Called around the compute stream's waits for FSDP2's exchanges."""
+    """Called around each wait of the compute stream for FSDP2's exchanges."""
     noise: NoiseProbe
     held: Mapping[str, Held]
-    """How each parameter's gradient is held, by parameter name."""
+    """How each parameter's gradient is stored, by parameter name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
-    """None: parameters are gathered in the compute format."""
+    """The format in which parameters are gathered; None for the compute format."""
     sums: GradientSums | None = None
-    """The gradient sums on gloo; None: FSDP2 and its hooks compute them."""
+    """The gradient sums on gloo; None if FSDP2 and its hooks compute them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
-    """Routes of `sums`, by shard axis (dp_shard or expert_shard); None if one rank has everything."""
+    """Routes of `sums` by shard axis (dp_shard or expert_shard); None if one rank holds everything."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The errors of the modules' compressed exchanges, added here as the modules are sharded."""
+    """The errors of the modules' compressed exchanges; each module adds its errors here when it is sharded."""
     name: str = "stage0"
-    """A name that distinguishes the exchanges of this module from those of others on the same rank."""
+    """A name that distinguishes the exchanges of this module from those of other modules on the same rank."""
 
 
 def apply_data_parallel(
     model: Any, experts: Sequence[nn.Module], shard: DeviceMesh, expert_shard: DeviceMesh | None, how: DataParallel
 ) -> None:
-    """Shard `model` (on meta) in place; `experts`, if they are spread, over the axes that their spreading leaves
-    free."""
+    """Shard `model` (on meta) in place. If `experts` are spread over ranks, shard them over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # There are few experts: if they do not divide evenly over the ranks, each expert's rows do.
+            # There are few experts. If they cannot be divided evenly over the ranks, the rows of each expert are
+            # divided.
             divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
             axis = "expert_shard"
             _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)
@@ -106,7 +106,7 @@ def _shard(
 
     @cache
     def columns() -> Columns:
-        """FSDP2 knows the parameters' names only once the first forward pass has started."""
+        """FSDP2 does not know the parameters' names until the first forward pass has started."""
         held = tuple(how.held[parameter._param_fqn] for parameter in trained(module))
         return Columns(ranks, sizes, held, experts=axis == "expert_shard")
 
@@ -120,7 +120,7 @@ def _shard(
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
     if over_shards is not None or over_replicas is not None:
         how.losses.append(ModuleLosses(module, group, how.replicas.group, over_shards, over_replicas))
-    if ranks > 1:  # over one rank the divisor is 1, and setting it costs a pass over the data
+    if ranks > 1:  # with one rank the divisor is 1, and setting it would cost a pass over the data
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     route = how.routes.get(axis)
@@ -152,7 +152,7 @@ def _sum_in_hooks(
     over_shards: CompressedSum | None,
     over_replicas: CompressedSum | None,
 ) -> None:
-    """Let FSDP2 sum over the shards and a hook over the replicas, on a GPU during the backward pass."""
+    """Let FSDP2 sum over the shards and a hook over the replicas; on a GPU this happens during the backward pass."""
 
     def sum_over_replicas(gradient: Tensor) -> None:
         if ranks == 1:
@@ -183,9 +183,9 @@ def _gather_compressed(
     group: dist.ProcessGroup,
     **_options: Any,
 ) -> None:
-    """Gather like FSDP2's all-gather, with matrices encoded, including this rank's own, so that all ranks compute with
-    the same values; norms and biases are unchanged. `columns`: (number of columns, whether they are a matrix's), by
-    parameter."""
+    """Gather like FSDP2's all-gather, but with encoded matrices. This rank's matrices are encoded too, so that all
+    ranks compute with the same values. Norms and biases are not encoded. `columns`: for each parameter, (number of
+    columns, whether it is a matrix)."""
     sizes = [size for size, _ in columns]
     parts = list(zip(own.split(sizes), columns, strict=True))
     matrices = torch.cat([part for part, (_, is_matrix) in parts if is_matrix] or [own[:0]])
@@ -205,19 +205,20 @@ def _gather_compressed(
 
 
 def _keep_for_this_stream(buffer: Tensor) -> None:
-    """Keep `buffer` until this stream has read it: on a GPU, casts and offloading still read it when FSDP2 frees it."""
+    """Keep `buffer` until this stream has read it. On a GPU, casts and offloading may still be reading it when FSDP2
+    frees it."""
     if on_chip(buffer.device):
         buffer.record_stream(torch.accelerator.current_stream(buffer.device))
 
 
 class _TimedCollective:
-    """An FSDP2 collective with a timer around it. On a CPU, the call returns when it is done; on an accelerator, it
-    runs in one of FSDP2's streams."""
+    """An FSDP2 collective with a timer around it. On a CPU, the call returns when the collective is done; on an
+    accelerator, it runs in one of FSDP2's streams."""
 
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: it computes during the transfer, so its time does not show a link's speed."""
+        """`encodes`: the collective also encodes values, so its time does not show the speed of a link."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look
@@ -242,7 +243,7 @@ class _NothingToReduce:
         self._input: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks first for the input, then for the output."""
+        """Allocate a buffer for FSDP2: at the first call the input, and then the output."""
         if self._input is not None:
             output = self._input
             self._input = None
@@ -270,8 +271,8 @@ def keep_parameters(model: FSDPModule, keep: bool) -> None:
 
 
 def exchange_now(model: Any) -> None:
-    """Exchange the accumulated gradients if the weight gradients came after their backward pass (split pipeline
-    schedules). FSDP2 has no public call for this; torch's own pipeline schedules do the same (as of torch 2.13)."""
+    """Exchange the accumulated gradients if weight gradients were computed after their backward pass (split pipeline
+    schedules). FSDP2 has no public call for this; torch's pipeline schedules do the same (as of torch 2.13)."""
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -279,7 +280,8 @@ def exchange_now(model: Any) -> None:
         if not isinstance(module, FSDPModule):
             continue
         for group in _groups_of(module):
-            # Gradients from a backward pass are in the exchange format, those that came after it in the compute format.
+            # Gradients from a backward pass are in the exchange format; gradients computed after it are in the compute
+            # format.
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
@@ -288,7 +290,7 @@ def exchange_now(model: Any) -> None:
 
 
 def abandon_passes(model: Any) -> None:
-    """Reset FSDP2 to the beginning of a step after an error has interrupted passes; their gradients are lost."""
+    """Reset FSDP2 to the beginning of a step after an error has interrupted passes, whose gradients are lost."""
     model.reset_iter_state()
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -302,11 +304,12 @@ def abandon_passes(model: Any) -> None:
                 module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
 
 
-# FSDP2's own records. There are no public calls for them; this is how it copies gradients together as of torch 2.13.
+# FSDP2's internal records, for which there are no public calls. This is how it copies gradients into one buffer as of
+# torch 2.13.
 
 
 def _groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups that `module` shards itself; torch 2.11 has one, a stage may have none."""
+    """Return the parameter groups that `module` shards itself. torch 2.11 has one; a stage may have none."""
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
@@ -317,9 +320,9 @@ def _sharded(module: nn.Module) -> list[Any]:
 
 
 def _time_waits(module: FSDPModule, time_wait: TimeCollective) -> None:
-    """Let the compute stream wait for FSDP2's exchanges a little earlier than FSDP2 does, inside `time_wait`: for
-    parameters before they are copied out, for an earlier module's gradients before the next ones are reduced, and for
-    all of them at the end of the backward pass. FSDP2's hooks would also enclose its copies."""
+    """Let the compute stream wait for FSDP2's exchanges slightly earlier than FSDP2 does, inside `time_wait`: for
+    parameters before they are copied out, for an earlier module's gradients before the next gradients are reduced, and
+    for all gradients at the end of the backward pass. With FSDP2's hooks, the time would include its copies."""
 
     def after_waiting(proceed: Callable[..., None], events: Callable[[], list[torch.Event | None]]) -> Any:
         def wait_and_proceed(*arguments: Any) -> None:
@@ -356,12 +359,12 @@ def _time_waits(module: FSDPModule, time_wait: TimeCollective) -> None:
 
 
 def share_streams(stages: Iterable[nn.Module]) -> None:
-    """Let FSDP2 exchange the parameters and gradients of a rank's pipeline stages in the same streams.
+    """Make FSDP2 exchange the parameters and gradients of all pipeline stages of a rank in the same streams.
 
-    Each stage is a root of FSDP2, which makes streams for it in its first forward pass, and the caching allocator keeps
-    the buffers of each stream in a pool that no other stream can use. torch's `share_comm_ctx` shares more than
-    streams: the next stage's first pass then resets the lists of exchanges in progress and of the order of the
-    backward pass (as of torch 2.13).
+    Each stage is a root module of FSDP2, which creates streams for it in its first forward pass. The caching allocator
+    keeps the buffers of each stream in a pool that other streams cannot use. torch's `share_comm_ctx` shares more than
+    streams: the first pass of the next stage would reset the lists of exchanges in progress and of the backward order
+    (as of torch 2.13).
     """
     streams: dict[str, torch.Stream] = {}
 
@@ -389,8 +392,8 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _columns(parameter: Any, ranks: int) -> int:
-    """Return a parameter's columns in a row: a parameter that is cut along its first dimension is padded to whole rows
-    on each rank."""
+    """Return the number of columns of a parameter in a row. A parameter that is split along its first dimension is
+    padded to complete rows on each rank."""
     size: torch.Size = parameter._orig_size
     if parameter.fsdp_placement.dim or not size:
         return -(-size.numel() // ranks)
@@ -400,9 +403,9 @@ def _columns(parameter: Any, ranks: int) -> int:
 # The errors of a module's compressed exchanges, stored as shares of its parameters, because this form suits any layout.
 #
 # Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
-# one layout. The sum of these errors over the ranks is what the gradient sums still lack, and has the shape of the
-# gradients: a rank's share of it moves to another layout like a moment. There the rank keeps it for its own row, which
-# no exchange over shards encodes.
+# one layout. The sum of these errors over the ranks is missing from the gradient sums and has the shape of the
+# gradients. So a rank's share of it can be moved to another layout like a moment. In the new layout, the rank keeps the
+# share for its own row, which is not encoded in an exchange over shards.
 
 
 @dataclass(frozen=True)
@@ -417,8 +420,8 @@ class ModuleLosses:
 
     @torch.no_grad()
     def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with this rank's share of what its gradient sums lack, flat, in fp32. Called
-        collectively by all ranks of both groups."""
+        """Yield each parameter with this rank's share of the errors that are missing from its gradient sums, flattened,
+        in fp32. Called collectively by all ranks of both groups."""
         feedback = self.over_shards or self.over_replicas
         assert feedback is not None, "a module without feedback has lost nothing"
         own_N = torch.zeros(sum(self._sizes), device=feedback.committed.device)
@@ -432,7 +435,7 @@ class ModuleLosses:
 
     @torch.no_grad()
     def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Replace the errors by `share_of` each parameter; the replicas keep equal parts of it."""
+        """Replace the errors of each parameter by the result of `share_of`, of which replicas keep equal parts."""
         parts = []
         for parameter, columns in zip(_parameters(self.module), self._sizes, strict=True):
             share = share_of(parameter).float().flatten() / self.replicas.size()

@@ -1,7 +1,7 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to their experts and back
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to their experts and back
 (arXiv:2006.16668).
 
-The ranks of ep process different tokens, so a routed token is sent once, to the rank that holds its expert. Experts are
+The ranks of ep process different tokens, so a routed token is sent only once, to the rank with its expert. Experts are
 not split.
 
 Shapes: T tokens on this rank, K experts per token, M copies of tokens sorted by expert, E experts, N copies received, L
@@ -28,7 +28,7 @@ from trainspec_cli.recipe.keys.run import Recompute
 
 
 def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut]:
-    """Keep only this rank's experts of `model` (on meta), in place; return the position of each cut parameter in the
+    """Keep only this rank's experts of `model` (on meta), in place. Return the position of each split parameter in the
     full one."""
     cuts: dict[str, Cut] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -44,12 +44,12 @@ def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut
 
 Sort = Callable[[Tensor, Tensor, int], Any]
 """Sorts copies of tokens by expert: (x_TD, indices_TK, num_experts) -> an object with x_MD, counts_E and `combine(y_MD,
-weights_TK)`, which puts them back."""
+weights_TK)`, which restores their order."""
 
 
 class SpreadDispatch(nn.Module):
-    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; does the
-    reverse on the way back."""
+    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; the
+    results take the reverse path."""
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
@@ -62,13 +62,13 @@ class SpreadDispatch(nn.Module):
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = self.sort(x_TD, indices_TK, self.num_experts)
         counts_nL = copies.counts_E.view(self.peers.size, -1)
-        came_nL = torch.empty_like(counts_nL)  # copies from each rank for each expert held here
+        came_nL = torch.empty_like(counts_nL)  # number of copies from each rank for each expert held here
         with self.peers.time():
             dist.all_to_all_single(came_nL, counts_nL.contiguous(), group=self.peers.group)
         sent, came = self.read_splits(counts_nL, came_nL, len(copies.x_MD))
-        taken = sum(sent)  # dropped copies are last and stay here
+        taken = sum(sent)  # dropped copies are last and are not sent
         x_ND = self._rows(copies.x_MD[:taken], sent, came)
-        # Rows are ordered by sender and then by expert; these indices order them by expert.
+        # Rows are ordered by sender and then by expert. These indices reorder them by expert.
         expert_nL = torch.arange(came_nL.shape[1], device=came_nL.device).expand_as(came_nL)
         order_N = expert_nL.flatten().repeat_interleave(came_nL.flatten(), output_size=len(x_ND)).argsort(stable=True)
         y_ND = experts(x_ND[order_N], came_nL.sum(0))
@@ -77,7 +77,7 @@ class SpreadDispatch(nn.Module):
         return copies.combine(torch.cat((back_MD, dropped)), weights_TK)
 
     def _rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
-        """Send rows to their ranks; in the backward pass, their gradients come back."""
+        """Send rows to their ranks. In the backward pass, their gradients are sent back."""
         return exchange(x_MD, lambda x: self._swap_rows(x, sent, came), lambda dx: self._swap_rows(dx, came, sent))
 
     def _swap_rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
@@ -92,13 +92,13 @@ Splits = tuple[list[int], list[int]]
 
 
 def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
-    """Return the actual splits; the host waits for them once."""
+    """Return the actual splits, for which the host waits once."""
     sent, came = torch.stack((counts_nL.sum(1), came_nL.sum(1))).tolist()
     return sent, came
 
 
 def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
-    """Return the splits as if all ranks got the same number of copies."""
+    """Return the splits that result if all ranks get the same number of copies."""
     even = [copies // len(counts_nL)] * len(counts_nL)
     return even, even
 
@@ -106,12 +106,14 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
 # Linear layers that multiply in fp8, using torchao (extra `float8`): inputs and weights are rounded to e4m3, output
 # gradients to e5m2, with one scale per tensor and sums in fp32 (arXiv:2209.05433).
 #
-# Parameters are unchanged: sharding, checkpoints and the optimizer see no difference. A rank's scales are computed from
-# its own parts. On a CPU, the rounding is exact and the product is computed in fp32: correct numbers, but slow.
+# Parameters are unchanged, so sharding, checkpoints and the optimizer are not affected. A rank's scales are computed
+# from its parts of the tensors. On a CPU, the rounding is exact and the product is computed in fp32, which is correct
+# but slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
-    """Replace every linear layer of the blocks (on meta) in place; experts' grouped products and the head stay."""
+    """Replace every linear layer of the blocks (on meta) in place. The grouped products of experts and the head are
+    unchanged."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -125,8 +127,8 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
 
 # Recompute activations in the backward pass instead of keeping them (arXiv:1604.06174).
 #
-# `full` keeps only a block's input. `selective` keeps the results of matrix products and attention and repeats the
-# cheap rest: norms, rotations, activation functions, casts.
+# `full` keeps only a block's input. `selective` keeps the results of matrix products and attention, and repeats the
+# cheap operations: norms, rotations, activation functions, casts.
 
 
 _aten = torch.ops.aten
@@ -149,7 +151,7 @@ COSTLY = frozenset(
 
 
 def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compiled: bool = False) -> None:
-    """Change the blocks' forward methods in place; parameter names stay the same."""
+    """Replace the forward methods of the blocks in place. Parameter names stay the same."""
     if recompute == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -158,9 +160,9 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
     for block in blocks:
         forward = block.forward
         if compiled and recompute == "full":
-            # A compiler skips a checkpoint entirely if it cannot capture its inside in one graph, as with tp, ep or a
-            # split backward pass. Then it compiles the parts inside; otherwise it compiles both at once, as without
-            # recomputation.
+            # A compiler skips an activation checkpoint entirely if it cannot capture its content in one graph, as with
+            # tp, ep or a split backward pass. In this case the parts inside are compiled. Otherwise, both are compiled
+            # together, as without recomputation.
             forward = torch.compile(forward)
         block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
 
@@ -173,15 +175,15 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return contexts for both passes. torch's own contexts require every operation to be repeated, but those of
+    """Return contexts for both passes. torch's contexts require that every operation is repeated, but operations in
     FSDP2's hooks inside a block are not."""
     kept: deque[Any] = deque()
     return _Costly(kept, recalls=False), _Costly(kept, recalls=True)
 
 
 class _Costly(TorchDispatchMode):
-    """In the first pass, it keeps the results of costly operations; in the second, in which they come in the same
-    order, it returns them."""
+    """In the first pass, keeps the results of costly operations. In the second pass, returns them, because the
+    operations come in the same order."""
 
     def __init__(self, kept: deque[Any], *, recalls: bool):
         super().__init__()

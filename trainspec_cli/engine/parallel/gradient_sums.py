@@ -1,9 +1,9 @@
-"""Gradient sums over data-parallel ranks, which run during the backward pass (gloo).
+"""Gradient sums over data-parallel ranks that run during the backward pass (gloo).
 
-On a CPU, FSDP2 waits for every collective. Here, an exchange counts as done for FSDP2 once its module's gradients are
-in a bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass computes
-the gradients of the previous blocks; the step waits for the last bucket. Each value is summed in rank order, so neither
-the thread nor the bucket size changes a single bit.
+On a CPU, FSDP2 waits for every collective. Here, FSDP2 considers an exchange done once the module's gradients are in a
+bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass computes the
+gradients of the previous blocks. The step waits for the last bucket. Each value is summed in rank order, so the result
+is bitwise identical with and without the thread, and for any bucket size.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
-"""Maximum number of buckets that wait while one is summed: enough to keep the link busy, while limiting the memory of
-queued gradients."""
+"""Maximum number of buckets that wait while one is being summed. This is enough to keep the link busy, and limits the
+memory of queued gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The ranks that sum a module's gradients: first those of the shards, each of which keeps a row, then the
+    """The ranks that sum a module's gradients: first the ranks of the shards, each of which keeps a row, and then the
     replicas."""
 
     shards: Peers | None
@@ -50,10 +50,10 @@ class Summand:
     rows_RN: Tensor
     """A row for each shard rank, in the exchange format."""
     sum_N: Tensor
-    """Memory for the sum of this rank's row; the memory of `rows_RN` itself if there is only one row and it has this
+    """Memory for the sum of this rank's row. It is the memory of `rows_RN` if there is only one row with this
     format."""
     earlier_N: Tensor | None
-    """The sum of the step's previous backward passes, which is added to it."""
+    """The sum over the step's previous backward passes, which is added."""
     over_shards: CompressedSum | None
     over_replicas: CompressedSum | None
 
@@ -85,7 +85,7 @@ def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
 
 
 def sum_over_replicas_(x: Tensor, replicas: Peers, compressed: CompressedSum | None, *, timed: bool = True) -> None:
-    """Sum over the replicas, in place. If encoding also takes time, no link speed is measured."""
+    """Sum over the replicas, in place. If the time includes encoding, no link speed is measured."""
     time_exchange = replicas.time if timed else _untimed
     if compressed is not None:
         with time_exchange():
@@ -113,35 +113,36 @@ class Bucket:
         except BaseException as error:
             self.summed.set_exception(error)
             raise
-        self.summands.clear()  # they hold gradients
+        self.summands.clear()  # they refer to gradients
         self.summed.set_result(None)
 
 
 class GradientSums:
-    """The gradient sums of one train state. Per step: `add` in the backward passes, then `finish`."""
+    """The gradient sums of one train state. Each step calls `add` in the backward passes, and then `finish`."""
 
     def __init__(self, time_wait: TimeCollective, note_beside: Callable[[float, float], None]):
         """`note_beside` is called with the times at which an exchange in the thread began and ended."""
         self._time_wait = time_wait
         self._beside = Background(torch.device("cpu"), note_beside, MOST_WAITING, give_up=end_connections)
         self._bucket, self._sent = Bucket(), Bucket()
-        """The bucket that is being filled, and the last one that was given to the thread."""
+        """The bucket that is being filled, and the last one that was passed to the thread."""
         self._sent.summed.set_result(None)
         self.modules = list[ModuleSums]()
         self.bucket_bytes = 0
-        """A bucket is summed once it has this many bytes; 0: each module's gradients are summed separately."""
+        """A bucket is summed once it has this many bytes. If 0, each module's gradients are summed separately."""
         self.holds_back = False
-        """Every exchange is awaited immediately, so that the step measures the links. An exchange that encodes measures
-        nothing and runs as usual."""
+        """True if every exchange is awaited immediately, so that the step measures the links. An exchange with encoding
+        does not measure anything and runs as usual."""
         self.sizes_bytes = list[int]()
-        """Sizes of the gradients that the last step summed, for each module after each backward pass, in order."""
+        """Sizes of the gradients summed in the last step, for each module after each backward pass, in order."""
         self.can_join = True
-        """False if gradients are compressed, in separate blocks for each module."""
+        """False if gradients are compressed, because each module then has separate blocks."""
         self.waited_s = 0.0
-        """The time that the last step waited for sums."""
+        """Time for which the last step waited for sums, in seconds."""
 
     def add(self, summand: Summand) -> None:
-        """Sum a module's gradients; the result may be read only after `finish`. All ranks add in the same order."""
+        """Sum a module's gradients. The result may only be read after `finish`. All ranks call this in the same
+        order."""
         self.sizes_bytes.append(summand.rows_RN.nbytes)
         is_compressed = summand.over_shards is not None or summand.over_replicas is not None
         self.can_join = self.can_join and not is_compressed
@@ -163,23 +164,23 @@ class GradientSums:
         self.waited_s = 0.0
 
     def finish(self) -> None:
-        """Wait until everything is summed. Raises the first error of an exchange."""
+        """Wait until all gradients are summed. Raises the first error of an exchange."""
         self._send()
         self._wait_in(self._beside.wait)
         for module in self.modules:
             module.earlier = None  # the step's gradients are summed
 
     def take_error(self) -> BaseException | None:
-        """Return the first error of an exchange, which explains a step's other errors."""
+        """Return the first error of an exchange, which is the cause of other errors in the step."""
         return self._beside.take_error()
 
     def await_added(self) -> Callable[[], object]:
-        """Return a function that waits, in any thread, until everything added so far is summed; it raises the sum's
-        error."""
+        """Return a function that waits, in any thread, until all gradients added so far are summed. It raises the first
+        error of these sums."""
         return (self._bucket if self._bucket.summands else self._sent).summed.result
 
     def close(self) -> None:
-        """End the thread once the state is no longer used."""
+        """End the thread when the state is no longer used."""
         self._beside.close()
 
     def _send(self) -> None:
@@ -195,8 +196,8 @@ class GradientSums:
 
 
 class ModuleSums:
-    """The exchanges of one module, as FSDP2 calls them: its reduce-scatter over several shards, and a hook that gets
-    the sum over shards. Both return before anything is summed."""
+    """The exchanges of one module, in the form in which FSDP2 calls them: its reduce-scatter over several shards, and a
+    hook that gets the sum over shards. Both return before anything is summed."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class ModuleSums:
         self._over_replicas = over_replicas
         self._input: Tensor | None = None
         self.earlier: Tensor | None = None
-        """The sum of the step's backward passes so far."""
+        """The sum over the step's backward passes so far."""
         sums.modules.append(self)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -231,7 +232,7 @@ class ModuleSums:
         return torch.empty(*size, dtype=held, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_options: Any) -> None:
-        """Replace the reduce-scatter: `add` has the input already."""
+        """Replaces the reduce-scatter; `add` already has the input."""
 
     def add(self, output: Tensor) -> None:
         """Sum FSDP2's copied gradients into `output`."""
@@ -245,6 +246,6 @@ class ModuleSums:
             earlier = self.earlier
             assert earlier is not None, "gradients of the step before were cleared"
             for parameter in trained:
-                parameter.grad = None  # FSDP2 would add to it at once
+                parameter.grad = None  # FSDP2 would add to it immediately
         self._sums.add(Summand(self._route, rows_RN, output, earlier, self._over_shards, self._over_replicas))
         self.earlier = output

@@ -1,10 +1,11 @@
 """Measure the squared gradient norms of parts of a step's samples, for the gradient noise scale.
 
-A part is what one data-parallel rank computes between two exchanges: a micro-batch, or all of its step. Its gradient G
-is read just before it is summed with the others. If the part is a fraction w of the step's samples, its mean gradient
-is g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`balance/batch/batch.py` explains why). How the ranks
-that work on one part hold its gradient depends on the parameter (`Held`). Experts are trained jointly by the
-data-parallel ranks whose tokens they get, so an expert's part is the samples of all these ranks.
+A part consists of the samples that one data-parallel rank processes between two exchanges: a micro-batch, or all its
+samples in the step. Its gradient G is read just before it is summed with those of other parts. If the part is a
+fraction w of the step's samples, its mean gradient is g = G / w, and w |g|^2 = |G|^2 / w is summed over the parts
+(`balance/batch/batch.py` explains why). How the gradient is distributed over the ranks that work on a part depends on
+the parameter (`Held`). Experts are trained jointly by the data-parallel ranks whose tokens they get, so an expert's
+part consists of the samples of all these ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
 
 Held = Literal["own", "copied", "partial", "twin"]
-"""own: only this rank of tp has this part of the parameter. copied: every rank of tp has the full gradient. partial:
-the ranks' gradients sum to it. twin: for a tied embedding, the gradients at the two ends of the pipeline sum to it."""
+"""own: no other rank of tp has this part of the parameter. copied: every rank of tp has the full gradient. partial: the
+full gradient is the sum of the ranks' gradients. twin: for a tied embedding, it is the sum of the gradients at the two
+ends of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,14 @@ class SampleParts:
     """The samples of this rank's micro-batches in a step."""
 
     step_samples: int
-    """Samples of the step, over all ranks and replica groups."""
+    """Number of samples in the step, over all ranks and replica groups."""
     own: Sequence[int]
     expert: Sequence[int]
-    """Samples of each micro-batch over all ranks whose tokens this rank's experts get; empty without ep."""
+    """Number of samples in each micro-batch, over all ranks whose tokens this rank's experts get; empty without ep."""
 
     def weights(self, micro_batch: int | None) -> tuple[float, float]:
-        """Return a micro-batch's fraction of the step (None: of all micro-batches together), as (for everything except
-        experts, for experts)."""
+        """Return the fraction of the step that a micro-batch represents (None: all micro-batches together), as (for
+        everything except experts, for experts)."""
         taken = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
         return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
 
@@ -49,7 +51,7 @@ class SampleParts:
 
 
 def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) -> SampleParts:
-    """Return the parts of a step of `step_samples`; `division` divides this replica group's `samples`."""
+    """Return the parts of a step with `step_samples` samples. `division` divides this replica group's `samples`."""
     sizes = [division.of_rank(rank, 0, samples).sizes for rank in mesh.expert_data_ranks]
     of_experts = [sum(turn) for turn in zip(*sizes, strict=True)] if mesh.experts else []
     return SampleParts(step_samples, division.of_rank(mesh.data_rank, 0, samples).sizes, of_experts)
@@ -57,33 +59,32 @@ def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) ->
 
 @dataclass(frozen=True)
 class Columns:
-    """The positions of an FSDP2 group's gradients in the reduced buffer: a row for each rank, with contiguous columns
-    for each parameter."""
+    """The positions of an FSDP2 group's gradients in the reduced buffer, which has a row for each rank and contiguous
+    columns for each parameter."""
 
     ranks: int
     sizes: tuple[int, ...]
     held: tuple[Held, ...]
     experts: bool
-    """True if they are spread by ep."""
+    """True if these are experts that ep spreads over ranks."""
 
 
 class NoiseProbe:
-    """Sums |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to the
-    total."""
+    """Sums |G|^2 / w over the parts that this rank computes, alone or with other ranks. The total is the sum over all
+    ranks."""
 
     def __init__(self, device: torch.device, cp: Peers, tp: Peers, ends: Peers):
         self._cp = cp
         self._tp = tp
         self._ends = ends
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        """[sum of |G|^2 / w, the same for experts, number of parts, the same for experts]; the values are this rank's
-        share."""
+        """This rank's share of [sum of |G|^2 / w, the same for experts, number of parts, the same for experts]."""
         self._parts: SampleParts | None = None
         self._weights = (0.0, 0.0)
         self._twins: list[Tensor] = []
 
     def begin(self, parts: SampleParts | None) -> None:
-        """Begin a step; None: its gradients are not measured."""
+        """Begin a step. If None, its gradients are not measured."""
         self.sums.zero_()
         self._twins.clear()
         self._parts = parts
@@ -96,7 +97,7 @@ class NoiseProbe:
 
     @torch.no_grad()
     def add(self, gradients: Tensor, columns: Columns) -> None:
-        """Measure gradients that are about to be reduced. Called by all ranks of a part in the same order, since they
+        """Measure gradients that are about to be reduced. All ranks of a part call this in the same order, because they
         may have to communicate."""
         weight = self._weights[columns.experts]
         if weight == 0.0:
@@ -107,7 +108,7 @@ class NoiseProbe:
             self.sums[1] += _square(rows) / weight
             return
         if self._cp.size > 1:
-            # The ranks that hold other parts of the same sequences first sum their gradients, and each keeps some of
+            # First, the ranks that hold other parts of the same sequences sum their gradients, and each keeps some of
             # the rows.
             kept = rows.new_empty((rows.shape[0] // self._cp.size, rows.shape[1]))
             with self._cp.time(sent_bytes(rows.nbytes, self._cp.size)):
@@ -131,8 +132,8 @@ class NoiseProbe:
 
     @torch.no_grad()
     def end(self, *, every_micro_batch: bool, ranks_of_part: int, ranks_of_experts: int) -> None:
-        """Add what is known after the last exchange: twins, and this rank's share of the number of parts.
-        `ranks_of_part`: number of ranks that compute a part together; `ranks_of_experts`: the same for an expert's
+        """Add the values that are known after the last exchange: twins, and this rank's share of the number of parts.
+        `ranks_of_part`: number of ranks that compute a part together. `ranks_of_experts`: the same for an expert's
         part."""
         if self._parts is None:
             return

@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline, and weight gradients that are delayed until a stage would otherwise wait.
 
-The sender, receiver and order of messages follow from the schedule, which every rank knows completely; so a receiver
-posts its receives in the sender's order, and no message needs a tag (NCCL has none).
+The sender, receiver and order of messages follow from the schedule, which every rank knows completely. So a receiver
+posts its receives in the sender's order, and messages do not need tags (NCCL has none).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 @dataclass(frozen=True)
 class Hidden:
-    """The hidden states that stages send to one another: (B, S / sequence_parts, D) in `dtype`."""
+    """The hidden states that are sent between stages: (B, S / sequence_parts, D) in `dtype`."""
 
     hidden_size: int
     sequence_parts: int
@@ -43,7 +43,7 @@ Schedule = Sequence[Sequence[Action]]
 
 
 class Message(NamedTuple):
-    """A message that a stage waits for: the input of its forward, or the gradient of its output."""
+    """A message that a stage waits for: the input of its forward pass, or the gradient of its output."""
 
     stage: int
     micro_batch: int
@@ -61,8 +61,7 @@ def message_after(layout: Layout, action: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """One group carries messages to higher ranks, the other to lower ranks, so that neither direction waits for the
-    other."""
+    """Two groups for messages, one to higher and one to lower ranks, so that neither direction waits for the other."""
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
@@ -76,7 +75,7 @@ class Lines:
 
 
 class Mailbox:
-    """The messages of one rank over one run of a schedule."""
+    """The messages of one rank during one run of a schedule."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Mailbox:
         self._posted: dict[Message, tuple[Tensor, Any]] = {}
         self._sent: list[tuple[Tensor, Any]] = []
         self._expected = {sender: deque[Message]() for sender in range(len(schedule)) if sender != self.rank}
-        """The messages that each other rank will send to this one, in the sender's order."""
+        """The messages that this rank will receive from each other rank, in the sender's order."""
         for sender, expected in self._expected.items():
             sent = (message_after(layout, action) for action in schedule[sender])
             expected.extend(one for one in sent if one is not None and layout.rank_of_stage(one.stage) == self.rank)
@@ -107,7 +106,7 @@ class Mailbox:
             self._here[message] = tensor
             return
         tensor = tensor.contiguous()
-        # Pending sends are kept: their memory is read until they are complete.
+        # Pending sends are kept, because their memory is read until they are complete.
         self._sent = [(sent, work) for sent, work in self._sent if not work.is_completed()]
         self._sent.append((tensor, dist.isend(tensor, group=self.lines.to(receiver), group_dst=receiver)))
 
@@ -141,7 +140,7 @@ class Mailbox:
 
 class WeightQueue:
     """Weight gradients that a split schedule computes later. While `holding` is set, the backward pass of a linear
-    layer computes its input's gradient and leaves the weight's product in the queue."""
+    layer computes the gradient of its input and puts the product for the weight into the queue."""
 
     def __init__(self) -> None:
         self.holding: list[Callable[[], None]] | None = None
@@ -149,15 +148,15 @@ class WeightQueue:
 
     def apply(self, model: nn.Module) -> None:
         for module in model.modules():
-            # Subclasses may do more than multiply by a weight that is their parameter.
+            # Subclasses may do more than multiply by a weight parameter.
             is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
             if is_plain and "weight" in module._parameters:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        # A compiler traces the backward pass together with the forward pass, before anything is delayed, and would make
-        # the weight's product a fixed part of it. It would also reuse the memory of `x` and `dout`, which the queue
-        # keeps.
+        # A compiler traces the backward pass together with the forward pass, before anything is delayed, so the product
+        # for the weight would become a fixed part of it. The compiler would also reuse the memory of `x` and `dout`,
+        # which the queue keeps.
         @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
@@ -203,11 +202,11 @@ class _SplitLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
-    """Compute a delayed weight gradient outside autograd, where a graph of `x` would be recorded and keep `dout`."""
+    """Compute a delayed weight gradient outside of autograd, which would record a graph of `x` and keep `dout`."""
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-# Balance the load of the experts: counts over the global batch, and the routers' update after each step.
+# Balance the load of the experts: count tokens over the global batch, and update the routers after each step.
 
 
 def routers_of(parts: Sequence[Any]) -> list[Any]:
@@ -215,7 +214,7 @@ def routers_of(parts: Sequence[Any]) -> list[Any]:
 
 
 def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
-    """Let routers compute the balancing loss of full sequences that are spread over ranks."""
+    """Let routers compute the balancing loss of full sequences, which are spread over ranks."""
 
     def summed(counts_BE: Tensor) -> Tensor:
         counts_BE = counts_BE.clone()
@@ -228,7 +227,7 @@ def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
 
 
 def scale_balance_loss(routers: Sequence[Any], global_tokens: int) -> None:
-    """Divide the balancing loss like the main one."""
+    """Divide the balancing loss by the same number as the main loss."""
     for router in routers:
         router.loss_scale.fill_(1 / global_tokens)
 
@@ -240,33 +239,33 @@ def forget_visits(routers: Sequence[Any]) -> None:
 
 
 def update_balance(routers: Sequence[Any], peers: Peers) -> None:
-    """Update all routers by the visits of the global batch, in one exchange.
+    """Update all routers with the visits of the global batch, in one exchange.
 
-    `peers` hold the same layers and process the other tokens.
+    `peers`: the ranks that hold the same layers and process other tokens.
     """
     counts = peers.sum_(torch.stack([router.tokens_per_expert_E for router in routers]))
     for router, counts_E in zip(routers, counts, strict=True):
         router.update_balance(counts_E)
 
 
-# Time the messages between neighbouring stages of a pipeline, when no others are in flight.
+# Time the messages between neighbouring stages of a pipeline while no other messages are in flight.
 #
-# Within a step, a message arrives while its receiver computes, and neither end can tell how long it took. So after a
-# sampled step, neighbours send one message of the same size in each direction to a peer that is waiting for it; a
-# one-number receipt comes back.
+# Within a step, a message arrives while its receiver is computing, and neither end knows how long the transfer took. So
+# after a sampled step, neighbours send one message of the same size in each direction to a peer that is waiting for it,
+# and get back a receipt of one number.
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks (sender forwards, receiver), in the order that they are timed: first those
-    without a rank in common."""
+    """Return the pairs of pipeline ranks (sender in the forward direction, receiver) in the order in which they are
+    timed: first the pairs that have no rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])
 
 
 def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[Span | None, Span | None]:
-    """Return the time that `message` takes to the next rank and to the previous one; None if there is none. Called
-    collectively by all ranks of a pipeline."""
+    """Return the time in seconds that `message` takes to the next rank and to the previous one; None if there is no
+    such rank. Called collectively by all ranks of a pipeline."""
     rank = lines.up.rank()
     on_gpu = on_chip(lines.device)
     receipt = message.new_zeros(1)

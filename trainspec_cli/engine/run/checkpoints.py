@@ -1,4 +1,5 @@
-"""The run's checkpoints: started when due, postponed while another is being written, and awaited at the end."""
+"""The run's checkpoints. They are started when due, postponed while another one is being written, and awaited at the
+end."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Checkpoints:
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
-        """The step whose checkpoint may still be being written, according to what all ranks know."""
+        """The step whose checkpoint may still be in progress, as far as all ranks know."""
         self._newest: Saved | None = None
 
     @property
@@ -176,7 +177,7 @@ class Checkpoints:
         self._write(step, samples)
 
     def keep(self, step: int) -> None:
-        """Keep the checkpoint of `step` in addition to the last ones, replacing the one that was kept before."""
+        """Keep the checkpoint of `step` in addition to the last ones, instead of the previously kept one."""
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
@@ -316,7 +317,7 @@ class Cadence:
         return chosen
 
     def _best(self, saved: Saved) -> CadenceEvent:
-        """Return Daly's interval for the time that training waited, plus the time by which writing slowed the steps."""
+        """Return Daly's interval for the time that training waited plus the time by which writing slowed down steps."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         plan = self._plan

@@ -37,17 +37,17 @@ class StepSamples:
     micro_batches: list[MicroBatch]
     """This rank's samples, on the device."""
     own: OwnSamples
-    """Their positions in the run."""
+    """Positions of these samples in the run."""
     division: Division
     """The division of the group's samples over its ranks."""
     global_tokens: int
-    """Number of targets that count, over all replica groups: the step's loss is the mean over them."""
+    """Number of targets that count, over all replica groups. The step's loss is the mean over them."""
     step_samples: int
-    """Samples of all replica groups together."""
+    """Number of samples in the step, over all replica groups."""
     group_samples: int
-    """Samples of this group."""
+    """Number of samples of this group."""
     lr_factor: float = 1.0
-    """Factor of the learning rate."""
+    """Factor by which the learning rate is multiplied."""
     group: int | Absent = ABSENT
     """The number of this replica group, if there are several."""
     groups: tuple[int, ...] | Absent = ABSENT
@@ -57,22 +57,21 @@ class StepSamples:
 
 
 class Coordinator:
-    """The coordinator of a run of one replica group, which waits for no other group and exchanges nothing.
-
-    Coordinators of other runs override what differs there. All methods are called collectively by all ranks of the
-    replica group, in this order for each step.
+    """The coordinator of a run with one replica group, which does not wait for or communicate with other groups.
+    Coordinators of other runs override methods. All methods are called collectively by all ranks of the replica group,
+    in this order for each step.
     """
 
     restores_at_start = True
     """True if the state is restored from a checkpoint before the first step; otherwise `begin` heals or restores it."""
     waits_for_groups = False
-    """True if each step waits for other replica groups, so that its figures have reached the host when it ends."""
+    """True if each step waits for other replica groups. Its figures have then reached the host when it ends."""
     merges_at_end = False
-    """True if `bring_together` produces the weights of the last step, so that none are saved before."""
+    """True if `bring_together` produces the weights of the last step, so that no weights are saved before."""
     leads = True
     """True if this replica group writes the run's log and its checkpoints."""
     finished_without = False
-    """True if the other replica groups finished the run before this one came back, which then does not change their
+    """True if the other replica groups finished the run before this group returned, which then does not change their
     result."""
 
     def __init__(self, run: TrainingRun, source: DataSource):
@@ -82,20 +81,20 @@ class Coordinator:
         self.division = even_division_of(run.plan)
         """The division of the group's samples over its ranks; the trainer sets it before each step."""
         self.rate = 0.0
-        """Samples per second that this replica group computes; 0 if unknown or not used."""
+        """Speed of this replica group in samples per second; 0 if unknown or not used."""
         self._reader = BatchReader(source.read, source.staging)
         self._read_in = run.plan.layout
         """The layout for which batches are read ahead."""
 
     @property
     def stop_flag(self) -> bool:
-        """True if the step's exchange carries a request to stop from this rank to the others."""
+        """True if this rank sends a request to stop to the other ranks in the step's exchange."""
         return self._run.stop.requested
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         """Wait until the step can be made, and heal this group if it is behind.
 
-        `restore` loads the newest checkpoint, in case no replica group holds the state any more.
+        `restore` loads the newest checkpoint if no replica group holds the state any more.
         """
         return StepStart(progress)
 
@@ -112,7 +111,7 @@ class Coordinator:
         specified by the position of the group's first sample and the number of samples.
         """
         if self._read_in != self._run.plan.layout:
-            # In the new layout, a rank may have the same samples but another part of each sequence.
+            # In the new layout, a rank may have the same samples but a different part of each sequence.
             self._reader.forget()
             self._read_in = self._run.plan.layout
         state = self._run.state
@@ -122,27 +121,27 @@ class Coordinator:
             return own, self._reader.take(own, coming)
 
     def count_targets(self, start: int, samples: int) -> int:
-        """Return the number of targets in the samples from position `start` on: the loss is the mean over them."""
+        """Return the number of targets in the samples from position `start` on. The loss is the mean over them."""
         return self._source.counted(np.arange(start, start + samples))
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
-        """Begin a step's passes: from now on, final gradients may be exchanged."""
+        """Begin a step's passes. From now on, final gradients may be exchanged."""
 
     def abandon_passes(self, state: TrainState) -> None:
-        """Abandon passes that an error has interrupted; the step fails if gradients were exchanged."""
+        """Abandon passes that an error has interrupted. The step fails if gradients were exchanged."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients, `loss` and the experts' token counts over the replica groups, in place."""
+        """Sum the gradients, `loss` and the experts' token counts over the replica groups, in place."""
 
     def commit(self) -> bool:
-        """Return whether every replica group has made the step; if not, it is repeated."""
+        """Return whether every replica group has made the step. If not, it is repeated."""
         return True
 
     def note_step(self, step: int, step_time_s: float) -> None:
         """Record the figures of the step that made update `step`."""
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Exchange what is left after all steps have been made. A second call does nothing."""
+        """Exchange the remaining data after all steps have been made. A second call does nothing."""
 
     def merged(self) -> AbstractContextManager[None]:
         """Return a context that puts the run's final weights into the model for evaluation."""
@@ -154,12 +153,12 @@ class Coordinator:
 
 
 COORDINATORS: Point[Callable[[TrainingRun, DataSource], Coordinator]] = Point("coordinator")
-"""The coordinators of wings, for runs whose recipe uses the wing."""
+"""The coordinators of plug-ins, for runs whose recipe uses the plug-in."""
 
 
 def open_coordinator(run: TrainingRun, source: DataSource) -> Coordinator:
-    """Create the run's coordinator. A wing's coordinator and that of several replica groups are imported only by runs
-    that use them, since importing them makes every start longer."""
+    """Create the run's coordinator. The coordinators of plug-ins and of several replica groups are imported only by
+    runs that use them, because importing them would slow down every start."""
     for make in parts_for(COORDINATORS, run.plan.spec):
         return make(run, source)
     if run.group is None:

@@ -115,7 +115,7 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
     index = last if state.positions_S is None else int((state.positions_S == last).int().argmax())
     mine = state.positions_S is None or last in state.positions_S
     logits_V = logits_BSV[0, index]
-    if layout.tp > 1:  # each rank of tp has the logits of its part of the vocabulary
+    if layout.tp > 1:  # each rank of tp has the logits for its part of the vocabulary
         parts = [torch.empty_like(logits_V) for _ in range(layout.tp)]
         dist.all_gather(parts, logits_V.contiguous(), group=state.mesh.group("tp"))
         logits_V = torch.cat(parts)
@@ -192,9 +192,9 @@ class HeldoutWatch:
 
 
 RISES = 2
-"""The loss is rising if each of this number of consecutive evaluations was above the one before,"""
+"""The loss counts as rising after this number of consecutive evaluations, each above the one before,"""
 MARGIN = 1.01
-"""and the last one exceeds the best one by this factor."""
+"""if the last one exceeds the best one by this factor."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class HeldoutLosses:
     since_best: int = 0
     """Number of evaluations since the best one."""
     rises: int = 0
-    """Number of latest evaluations that were each above the one before."""
+    """Number of consecutive evaluations, up to the last, that were each above the one before."""
 
     def after(self, step: int, loss: float | None) -> HeldoutLosses:
         """Return the losses including the one of the evaluation after `step`. A non-finite loss is worse than any

@@ -41,7 +41,7 @@ class PipelineRun:
         self._last = stages.layout.num_stages - 1
 
     def run(self) -> Tensor:
-        """Run this rank's actions and return the loss; the gradients are then in place."""
+        """Run this rank's actions and return the loss. Gradients have been computed when this returns."""
         for action in self._own:
             samples = len(self.micro_batches[action.micro_batch][0])
             with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):

@@ -86,7 +86,7 @@ class ReplicaGroups(Coordinator):
 
     @property
     def stop_flag(self) -> bool:
-        """All groups agree on requests to stop before the step."""
+        """Always False, because all groups agree on requests to stop before the step."""
         return False
 
     # Agree on the groups that take part

@@ -1,8 +1,8 @@
 """How a run ends: done with finite figures, stopped on request, or diverged.
 
 Steps whose loss or gradients are not finite do not update anything; a few of them are harmless. A run is done if its
-last loss, its held-out loss and its weights are finite, and fewer than half of all steps were skipped in a row at its
-end.
+last loss, its held-out loss and its weights are finite, and the steps skipped in a row at its end are fewer than half
+of all steps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Divergence:
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
         """Raise if the run has made all its steps, up to `step`, but its model is not usable."""
         events = tally.steps
-        if all(event.skipped for event in events):  # this start has updated nothing, so earlier steps count too
+        if all(event.skipped for event in events):  # this start has not updated anything, so earlier steps also count
             logged = read_sound(self._run_dir.events(0))
             events = [*(event for event in logged if isinstance(event, StepEvent)), *events]
         faults: list[str] = []
@@ -88,7 +88,7 @@ class Divergence:
         self._raise(faults[:1], step)
 
     def _raise(self, faults: Sequence[str], step: int) -> None:
-        """Raise the first fault, if any, naming the newest checkpoint that was followed by a finite step."""
+        """Raise the first fault, if any. The error names the newest checkpoint that was followed by a finite step."""
         if not faults:
             raise_together(None)
             return
@@ -115,7 +115,7 @@ def write_result(
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called collectively by all ranks.
 
-    If the run stopped without a request, nothing is written, because its supervisor may restart it.
+    If the run stopped without a request, result.json is not written, because the supervisor may restart the run.
     """
     plan = run.plan
     state = run.state

@@ -3,7 +3,8 @@
 The step's update needs an exchange that this rank does not reach. So no rank has made the update, and together they
 still hold the state from the beginning of the step. The other ranks may wait in any collective, forever. So the failed
 rank notifies them through the supervisor, a thread on each rank receives the note, and each rank writes its piece
-without any exchange. Once the last piece is written, this is an ordinary checkpoint, from which the run continues.
+without any exchange. Once the last piece has been written, the pieces form an ordinary checkpoint, from which the run
+continues.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ class Emergency:
                 return
 
     def _save_own(self, progress: TrainProgress) -> None:
-        """Save this rank's piece once. On a GPU this uses a separate stream, since the step's stream may be waiting for
-        other ranks."""
+        """Save this rank's piece once. On a GPU this uses a separate stream, because the step's stream may be waiting
+        for other ranks."""
         with self._lock:
             if self._saved_step == progress.step:
                 return
@@ -205,8 +206,8 @@ NOT_SAVED = "out of memory, and the state could not be saved: the run continues 
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return `plan` with the changes to its layout that the run has made so far because of a lack of memory. Rank 0
-    reads for all, since another replica group may be writing. Raises MachineError on every rank if a change cannot be
+    """Return `plan` with the changes to its layout that the run has made so far because of a lack of memory. Only rank
+    0 reads them, because another replica group may be writing. Raises MachineError on every rank if a change cannot be
     followed."""
     found: list[Relief] = []
     if not plan.memory_ladder:
@@ -243,7 +244,7 @@ class MemoryRelief:
             try:
                 made = attempt()
             except PassesOutOfMemory as error:
-                failure = error  # its frames' memory is freed below, after the handler
+                failure = error  # the memory of its frames is freed below, after the handler
             else:
                 if self._emergency:
                     self._emergency.end_step()

@@ -73,7 +73,7 @@ def open_source(run: TrainingRun, folder: str | None) -> DataSource:
 
 
 class TokenSource:
-    """Text as token shards, evaluated in bits per byte and compared with xz."""
+    """Text in the form of token shards, evaluated in bits per byte and compared with xz."""
 
     def __init__(self, run: TrainingRun, collection: Collection):
         self.run = run
@@ -147,7 +147,7 @@ class TokenSource:
         cuts = [0, *(np.flatnonzero(np.diff(learnt)) + 1)[: MOST_PARTS - 1].tolist(), len(ids)]
         parts = [ids[start:end].tolist() for start, end in pairwise(cuts)]
         folder = self.collection.tokenizer_folder
-        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs only when text is written
+        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs only when text is generated
             texts = [" ".join(map(str, part)) for part in parts]
         else:
             texts = decode_parts(folder, parts)
@@ -160,7 +160,7 @@ class TokenSource:
         )
 
     def _continue(self, prompt_ids: list[int]) -> list[int]:
-        """Return the tokens that the model writes after a prompt."""
+        """Return the tokens that the model generates after a prompt."""
         return write_text(
             self.run.state,
             prompt_ids or [self.collection.main.manifest.end_of_document_id],

@@ -103,7 +103,7 @@ def train_step(
 
 
 def _update(state: TrainState, loss: Tensor, clip_norm: float | None, make_report: MakeReport) -> StepOutcome:
-    """Agree on loss, norm and reports in one exchange, clip by the norm of all ranks together, and update.
+    """Agree on loss, norm and reports in one exchange, clip by the norm over all ranks, and update.
 
     `loss` is this rank's share of the mean.
     """
@@ -206,15 +206,15 @@ class DoneStep:
     segments: Segments
     samples: StepSamples
     traffic: Traffic
-    """Copies of its batch to the device, and buffer allocations, which are 0 after the first steps."""
+    """Copies of its batch to the device, and the number of buffer allocations, which is 0 after the first steps."""
     noise_scale: float | None
     """The gradient noise scale up to this step, if the next batch depends on it."""
     garbage_s: float
     """Seconds of garbage collection; 0 on a GPU, which computes in the meantime."""
 
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
-        """Return the event of the step, whose figures are read from the device. `noise_scale`: the gradient noise scale
-        up to this step."""
+        """Return the event of the step, after reading its figures from the device. `noise_scale`: the gradient noise
+        scale up to this step."""
         parts_s = self.segments.parts_s()
         exchanged = self.segments.exchange_time()
         outcome = self.outcome

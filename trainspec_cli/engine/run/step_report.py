@@ -1,4 +1,4 @@
-"""Each rank's report in a step. It travels with the exchange that the step needs anyway for its loss.
+"""Each rank's report in a step. It is sent with the exchange that the step needs anyway for its loss.
 
 A separate exchange would add a collective to each step, which costs more than these few numbers. All ranks report the
 same parts in the same step, because they choose them based on figures known to all.
@@ -22,9 +22,9 @@ class SpeedFigures(NamedTuple):
     change_s: float
     """The measured cost of changing sample shares, in seconds."""
     last_s: float
-    """The rank's compute time in its last step."""
+    """The rank's compute time in its last step, in seconds."""
     waited_s: float
-    """The rank's wait for the exchanges of each micro-batch."""
+    """Time for which the rank waited for the exchanges of each micro-batch, in seconds."""
     proposal: float
     """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
@@ -65,9 +65,9 @@ class StepReport:
     """
 
     stop: bool = False
-    """This rank was asked to stop."""
+    """True if this rank was asked to stop."""
     writing: bool = False
-    """This rank is writing a checkpoint."""
+    """True if this rank is writing a checkpoint."""
     steps_to_sample: int = 0
     """Number of steps until the links are next sampled. Only rank 0 sets it; 0 changes nothing."""
     speed: SpeedFigures | None = None
@@ -76,12 +76,12 @@ class StepReport:
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """Return the numbers that are summed over the ranks, as `StepOutcome` names them."""
+        """Return the numbers that are summed over the ranks, with the names in `StepOutcome`."""
         return float(self.stop), float(self.writing), float(self.steps_to_sample)
 
     @property
     def row(self) -> list[float]:
-        """Return the parts as numbers; `like` reads them back."""
+        """Return the parts as numbers, which `like` reads."""
         numbers = [*(self.speed or ())]
         if self.links is not None:
             for one in self.links.transfers:

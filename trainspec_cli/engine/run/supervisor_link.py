@@ -1,6 +1,6 @@
 """Report the run's speeds to the supervisor, and receive other layouts from it.
 
-The number of the newest proposal travels with the figures of the step's regular exchange (`step_report.py`), so that
+The number of the newest proposal is sent with the figures of the step's regular exchange (`step_report.py`), so that
 all ranks adopt it before the same step.
 """
 

@@ -1,4 +1,4 @@
-"""The run: all steps from the last checkpoint to the end, and all output along the way."""
+"""The training loop: all steps from the last checkpoint to the end, with everything that is written along the way."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, S
 
 
 class Trainer:
-    """Trains according to a plan; every rank runs the same code in lockstep.
+    """Trains according to a plan. Every rank runs the same code in lockstep.
 
-    The coordinator handles what differs between one replica group and several.
+    The coordinator handles the differences between one replica group and several.
     """
 
     def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
-        """Restore the newest checkpoint if the state is restored from one."""
+        """Restore the newest checkpoint, unless the coordinator restores or heals the state."""
         self.run = run
         self.source = source
         self.coordinator = coordinator
@@ -97,7 +97,7 @@ class Trainer:
         self.relief = MemoryRelief(run, self.checkpoints, self.watch, self.scheduler.limit)
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.allocated = device_allocations(run.state.device)
-        """Number of allocations from the device before this step."""
+        """Number of allocations on the device before this step."""
 
     def _restore(self) -> TrainProgress:
         """Load the newest complete checkpoint. If there is none, the state stays as it is."""

@@ -18,7 +18,7 @@ class TrainingRun:
     """The run's inputs, and its current plan and state.
 
     Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep a reference to this object and
-    read the two at each use, so no helper has to be notified of a change.
+    read both at each use, so no helper has to be notified of a change.
     """
 
     plan: Plan

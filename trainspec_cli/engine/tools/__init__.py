@@ -1,1 +1,1 @@
-"""Programs outside of training, each in a separate process: probes, traces, measurements, exports."""
+"""Programs that run outside of training, each in a separate process: probes, traces, measurements, exports."""

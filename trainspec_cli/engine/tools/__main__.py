@@ -1,4 +1,4 @@
-"""The entry point of every tool's process: `python -m trainspec_cli.engine.tools NAME FOLDER`, alone or under torchrun.
+"""The entry point of each tool process: `python -m trainspec_cli.engine.tools NAME FOLDER`, directly or under torchrun.
 
 FOLDER/request.json is the request for module NAME in this folder. The type annotations of its function `run` determine
 how the request is read; the result of the first process is written to FOLDER/tool_result.json.
@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.files import read_json, write_json
 
 
 def main(package: str = "trainspec_cli.engine.tools") -> None:
-    """Run the tool that the command line names, a module of `package`."""
+    """Run the tool named on the command line, which is a module in `package`."""
     name = sys.argv[1]
     folder = Path(sys.argv[2])
     run = import_module(f"{package}.{name}").run

@@ -1,8 +1,8 @@
-"""The runs that `trainspec certify` judges: plans trained on samples generated from their seed.
+"""The runs that `trainspec certify` evaluates: plans trained on samples generated from their seed.
 
-Each writes gradients.stage*.npz (every parameter's full gradient in the first step or, for a run of the trainer, in the
-step after the last), weights.stage*.npz (every full parameter after the last step) and result.json (losses, digests,
-positions of the samples).
+Each run writes gradients.stage*.npz (every parameter's full gradient in the first step or, for a run of the trainer, in
+the step after the last one), weights.stage*.npz (every full parameter after the last step) and result.json (losses,
+digests, positions of the samples).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
         trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
         state = trainer.run.state
         write_parameters(state, own, "weights", lambda share: share.parameter)
-        if wanted.gradients:  # the gradients that the next step would have
+        if wanted.gradients:  # the gradients that the next step would compute
             samples = (trainer.progress.samples, plan.spec.batching.global_batch_size)
             following = trainer.coordinator.division.of_rank(state.mesh.data_rank, *samples)
             leave_gradients(plan, state, own, following)
@@ -105,14 +105,14 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
 
 
 MESHES = Meshes()
-"""The groups of all runs, which are shared because each group has threads, and a hundred meshes would have
-thousands."""
+"""The process groups of all runs. They are shared because each group has threads, so a hundred meshes would have
+thousands of threads."""
 
 
 def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
-    """Write the gradients of a batch: the mean over `exchanges` exchanges of them. `own`: this rank's part of the
+    """Write the gradients of a batch, as the mean over `exchanges` exchanges of them. `own`: this rank's part of the
     batch."""
-    means: dict[int, Tensor] = {}  # by share: a tied embedding exists twice with one name
+    means: dict[int, Tensor] = {}  # by share, because a tied embedding exists twice with the same name
     for _ in range(exchanges):
         compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
         for share in state.shares:
@@ -173,7 +173,7 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
-    """Write the result of `tensor_of` for each parameter, on each pipeline rank for those of its stages. None is
+    """Write the result of `tensor_of` for each parameter; each pipeline rank does so for its stages. A None result is
     skipped."""
     whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):
@@ -184,24 +184,25 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
     dist.barrier()
 
 
-# Runs of `trainspec certify` that use the trainer as in a launch: with changes of layout, some of which fail or are
-# interrupted, and with ranks running out of memory.
+# Runs of `trainspec certify` that use the trainer as in a launch, with layout changes, some of which fail or are
+# interrupted, and with ranks that run out of memory.
 #
-# The processes serve many runs, so none of them may end. A kill is an exception on all ranks at once, after which only
-# the run's folder is left, and all ranks run out of memory in the same micro-batch. Then the run restarts, as its
-# supervisor would restart it.
+# The processes serve many runs, so none of them may end. A kill is simulated by an exception on all ranks at the same
+# time, after which only the run folder is left. All ranks run out of memory in the same micro-batch. Then the run
+# restarts, as its supervisor would restart it.
 
 
 BUCKET_BYTES = 50_000
-"""Small enough that even small models move in several buckets, so that a change can be interrupted between them."""
+"""Bucket size so small that even small models are moved in several buckets, and a change can be interrupted between
+them."""
 
 
 class Killed(BaseException):
-    """Ends a start of the run, on all ranks at once, as SIGKILL would."""
+    """Ends a start of the run on all ranks at the same time, as SIGKILL would."""
 
 
 class DrawnSource:
-    """The trainer's source of samples generated from the seed; none are held out."""
+    """The trainer's source of samples, which are generated from the seed; none are held out."""
 
     def __init__(self, run: TrainingRun):
         self.run = run
@@ -228,7 +229,7 @@ class DrawnSource:
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step whose gradients were computed to the end."""
+    """A step whose gradients were computed completely."""
 
     taken: Taken
     layout: Layout
@@ -238,18 +239,18 @@ class MadeStep:
 
 @dataclass
 class Trail:
-    """The figures of a run, over all its starts."""
+    """The figures of a run over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
-    """Steps by the number of updates made before; a repeated step replaces the first one."""
+    """Steps by the number of updates made before them. A repeated step replaces the first one."""
     losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0
-    """Growth of the run's folder in bytes, without logs, between a step's end and the passes of the next."""
+    """Growth of the run folder in bytes, without logs, between the end of a step and the passes of the next one."""
 
 
 class WatchedGroup(Coordinator):
-    """One replica group that records what it does."""
+    """The coordinator of one replica group, which records the steps that it makes."""
 
     def __init__(self, run: TrainingRun, source: DrawnSource, trail: Trail):
         super().__init__(run, source)
@@ -275,15 +276,15 @@ class WatchedGroup(Coordinator):
 
 
 def _bytes_on_disk(run_dir: RunDir) -> int:
-    """Return the size of the run's folder without its logs; 0 on all ranks except the first, which completes a
-    checkpoint."""
+    """Return the size in bytes of the run folder without logs; 0 on all ranks except the first, which completes
+    checkpoints."""
     if dist.get_rank() != 0:
         return 0
     return sum(path.stat().st_size for path in run_dir.root.rglob("*") if path.is_file() and path.suffix != ".jsonl")
 
 
 class LiveFaults(Faults):
-    """The recipe's faults, and a kill of all ranks when half of the state has moved."""
+    """The recipe's faults, and a kill of all ranks when half of the state has been moved."""
 
     def __init__(self, plan: Plan, run_dir: RunDir, killed_at: int | None):
         super().__init__(plan, run_dir)
@@ -301,7 +302,8 @@ class LiveFaults(Faults):
 
 
 class SharedAllowance(Allowance):
-    """An allowance that all ranks exceed: each leaves the step once the others have received its messages."""
+    """A memory allowance that all ranks exceed. Each rank leaves the step once the other ranks have received its
+    messages."""
 
     def check(self, kind: Kind, samples: int) -> None:
         try:
@@ -314,7 +316,7 @@ class SharedAllowance(Allowance):
 def run_live(
     wanted: CertifyRun, run_dir: RunDir, device: torch.device, meshes: Meshes
 ) -> tuple[Trainer, TrainedSteps, LiveSteps]:
-    """Train to the last step, in as many starts as needed; return (the trainer of the last start, the steps, the
+    """Train to the last step, with as many starts as needed. Return (the trainer of the last start, the steps, the
     record)."""
     plan = wanted.plan
     killed_at = wanted.killed_at
@@ -332,7 +334,7 @@ def run_live(
             if taken is None:
                 raise
             plan = with_reliefs(plan, [Relief(error.shortage.failed, taken)])
-        finally:  # also for a start that ended early
+        finally:  # also after a start that ended early
             trail.losses |= {event.step: event.loss for event in trainer.tally.steps}
             if trainer.unread:
                 trail.losses[trainer.unread.step] = trainer.unread.outcome.loss.item()
@@ -361,7 +363,7 @@ def _start(
     return trainer
 
 
-# The samples of `trainspec certify` runs, generated from their seed, and the part that each rank has read.
+# The samples of `trainspec certify` runs, which are generated from the seed, and the part that each rank has read.
 
 
 Taken = tuple[int, tuple[int, ...]]
@@ -369,17 +371,17 @@ Taken = tuple[int, tuple[int, ...]]
 
 
 def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[MicroBatch]:
-    """Return the micro-batches of `own` on the device of `state`, as `read_drawn` draws them."""
+    """Return the micro-batches of `own` on the device of `state`, as generated by `read_drawn`."""
     drawn = read_drawn(spec, own, None)
     whole = [tuple(tensor.to(state.device) for tensor in part) for part in drawn]
     return [held_part(part, state.positions_S) for part in whole]
 
 
 def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> list[MicroBatch]:
-    """Return the micro-batches of `own` on the host; the sample at a position is the same for every layout and
-    division. `positions_S`: given if a rank holds part of a sequence.
+    """Return the micro-batches of `own` on the host. The sample at a position does not depend on layout or division.
+    `positions_S`: set if a rank holds a part of each sequence.
 
-    Samples are generated in blocks with the size of the first step's batch, each with its own generator.
+    Samples are generated in blocks of the size of the first step's batch, each with a separate generator.
     """
     positions = positions_of(own)
     block_size = spec.batching.global_batch_size
@@ -403,8 +405,8 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
 
 
 def drawn_tokens(spec: RunSpec, steps: int, clip_from: int | None) -> np.ndarray:
-    """Return the tokens of each step's full batch, (steps, samples, length + 1) in int64; from `clip_from` on, every
-    step gets the same batch."""
+    """Return the tokens of each step's full batch, (steps, samples, length + 1) in int64. From step `clip_from` on,
+    every step gets the same batch."""
     blocks = [step if clip_from is None or step < clip_from else clip_from for step in range(steps)]
     drawn = []
     for block in blocks:
@@ -420,8 +422,8 @@ def taken_positions(own: OwnSamples) -> tuple[int, ...]:
 
 
 def taken_by_all(taken: Sequence[Taken]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions that all ranks together have read in each step; this rank has read `taken`. Ranks that work
-    on the same samples must have read the same positions."""
+    """Return the positions read by all ranks together in each step; this rank has read `taken`. Ranks that work on the
+    same samples must have read the same positions."""
     of_ranks = gather_json(
         taken, lambda of_rank: [(int(rank), tuple(map(int, positions))) for rank, positions in of_rank]
     )

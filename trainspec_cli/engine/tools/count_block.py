@@ -1,4 +1,4 @@
-"""Count the parameters of a user-defined block, which a plan needs and only the block's code determines."""
+"""Count the parameters of a user-defined block. A plan needs this number, and only the block's code determines it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from trainspec_cli.recipe.results.tools import BlockCount, BlockRequest
 
 
 def run(request: BlockRequest) -> BlockCount:
-    """Create the first block, without memory for its values, and count. An error in it is the result's problem."""
+    """Create the first block, without memory for its values, and count its parameters. An error in its code becomes a
+    problem in the result."""
     try:
         with torch.device("meta"):
             block = BlockMaker(request.model).make(0)

@@ -1,7 +1,7 @@
-"""Write a run's weights as the safetensors files of a Hugging Face folder, in one process without a GPU.
+"""Write a run's weights as the safetensors files of a Hugging Face folder, in a single process without a GPU.
 
-Parameters are read one file at a time, so that a checkpoint may be larger than memory. If there are several files, an
-index names them.
+Parameters are read one file at a time, so a checkpoint may be larger than memory. If there are several files, an index
+lists them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
 from trainspec_cli.run.folder.record import read_plan_file
 
 MEGATRON_COMMON = "common.pt"
-"""The file for everything that Megatron does not shard; its loader refuses a folder without it."""
+"""The file with everything that Megatron does not shard; its loader rejects a folder without it."""
 
 
 def run(request: ExportRequest) -> ExportResult:
@@ -58,7 +58,8 @@ def run(request: ExportRequest) -> ExportResult:
 
 
 def export(plan: Plan, request: ExportRequest) -> int:
-    """Write the safetensors files of `plan`'s model, and their index, into the folder; return their number."""
+    """Write the safetensors files of the model of `plan`, and their index, to the folder. Return the number of
+    files."""
     files = list(_files(_parameters(plan), request))
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
@@ -90,7 +91,8 @@ def export_other(plan: Plan, request: ExportRequest) -> int:
 
 
 def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list[Parameter]]:
-    """Yield the parameters of one file after another: at most `max_file_bytes` each, unless a single one is larger."""
+    """Yield the parameters of one file after another. A file has at most `max_file_bytes`, unless a single parameter is
+    larger."""
     held: list[Parameter] = []
     size = 0
     for parameter in wanted:
@@ -110,7 +112,7 @@ def _parameters(plan: Plan) -> list[Parameter]:
 
 
 def read(plan: Plan, checkpoint: Path, wanted: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Read full parameters, with adapters merged in: W + (alpha / R) B A."""
+    """Read full parameters with merged adapters: W + (alpha / R) B A."""
     halves = {parameter.name: adapters_of(parameter, plan.spec.lora) for parameter in wanted}
     shapes = {held.name: held.shape for parameter in wanted for held in (parameter, *halves[parameter.name])}
     full = read_weights(checkpoint, shapes)
@@ -132,17 +134,17 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
 
 # Write a run's weights in the formats of other projects: a torch distributed checkpoint (DCP) or a torch.save file.
 #
-# A distributed checkpoint is written box by box, with a stack of layers written layer by layer, so that it may be
-# larger than memory. A torch.save file is assembled in memory.
+# A distributed checkpoint is written box by box, and a stack of layers layer by layer, so it may be larger than memory.
+# A torch.save file is assembled in memory.
 
 
 ReadTensor = Callable[[str], Tensor]
-"""Given the name of a Hugging Face tensor, return it."""
+"""Given the name of a Hugging Face tensor, returns the tensor."""
 
 
 @dataclass(frozen=True)
 class WrittenBox:
-    """A part of a tensor that is written in one piece."""
+    """A part of a tensor that is written as one piece."""
 
     tensor: OtherTensor
     start: Shape
@@ -162,7 +164,7 @@ class WrittenBox:
 
 
 def boxes_of(tensor: OtherTensor) -> Iterator[WrittenBox]:
-    """Yield the full tensor, or the layers of a stack one after another."""
+    """Yield the full tensor, or the layers of a stack one by one."""
     layers = list(dict.fromkeys(rows.layer for rows in tensor.rows))
     for layer in layers:
         if layer is None:
@@ -182,7 +184,7 @@ def write_distributed(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: t
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Plans one item for each box, which is read when it is written."""
+    """Plans one item for each box. A box is only read when it is written."""
 
     def __init__(self, boxes: Sequence[WrittenBox], read: ReadTensor, dtype: torch.dtype):
         super().__init__()
@@ -224,6 +226,6 @@ def reader(model: DecoderModel, read: Callable[[Sequence[Parameter]], Mapping[st
 
 
 def cut(full: Tensor, piece: Piece) -> Tensor:
-    """Cut a Hugging Face tensor out of a full parameter."""
+    """Extract a Hugging Face tensor from a full parameter."""
     box = full[tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))]
     return box.flatten(0, -2).transpose(-1, -2) if piece.transposed else box

@@ -1,4 +1,5 @@
-"""Try every backend of every operation at the shapes of a plan, with all of a run's processes working at once.
+"""Try every backend of every operation with the shapes of a plan, while all of a run's processes are working at the
+same time.
 
 The shapes are found by running a step with fake tensors.
 """
@@ -42,9 +43,9 @@ def run(request: KernelRequest) -> KernelResult:
     plan = request.plan
     rank = int(os.environ["RANK"])
     here = int(os.environ["WORLD_SIZE"])
-    device = enter(plan.device)  # Triton launches on the current device, wherever its arguments are
-    # The processes of this node stand for ranks from all over the run, including the first and the last: every pipeline
-    # stage is tried, and so is the loss, which the last stage computes.
+    device = enter(plan.device)  # Triton launches on the current device, regardless of where its arguments are
+    # The processes of this node represent ranks from all over the run, including the first and the last one. So every
+    # pipeline stage is tried, and also the loss, which the last stage computes.
     calls = calls_of(plan, rank * (plan.world_size - 1) // max(1, here - 1))
     trials = try_all(plan, calls, device)
     join_processes(plan.device)
@@ -65,7 +66,7 @@ def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
                 trials[op][name] = KernelTrial(untried=reason)
                 continue
             kernel = load_kernel(op, name)
-            # Operations are compiled if blocks are, because fusion changes which backend is fastest.
+            # Operations are compiled if blocks are compiled, because fusion may change which backend is fastest.
             compiles = plan.spec.compile and op in IN_BLOCKS
             kernels[name] = torch.compile(kernel, dynamic=False) if compiles else kernel
         trials[op] |= try_kernels(kernels, workload)
@@ -97,7 +98,7 @@ def _describe(numbers: Counter[Any], show: Callable[[Any], str]) -> tuple[str, .
 
 @dataclass
 class Calls:
-    """The calls in one rank's step with one micro-batch."""
+    """The calls of one rank in a step with one micro-batch."""
 
     by_op: dict[str, Counter[Call]] = field(default_factory=dict)
     parameters: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -119,7 +120,7 @@ def calls_of(plan: Plan, rank: int) -> Calls:
                     for module in modules_with(part, op):
                         setattr(module, op, _noting(getattr(module, op), calls.by_op.setdefault(op, Counter())))
             calls.parameters.update(tuple(share.local.shape) for share in state.shares if share.is_trained)
-            # One micro-batch goes through all stages; the calls of the backward pass follow from it.
+            # One micro-batch passes through all stages; the calls of the backward pass follow from it.
             tokens, targets, *_ = fake_batch(plan, state)
             documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
             forward_only(state.stages, tokens, targets, *documents)
@@ -127,7 +128,7 @@ def calls_of(plan: Plan, rank: int) -> Calls:
 
 
 def _noting(function: Callable[..., Any], seen: Counter[Call]) -> Callable[..., Any]:
-    """Return a function that records its arguments: tensors by their shape, numbers, and None for anything else."""
+    """Return a function that records its arguments: the shapes of tensors, numbers, and None for anything else."""
 
     def noted(*arguments: Any) -> Any:
         call: list[tuple[int, ...] | float | None] = []
@@ -142,38 +143,39 @@ def _noting(function: Callable[..., Any], seen: Counter[Call]) -> Callable[..., 
     return noted
 
 
-# Try an operation's backends at a run's shapes: measure their error against fp64, and their time compared with torch's
-# default.
+# Try the backends of an operation with a run's shapes: measure their error against fp64, and their time relative to
+# torch's default.
 #
-# Backends take turns, round by round, so that load from other programs affects all of them.
+# Backends take turns in each round, so that load from other programs affects all of them.
 
 
 clock = time.perf_counter
 Kernel = Callable[..., Any]
 Work = Callable[[], Any]
 MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
-"""Limits on the number of rounds, which continue until each backend has used its time budget."""
+"""Minimum and maximum number of rounds, and the time budget of each backend in seconds. Rounds continue until each
+backend has used its budget."""
 TURN_S = 2e-3
-"""Shorter calls are repeated within a turn for this many seconds."""
+"""Shorter calls are repeated for this many seconds within a turn."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
 """The allowed error of sums, which all formats accumulate in fp32."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation as a run uses it."""
+    """An operation in the form in which a run uses it."""
 
     dtype: torch.dtype
     device: torch.device
     error_of: Callable[[Kernel], float]
     """Returns a kernel's largest relative error against fp64."""
     works_of: Callable[[Kernel], Sequence[tuple[Work, int]]]
-    """Returns a kernel's calls, forward and backward, each with its count per step."""
+    """Returns a kernel's calls, forward and backward, with their counts per step."""
 
 
 def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
-    """Return the trials of `kernels`, which include torch's default. A kernel that raises has failed; one with a wrong
-    result is not timed."""
+    """Return the trials of `kernels`, which include torch's default. A kernel that raises an error has failed. A kernel
+    with a wrong result is not timed."""
     default_error = workload.error_of(kernels[TORCH])
     allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
     trials: dict[str, KernelTrial] = {}
@@ -187,7 +189,7 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
                     work()
                     work()
             trials[name] = KernelTrial(error=error, allowed_error=allowed)
-        except Exception as raised:  # whatever a library raises is reported, and the backend is excluded
+        except Exception as raised:  # any error from a library is reported, and the backend is excluded
             works.pop(name, None)
             first_line = next(iter(str(raised).strip().splitlines()), "")
             trials[name] = KernelTrial(failure=f"{type(raised).__name__}: {first_line}")
@@ -198,8 +200,8 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
 def operation(
     op: str, calls: Mapping[Call, int], dtype: torch.dtype, device: torch.device, chunk: Any = None
 ) -> Workload:
-    """Return an operation's workload. `calls`: with their count per step. `chunk`: the linear cross-entropy's module
-    for one chunk's loss."""
+    """Return an operation's workload. `calls`: the calls with their counts per step. `chunk`: the module of the linear
+    cross-entropy for the loss of one chunk."""
     inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
 
     def error_of(kernel: Kernel) -> float:
@@ -217,7 +219,8 @@ def operation(
 def call_error(
     op: str, kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None
 ) -> float:
-    """Return the largest relative error of output and gradients, against the reference on the same numbers in fp64."""
+    """Return the largest relative error of output and gradients, compared with the reference on the same numbers in
+    fp64."""
     inputs = make_inputs(op, call, dtype, device, chunk)
     expected = _results(OPERATIONS[op].reference, inputs.to(torch.float64).with_gradients())
     found = _results(kernel, inputs.with_gradients())
@@ -231,7 +234,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _results(kernel: Kernel, inputs: Inputs) -> list[Tensor]:
-    """Return the output and the gradients, given an upstream gradient that is the same for all kernels."""
+    """Return the output and the gradients for an upstream gradient that is the same for all kernels."""
     out = kernel(*inputs.arguments)
     generator = torch.Generator(out.device).manual_seed(1)
     upstream = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
@@ -288,7 +291,8 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
 # AdamW: the update of parameters with a run's shapes
 
 MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
-"""Maximum number of parameter elements to update; the time grows in proportion."""
+"""Maximum number of parameter elements to update for the measurement and for the check; the time is proportional to
+it."""
 CHECKED_STEPS = 3
 GRAD_SCALE = 2.0
 WEIGHT_STD = 0.02
@@ -297,7 +301,8 @@ Shape = tuple[int, ...]
 
 
 def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: torch.device) -> Workload:
-    """Return the update's workload. `parameters`: shapes with their counts; kept in fp32, whatever the run's format."""
+    """Return the workload of the update. `parameters`: shapes with their counts; they are kept in fp32, regardless of
+    the run's format."""
     few = _as_many(parameters, CHECKED_ELEMENTS)
     many = _as_many(parameters, MEASURED_ELEMENTS)
     shares = make_shares(many, torch.float32, device)
@@ -352,8 +357,8 @@ def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.devic
 
 
 def _as_many(parameters: Mapping[Shape, int], elements: int) -> list[Shape]:
-    """Return shapes in turn, starting with one of each kind, until they hold `elements` elements; at least one
-    shape."""
+    """Return at least one shape: shapes in turn, starting with one of each kind, until they have `elements` elements in
+    total."""
     left = dict(parameters)
     chosen = []
     while elements > 0 and any(left.values()):

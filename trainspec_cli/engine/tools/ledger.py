@@ -1,4 +1,4 @@
-"""Measure the resource use of a piece of code: live tensor bytes, floating-point operations and bytes of
+"""Measure the resource usage of a piece of code: bytes of live tensors, floating-point operations and bytes of
 collectives."""
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchanges have separate buffers; the buffers of other axes are activations."""
+"""Axes whose exchanges have separate buffers. The buffers of other axes are activations."""
 
 
 class Ledger(TorchDispatchMode):
-    """Records everything that is allocated, computed and exchanged in its context.
+    """Records all memory, computation and communication in its context.
 
-    A storage counts from the operation that created it until it is freed, with its current size: FSDP2 frees parameters
-    by resizing their storages to zero. Tensors saved by autograd count as activations, those gathered by FSDP2 as
-    gathered, those exchanged by data parallelism and pipelines as collectives, named tensors under their name (`name`),
-    and the rest as temporaries.
+    A storage counts with its current size, from the operation that creates it until it is freed, because FSDP2 frees
+    parameters by resizing their storages to zero. Tensors saved by autograd count as activations, tensors gathered by
+    FSDP2 as gathered, tensors exchanged by data parallelism and pipelines as collectives, named tensors under their
+    name (`name`), and all others as temporaries.
     """
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
@@ -54,8 +54,8 @@ class Ledger(TorchDispatchMode):
         self.by_cause: Counter[str] = Counter()
         self.peak_by_cause: Counter[str] = Counter()
         self.vocabulary: int | None = None
-        """Size of a rank's part of the vocabulary: rows of this length are logits, and matrices with this many rows
-        that an operation returns are gradients of the embedding or the head."""
+        """Size of a rank's part of the vocabulary. Rows of this length are logits. Matrices with this number of rows
+        that are returned by an operation are gradients of the embedding or the head."""
         self.allocator = CachingAllocator(expandable=expandable_segments)
         """The memory that PyTorch's allocator for CUDA devices would reserve for the same storages."""
         self._blocks: dict[int, MemoryBlock] = {}
@@ -63,18 +63,18 @@ class Ledger(TorchDispatchMode):
         self._causes: dict[int, str] = {}
         self._births: dict[int, int] = {}
         self._time = self._peak_time = 0
-        """The number of storages created so far, and up to the peak."""
+        """Number of storages created so far, and until the peak."""
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
-        """Start counting here; live tensors stay counted."""
+        """Start counting here. Live tensors remain counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
         self.peak_by_cause = Counter(self.by_cause)
         self._peak_time = self._time
 
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
-        """Count the memory of `tensors` as `cause` from now on, and in the peak, if they were alive then: a buffer is
-        created before the operation that shows its purpose."""
+        """Count the memory of `tensors` as `cause` from now on. If they were alive at the peak, count it there too,
+        because a buffer is created before the operation that shows its purpose."""
         for tensor in _tensors(list(tensors)):
             self._rename(tensor.untyped_storage()._cdata, cause)
 
@@ -140,7 +140,7 @@ class Ledger(TorchDispatchMode):
         return "gradients" if tensor.shape[0] == self.vocabulary else "temporaries"
 
     def _hold(self, storage: torch.UntypedStorage, cause: str = "temporaries") -> None:
-        """Count a storage's current size; new storages are watched until they are freed."""
+        """Count a storage's current size. New storages are tracked until they are freed."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self._sizes:
@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
             self._peak_time = self._time
 
     def _reserve(self, key: int, size: int) -> None:
-        """Replace the storage's block by one of its size."""
+        """Replace the storage's block by one with the storage's size."""
         if key in self._blocks:
             self.allocator.free(self._blocks.pop(key))
         if size:
@@ -172,7 +172,8 @@ class Ledger(TorchDispatchMode):
         self.by_cause[self._causes.pop(key)] -= size
 
     def _exchanged(self, func: Any, args: Any) -> None:
-        """Record the bytes of the larger side, which a rank holds before or after, under `axis kind`."""
+        """Record, under `axis kind`, the size in bytes of the larger side, which a rank holds before or after the
+        exchange."""
         kind = COLLECTIVES.get(func._overloadpacket.__name__)
         if kind:
             sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
@@ -186,14 +187,14 @@ class Ledger(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors that have memory. A DTensor is a wrapper whose content was counted separately; meta tensors
-    have none."""
+    """Yield the tensors that have memory. A DTensor is a wrapper whose content is counted separately, and meta tensors
+    have no memory."""
     found = (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
     return (tensor for tensor in found if tensor.device.type != "meta")
 
 
 def _attention_flops(args: Any) -> float:
-    """Return the operations of an attention call; a causal core computes half of the scores."""
+    """Return the number of operations in an attention call. A causal core computes half of the scores."""
     q, k, v = args[:3]
     causal = len(args) > 4 and args[4]
     return sdpa_flop_count(q.shape, k.shape, v.shape) * (0.5 if causal else 1.0)

@@ -1,4 +1,5 @@
-"""Measure the links between a job's processes: all-reduce times by size, and messages between each pair of nodes."""
+"""Measure the links between a job's processes: the times of all-reduces by size, and of messages between each pair of
+nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CHIP_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28)
 CHIP_PAIR_SIZES_BYTES = (2**13, 2**20, 2**26)
 REPEATS = 3
 MAX_PAIRS = 64
-"""Maximum number of node pairs to measure; with more pairs, only a chain is measured, each node with the next."""
+"""Maximum number of node pairs to measure. If there are more, only the pairs of consecutive nodes are measured."""
 
 
 def run(request: LinksRequest) -> LinksResult:
@@ -42,7 +43,7 @@ def all_reduces(device: torch.device) -> list[AllReduceRate]:
 
 
 def pairs(device: torch.device) -> list[PairRate]:
-    """Time messages between the first processes of two nodes; one pair at a time, so that pairs do not disturb one
+    """Time messages between the first processes of two nodes, one pair at a time, so that pairs do not affect one
     another."""
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     firsts = range(0, dist.get_world_size(), per_node)
@@ -60,7 +61,7 @@ def pairs(device: torch.device) -> list[PairRate]:
 
 
 def ping(low: int, high: int, size: int, device: torch.device) -> PingRate:
-    """Send a message there and back; the result is the same on all ranks."""
+    """Time a message and its reply. The result is the same on all ranks."""
     values = torch.zeros(size // 4, device=device)
     seconds = torch.zeros(1, dtype=torch.float64, device=device)
     if dist.get_rank() in (low, high):

@@ -1,8 +1,8 @@
-"""The probe: measure this machine with all processes at once.
+"""The probe, which measures this machine while all processes are working at the same time.
 
-Figures are means over the processes, so contention between them counts. In addition to the curves of single operations,
-small decoders are trained as in a worker: these steps include waits for peers, caches filled by others, and load from
-other programs on this machine.
+Figures are means over the processes, so they include contention between processes. In addition to the curves of single
+operations, small decoders are trained as in a worker. Their steps include waits for peers, caches filled by other
+operations, and load from other programs on this machine.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6
-"""The first steps allocate memory; after this number of steps, the heap hardly grows."""
+"""The first steps allocate memory. After this number of steps, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Steps of a reference between groups of curves: load that varies during the probe affects references as it affects a
-run."""
+"""Number of steps of each reference, which are run after every group of this many curves. Load that varies during the
+probe thus affects the references in the same way as a run."""
 LONG_STEP_S = 1.0
-"""A reference whose step takes longer (in a format that the processor does not support) takes only a few steps."""
+"""A reference with longer steps (in a format that the processor does not support) runs only a few of them."""
 
 
 def run(request: ProbeRequest) -> MachineProbe:
@@ -67,7 +67,7 @@ def run(request: ProbeRequest) -> MachineProbe:
 
 
 def measure(compute: str) -> MachineProbe:
-    """Called collectively by all processes; returns the same result on each."""
+    """Called collectively by all processes; returns the same result on all of them."""
     torch.manual_seed(0)
     processor = ProcessorClock()
     cpu_before_s, delay_before_s = processor.read()
@@ -76,7 +76,7 @@ def measure(compute: str) -> MachineProbe:
         for layers in (2, 6)
     )
     bare_bytes = float(psutil.Process().memory_info().rss)
-    # The large decoder runs before the small one, so that memory has to grow.
+    # The large decoder runs before the small one, because memory has to grow.
     large = SmallRun(plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, compute))
     small = SmallRun(plan_of(DecoderModel(2, 128, 2, 1, 64, 352, 2048, tied_embeddings=True), 128, 1, compute))
     measured = {}
@@ -109,7 +109,7 @@ def measure(compute: str) -> MachineProbe:
 
 
 def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
-    """Return the functions that measure the curves of a `MachineProbe`, by field."""
+    """Return the functions that measure the curves of a `MachineProbe`, by field name."""
     small_head, large_head = PROBED_HEAD_SIZES
     return {
         "matmul": partial(measure_matmul, dtype),
@@ -147,7 +147,8 @@ def average(value: Any) -> Any:
 
 
 class SmallRun:
-    """A decoder that is trained on random data, a few steps at a time, so that load over the whole probe affects it."""
+    """A decoder that is trained on random data, a few steps at a time, so that load during the entire probe affects
+    it."""
 
     def __init__(self, plan: Plan):
         before_bytes = own_bytes()
@@ -155,7 +156,7 @@ class SmallRun:
         self.tokens = torch.zeros(plan.micro_batch_size, plan.spec.data.seq_len, dtype=torch.long)
         self.steps: list[dict[str, float]] = []
         self.is_long = False
-        """True if its steps are so long that it takes only a few."""
+        """True if its steps are so long that only a few are run."""
         for number in range(WARMUP_STEPS):
             started = time.perf_counter()
             self._step()
@@ -165,8 +166,8 @@ class SmallRun:
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """Run some steps. The first step after a pause, with cold caches and late peers, is left out, unless steps are
-        so long that it is the only one."""
+        """Run some steps. The first step after a pause, with cold caches and late peers, does not count, unless steps
+        are so long that it is the only one."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -179,7 +180,8 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """Return the parts of the mean step, without the slowest tenth, in which other programs interfered."""
+        """Return the parts of the mean step, excluding the slowest tenth of the steps, in which other programs
+        interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
         return {part: sum(step[part] for step in kept) / len(kept) for part in PARTS}
@@ -189,14 +191,14 @@ class SmallRun:
 
 
 def own_bytes() -> float:
-    """Return this process's memory without the libraries' pages, which vary with the machine's other needs (macOS does
-    not count them)."""
+    """Return this process's memory in bytes without the pages of libraries, which depend on the memory needs of other
+    programs (macOS does not count them)."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
 
 
 def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Plan:
-    """Return a plan that is replicated over all processes, with `samples` per process at a time."""
+    """Return a plan that is replicated over all processes, with micro-batches of `samples` samples."""
     world_size = dist.get_world_size()
     spec = RunSpec(
         model=model,
@@ -212,9 +214,10 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
     return replace(plan, params=sum(parameter.numel() for parameter in module.parameters()))
 
 
-# Measure the seconds of operations and collectives by size, with all processes working at once.
+# Measure the duration of operations and collectives in seconds, by size, while all processes are working at the same
+# time.
 #
-# Each size is timed in short rounds and the fastest counts, so that load from other programs has little effect. The
+# Each size is timed in short rounds. The fastest round counts, so that load from other programs has little effect. The
 # reference steps (`probe`) show the effect of that load.
 
 
@@ -222,7 +225,7 @@ CPU = torch.device("cpu")
 ROUNDS = 3
 ROUND_S = 0.004
 ROTATED_BYTES = 16 * 2**20
-"""Operands rotate through this much memory, so that small ones do not stay in the innermost cache."""
+"""Operands rotate through this many bytes of memory, so that small operands do not stay in the innermost cache."""
 ELEMENTS = (64, 2**14, 2**17, 2**20)
 MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
@@ -230,14 +233,14 @@ MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
 CALLS = 5
 """Number of calls of a collective for each size."""
 LONG_S = 0.25
-"""A call that takes longer ends its curve, and larger sizes are extrapolated in proportion. A product in a format
-without native support (bf16, about a hundred times slower than fp32) would take minutes."""
+"""A call that takes longer than this ends its curve, and larger sizes are extrapolated proportionally. A product in a
+format without native support (bf16, about a hundred times slower than fp32) would take minutes."""
 
 Run = Callable[[], Any]
 
 
 def call_s(runs: Sequence[Run]) -> float:
-    """Return the seconds of a call in the fastest round, over calls that take turns."""
+    """Return the seconds per call in the fastest round; the calls take turns."""
     runs[0]()
     dist.barrier()
     turns = cycle([*runs[1:], runs[0]])
@@ -245,7 +248,7 @@ def call_s(runs: Sequence[Run]) -> float:
 
 
 def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_each: int = 8) -> Curve:
-    """Measure a curve. `bytes_each`: bytes that a run works on per unit of size."""
+    """Measure a curve. `bytes_each`: number of bytes that a run accesses per unit of size."""
     seconds: list[float] = []
     for size in sizes:
         copies = min(16, max(1, ROTATED_BYTES // (size * bytes_each)))
@@ -256,7 +259,7 @@ def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_ea
 
 
 def longest_s(own_s: float) -> float:
-    """Return the time of the slowest process, so that all of them decide in the same way."""
+    """Return the time of the slowest process, so that all processes make the same decision."""
     longest = torch.tensor(own_s)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()
@@ -273,7 +276,7 @@ def measure_passes(
 
 
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
-    """Return the forward and the backward pass; the graph is kept, so that the backward pass can be called again."""
+    """Return the forward and the backward pass. The graph is kept, so that the backward pass can be called again."""
     out = forward(*inputs)
     gradient = torch.randn_like(out)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -322,7 +325,7 @@ def add_run(elements: int, dtype: torch.dtype) -> Run:
 
 
 def cast_run(elements: int, dtype: torch.dtype) -> Run:
-    """Return a run that copies between the formats of the master weights and of the computation."""
+    """Return a run that copies between the format of the master weights and that of the computation."""
     master = torch.randn(elements)
     copy = torch.empty(elements, dtype=dtype)
     return lambda: copy.copy_(master)
@@ -342,7 +345,7 @@ def optimizer_run(elements: int) -> Run:
 
 
 def measure_matmul(dtype: torch.dtype) -> MatmulCurves:
-    """Measure x W^T, dy W and dy^T x, with the formats and transposes of the decoder's linear layers."""
+    """Measure x W^T, dy W and dy^T x with the formats and transposes of the decoder's linear layers."""
 
     def curve(make_run: Callable[[Tensor, Tensor], Run]) -> Curve:
         def run(elements: int) -> Run:
@@ -370,7 +373,9 @@ def measure_attention(dtype: torch.dtype, head_size: int) -> Passes:
             *(q, k, v),
         )
 
-    return measure_passes(runs, SEQUENCES, bytes_each=2**17)  # every length with the same number of tokens: few copies
+    return measure_passes(
+        runs, SEQUENCES, bytes_each=2**17
+    )  # the number of tokens is the same for every length: few copies
 
 
 # Collectives
@@ -381,7 +386,7 @@ def all_reduce(message: Tensor) -> None:
 
 
 def all_gather(message: Tensor) -> None:
-    """`message` is the full gathered tensor."""
+    """Return the all-gather to measure. `message` is the full gathered tensor."""
     dist.all_gather_into_tensor(message, message.chunk(dist.get_world_size())[0].clone())
 
 
@@ -392,7 +397,8 @@ def reduce_scatter(message: Tensor) -> None:
 
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
-    """Each call follows separate work, as in a backward pass: processes that are not in step wait for one another."""
+    """Each call follows separate work, as in a backward pass, so processes that are not in step wait for one
+    another."""
     work = torch.randn(384, 384)
     world_size = dist.get_world_size()
     medians = []

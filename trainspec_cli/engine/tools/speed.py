@@ -1,4 +1,4 @@
-"""The speed of this node's devices, one after another."""
+"""Measure the speed of this node's devices, one after another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(request: SpeedRequest) -> SpeedResult:
 
 
 def measure_copy(device: torch.device) -> float:
-    """Return the bytes read and written per second."""
+    """Return the number of bytes read and written per second."""
     size_bytes = CHIP_COPY_BYTES if on_chip(device) else COPY_BYTES
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)

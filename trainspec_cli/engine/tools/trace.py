@@ -1,7 +1,7 @@
-"""Trace a rank's real step of a plan, using fake tensors.
+"""Trace a rank's real step of a plan with fake tensors.
 
-Fake tensors have shapes but no memory, and collectives use a process group that sends nothing. So the memory and
-compute of one rank among thousands can be counted on a laptop.
+Fake tensors have shapes but no memory, and collectives use a process group that does not send anything. So the memory
+and compute of one rank among thousands can be counted on a laptop.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def run(request: TraceRequest) -> TraceResult:
 
 
 def trace_rank(plan: Plan, rank: int) -> TraceResult:
-    """Return the counts of a rank's step. Micro-batches are alike, so if there are many, the cost of another one
-    follows from a shorter and a longer step. Blocks are traced eagerly with the default kernels, because other kernels
-    compute the same and keep no more."""
+    """Return the counts of a rank's step. All micro-batches have the same cost. So if there are many, it follows from
+    the difference between a shorter and a longer step. Blocks are traced eagerly with the default kernels, because
+    other kernels compute the same and do not keep more."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
@@ -71,7 +71,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
                     state,
                     [
                         fake_batch(plan, state) for _ in range(count)
-                    ],  # not kept, so that the next count starts without them
+                    ],  # not kept, so that they are freed before the next count
                     global_tokens=plan.tokens_per_step,
                     clip_norm=plan.spec.optim.grad_clip_norm,
                 )
@@ -84,7 +84,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Return the mesh axes by process group name; sharding parameters and summing over replicas count as two axes."""
+    """Return the mesh axes by process group name. Sharding parameters and summing over replicas count as two axes."""
     mesh = state.mesh
     lines = state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
@@ -95,7 +95,7 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 
 def name_state(ledger: Ledger, state: TrainState) -> None:
-    """Name the tensors that persist from step to step, and each gradient, sharded or full, once it is attached to its
+    """Name the tensors that persist between steps, and each gradient, sharded or full, once it is attached to its
     parameter."""
     ledger.name((share.local for share in state.shares), "parameters")
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
@@ -117,7 +117,7 @@ def name_state(ledger: Ledger, state: TrainState) -> None:
 
     lasting = {id(share.parameter) for share in state.shares}
     watch(share.parameter for share in state.shares)
-    for part in state.parts:  # within a forward pass, modules hold the gathered parameters
+    for part in state.parts:  # during a forward pass, modules hold the gathered parameters
         part.register_forward_pre_hook(lambda part, _: watch(part.parameters()))
         for module in part.modules():
             module.register_forward_pre_hook(lambda module, _: watch(module.parameters(recurse=False)))
@@ -125,7 +125,8 @@ def name_state(ledger: Ledger, state: TrainState) -> None:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Trace norms as `device` computes them: with one kernel on a GPU, and with several, which save more, on a CPU."""
+    """Trace norms as `device` computes them: with one kernel on a GPU, and with several kernels, which save more, on a
+    CPU."""
     plain = F.rms_norm
     if device != "cpu":
         F.rms_norm = lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight)  # type: ignore[assignment]
@@ -153,16 +154,16 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
-    """Return the micro-batch counts to trace: a step's own or, if it has many, two smaller counts that fill a
+    """Return the micro-batch counts to trace: the count of a step or, if it is large, two smaller counts that fill the
     pipeline."""
     most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
     return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)
 
 
 def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
-    """Return the counts of a complete step, given those for one or two micro-batch counts.
+    """Return the counts of a complete step, given the counts for one or two numbers of micro-batches.
 
-    The traced micro-batches already reach the peak, except with GPipe, which holds all micro-batches at once.
+    The traced micro-batches already reach the peak, except with GPipe, which holds all micro-batches at the same time.
     """
     (longer, second), *others = sorted(counted.items(), reverse=True)
     if not others:
@@ -173,7 +174,7 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     peak_times = times if grows else 0.0
 
     def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
-        """Extrapolate from the values of `after`, adding their difference from `before` this many times."""
+        """Extrapolate from the values of `after` by adding their difference from `before` this number of times."""
         return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
 
     return replace(
@@ -196,8 +197,8 @@ def fake_world(rank: int, world_size: int, backends: str = "fake") -> Iterator[N
 
 
 def even_out(part: Any) -> None:
-    """Give every rank the same number of tokens, because fake tokens do not determine their expert. torch knows the
-    grouped product's shapes only for bf16; a single product of all rows has the same cost."""
+    """Assign the same number of tokens to every rank, because fake tokens do not determine their expert. torch knows
+    the grouped product's shapes only for bf16; a single product of all rows has the same cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
@@ -206,7 +207,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The sizes and FLOPs of a grouped product, in which every row is multiplied by one matrix."""
+    """The shapes and FLOPs of a grouped product, in which every row is multiplied by one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ class DeviceDisturbance:
     """What is slow in virtual time, where, and when. Without a place it concerns all ranks."""
 
     slowness: float = 1.0
-    """Operations last this many times as long as on the chip; exchanges and copies do not."""
+    """Operations take this many times as long as on the chip; exchanges and copies are not affected."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of an operation's duration. The noise is seeded by rank and stream."""
+    """Standard deviation of the logarithm of an operation's duration. The noise is seeded for each rank and stream."""
     host_slowness: float = 1.0
     """The host takes this many times as long to queue an operation, to read a batch and to write a checkpoint."""
     read_ms: float = 0.0
@@ -28,22 +28,22 @@ class DeviceDisturbance:
     write_ms: float = 0.0
     """Host time to write a checkpoint, in the thread that writes it."""
     link_slowness: float = 1.0
-    """Bytes of an exchange take this many times as long, if it uses the link of the place; without a place, if it
-    leaves a node, or any exchange in a run on one node."""
+    """The bytes of an exchange take this many times as long if it uses the link of the slow rank or node. If neither is
+    set, this applies to exchanges between nodes, or to all exchanges in a run on one node."""
     link_jitter: float = 0.0
-    """Standard deviation of the logarithm of such an exchange's duration."""
+    """Standard deviation of the logarithm of the duration of such an exchange."""
     link_delay_us: float = 0.0
-    """Every message of such an exchange takes this much longer; a ring over N ranks sends N - 1 of them in a row."""
+    """Additional time for each message of such an exchange. A ring over N ranks sends N - 1 messages in a row."""
     slow_rank: int | None = None
-    """The place: this rank. Its link is used by all of its exchanges."""
+    """The slow rank. All of its exchanges use its link."""
     slow_node: int | None = None
-    """The place: the ranks of this node. Its link is used by exchanges with other nodes."""
+    """The slow node, with all of its ranks. Exchanges with other nodes use its link."""
     slow_from_s: float = 0.0
-    """Virtual time of the host from which it lasts."""
+    """Virtual time of the host at which the disturbance begins."""
     slow_until_s: float = math.inf
-    """Virtual time of the host until which it lasts."""
+    """Virtual time of the host at which the disturbance ends."""
     slow_every_s: float = 0.0
-    """It returns after this time; 0: it does not."""
+    """The disturbance recurs with this period; 0 if it does not recur."""
 
     def lasts_at(self, at_s: float) -> bool:
         since_s = at_s - self.slow_from_s
@@ -55,7 +55,7 @@ class DeviceDisturbance:
         return self.slow_rank in (None, rank) and self.slow_node in (None, rank // node_ranks)
 
     def is_crossed_by(self, ranks: Collection[int], node_ranks: int, world_size: int) -> bool:
-        """Return whether an exchange among these ranks uses the link of the place."""
+        """Return whether an exchange among these ranks uses the link of the slow rank or node."""
         if self.slow_rank is not None:
             return self.slow_rank in ranks
         nodes = {rank // node_ranks for rank in ranks}
@@ -67,27 +67,28 @@ class DeviceDisturbance:
 @dataclass(frozen=True)
 class Settings:
     order: int | None = None
-    """Run the streams' work late and in random order with this seed; None: as soon as possible."""
+    """Seed for running the work of streams late and in random order; None to run it as soon as possible."""
     memory_gib: float = 80.0
-    """The device's memory."""
+    """The device's memory, in GiB."""
     sizes: int = 0
-    """1: tensors have shapes and allocated memory, but no values; one rank may stand for a world of any size."""
+    """If 1, tensors have shapes and allocated memory, but no values, and one rank can represent a world of any size."""
     time: str | None = None
-    """The chip (a file in conf/accelerator) whose rates set the virtual time of operations; None: no virtual time."""
+    """The chip (a file in conf/accelerator) whose rates determine the virtual time of operations; None for no virtual
+    time."""
     launch_us: float | None = None
-    """Host time to queue one operation; None: the planner's figure for a chip without graphs or compilation."""
+    """Host time to queue one operation; None for the planner's value for a chip without graphs or compilation."""
     timeout_s: float = 600.0
     """Real time after which an exchange that lacks a rank fails."""
     disturbances: tuple[DeviceDisturbance, ...] = ()
 
 
 WHOLE = ("order", "sizes", "slow_rank", "slow_node")
-"""Settings that are whole numbers."""
+"""Settings that are integers."""
 
 
 def read_settings(text: str) -> Settings:
-    """Read `name=value,name=value`; more disturbances may follow, each after a semicolon. Raises RecipeError for other
-    text."""
+    """Read `name=value,name=value`. Further disturbances may follow, separated by semicolons. Raises RecipeError for
+    other text."""
     found: dict[str, float | str] = {}
     disturbances = []
     for number, group in enumerate(text.split(";")):

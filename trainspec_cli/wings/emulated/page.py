@@ -1,5 +1,5 @@
-"""Render the page of a rehearsal: each rank's memory over a step, what fills it at the peak, and the parts of the step
-compared with the plan's.
+"""Render the page of a rehearsal: each rank's memory over a step, its content at the peak, and the parts of the step
+compared with those in the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PART_KINDS = {
 }
 """CSS classes."""
 SHOWN = 20
-"""Groups of tensors to list for a rank."""
+"""Number of tensor groups to list for a rank."""
 FOOTER = (
     "Rehearsed by trainspec without GPUs: the engine's own steps on an emulated device, with eager blocks and default "
     "kernels. Times are virtual: kernels take the chip's planned time, and the host takes none."
@@ -39,7 +39,7 @@ FOOTER = (
 
 
 def render_rehearsal_page(done: Rehearsal, title: str, origin: PageOrigin | None = None) -> str:
-    """Return the page; `title` names what is trained."""
+    """Return the page. `title` describes the model."""
     above = [heading(title, f"Rehearsal of {done.world_size:,} {done.device}; {done.layout}."), origin_line(origin)]
     return render_page(title, "".join([*above, _tiles(done), *_sections(done)]), FOOTER)
 
@@ -108,7 +108,7 @@ def _segments(parts_s: Mapping[str, float]) -> list[Segment]:
 
 
 def _rank(rank: RehearsedRank) -> str:
-    """Draw a rank's memory over the last step, and list what fills it at the peak."""
+    """Draw a rank's memory over the last step, and list its content at the peak."""
     found = rank.rehearsed
     text = f"The peak is reached in {found.peak.part}."
     if found.failed:

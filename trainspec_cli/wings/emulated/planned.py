@@ -43,12 +43,12 @@ from trainspec_cli.wings.emulated.rehearsal import (
 )
 
 AT_ONCE = 2
-"""Ranks that are rehearsed at the same time: one needs up to 1 GB of host memory."""
+"""Number of ranks that are rehearsed at the same time; each needs up to 1 GB of host memory."""
 
 
 @dataclass(frozen=True)
 class PlanToRehearse:
-    """A plan, and what it says of its ranks' memory; in bytes."""
+    """A plan, and the memory that it predicts for its ranks, in bytes."""
 
     plan: Plan
     spec: RunSpec
@@ -61,19 +61,19 @@ class PlanToRehearse:
     device_bytes: float
     """The device's memory."""
     outside_bytes: float
-    """The part of it that the allocator does not have: the device's context and the buffers of communicators."""
+    """The part of it that is not available to the allocator: the device's context and the buffers of communicators."""
     tensors_bytes: tuple[float, ...]
-    """The highest sum of a rank's tensors with eager blocks, by pipeline rank."""
+    """The maximum total size of a rank's tensors with eager blocks, by pipeline rank."""
     allocator_bytes: tuple[float, ...]
     """The same with fragmentation and the pools of other streams; without the plan's reserve."""
     step_s: float
-    """Seconds of a step, with the recipe's kernels and compilation."""
+    """Duration of a step in seconds, with the recipe's kernels and compilation."""
     time: StepTime
-    """The same with eager blocks, by part."""
+    """The same, with eager blocks, by part."""
     kinds: tuple[int, ...]
-    """For each pipeline rank, the first one whose stages do the same work."""
+    """For each pipeline rank, the first rank whose stages do the same work."""
     fused_saves_bytes: tuple[float, ...]
-    """How much less the recipe's run is planned to need, with its compiled blocks and fused kernels."""
+    """Memory that the recipe's run is planned to save with compiled blocks and fused kernels."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class RehearsedRank:
 
     rehearsed: RankRehearsal
     equal_ranks: int
-    """Number of ranks that do the same, including this one."""
+    """Number of ranks that do the same work, including this one."""
     planned_tensors_bytes: float
     planned_allocator_bytes: float
     fused_saves_bytes: float
@@ -110,7 +110,7 @@ PART_NAMES = {
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """The virtual time of a step with eager blocks, and the plan's, in seconds by part (`STEP_PARTS`)."""
+    """The virtual time of a step with eager blocks, and the time in the plan, in seconds by part (`STEP_PARTS`)."""
 
     rank: int
     """The rehearsed rank with the most work, whose parts these are: the other stages make it wait (`bubble`)."""
@@ -134,7 +134,7 @@ class Rehearsal:
     device_bytes: float
     outside_bytes: float
     planned_step_s: float
-    """With the recipe's kernels and compilation; the rehearsed steps have eager blocks."""
+    """This time includes the recipe's kernels and compilation; the rehearsed steps have eager blocks."""
     ranks: tuple[RehearsedRank, ...]
     step: RehearsedStep | None = None
     """None if the chip is unknown, a rank ran out of memory, or a kind of pipeline stage was not rehearsed."""
@@ -151,7 +151,7 @@ class Rehearsal:
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
     """Plan a recipe on its cluster; `memory_gib` replaces the chip's memory in the rehearsal.
 
-    Raises RecipeError if the recipe is wrong or cannot be rehearsed, PlanError if no layout fits.
+    Raises RecipeError if the recipe is wrong or cannot be rehearsed, and PlanError if no layout fits.
     """
     planned = plan_recipe(arguments)
     if planned.pools is not None:
@@ -176,7 +176,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     ]
     saved = [0.0] * plan.layout.pp
     if is_counted(spec.model, plan.offload):
-        # The recipe's run may have compiled blocks and fused kernels; a rehearsal has neither.
+        # The recipe's run may have compiled blocks and fused kernels, but a rehearsal has neither.
         as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
         peaks = list(rank_peaks(run_of(eager)))
@@ -211,8 +211,8 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
 def rehearse_ranks(
     planned: PlanToRehearse, ranks: Sequence[int], steps: int, on_rank: Callable[[int], None]
 ) -> Rehearsal:
-    """Rehearse ranks, as many at a time as there are cores, up to `AT_ONCE`; `on_rank` is called before each, in any
-    thread. Raises MachineError, Interrupted."""
+    """Rehearse ranks, one per core and at most `AT_ONCE` at a time. `on_rank` is called before each of them, in any
+    thread. Raises MachineError and Interrupted."""
     plan = planned.plan
     requests = StopRequests()
 
@@ -224,7 +224,7 @@ def rehearse_ranks(
         try:
             found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, requests)
         except BaseException:
-            requests.add()  # the other ranks' processes end, too
+            requests.add()  # the processes of the other ranks also end
             raise
         expected = (planned.tensors_bytes, planned.allocator_bytes, planned.fused_saves_bytes)
         return RehearsedRank(found, equal_ranks(plan), *(sizes[stage] for sizes in expected))
@@ -269,8 +269,8 @@ def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
 
 
 def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> RehearsedStep | None:
-    """Return the time of a step from the times of its ranks' passes, by replaying the schedule. Ranks of the same kind
-    take the same time; of several rehearsed ones in a stage, the slowest counts."""
+    """Return the time of a step, computed from the times of the ranks' passes by replaying the schedule. Ranks of the
+    same kind take the same time. If several ranks of a stage were rehearsed, the slowest one counts."""
     plan = planned.plan
     layout = plan.layout
     hand_over_s = 0.0
@@ -327,13 +327,13 @@ def _by_part(time_s: Mapping[str, float]) -> dict[str, float]:
 
 
 class PassSeconds:
-    """The times of a pipeline rank's passes in a step with this many micro-batches."""
+    """The times of a pipeline rank's passes in a step with a given number of micro-batches."""
 
     def __init__(self, measured: PipelineSeconds, micro_batches: int):
         self.measured = measured
         rehearsed = measured.micro_batches
-        # The first and last micro-batches differ from the others: parameters are gathered, gradients created and
-        # reduced there. A micro-batch from the middle stands for those that were not rehearsed.
+        # The first and last micro-batches differ from the others, because parameters are gathered, and gradients are
+        # created and reduced there. A micro-batch from the middle represents those that were not rehearsed.
         first = rehearsed // 2
         last = micro_batches - (rehearsed - first)
         self.like = [
@@ -342,13 +342,13 @@ class PassSeconds:
         ]
         self.passes = {(one.kind, one.stage, one.micro_batch): one for one in measured.actions}
         self.parts_s = _by_part(measured.rest_s)
-        # Each rehearsed micro-batch counts as often as it stands for one of the step.
+        # Each rehearsed micro-batch counts once for each micro-batch of the step that it represents.
         times = Counter(self.like)
         for one in measured.actions:
             self.parts_s["compute"] += times[one.micro_batch] * one.compute_s
             self.parts_s["exposed_comm"] += times[one.micro_batch] * one.exposed_s
         self.busy_s = sum(self.parts_s.values())
-        """Seconds without waiting for other stages."""
+        """Time in seconds, without waiting for other stages."""
 
     def seconds(self, kind: Kind, stage: int, micro_batch: int) -> float:
         one = self.passes[kind, stage, self.like[micro_batch]]
@@ -356,10 +356,10 @@ class PassSeconds:
 
 
 def replay_step(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> float:
-    """Return the seconds of a step in which each pipeline rank's passes take these times.
+    """Return the duration in seconds of a step in which the passes of each pipeline rank take these times.
 
-    A step ends when the last rank reaches the agreement on the gradients' norm. What follows it, such as the optimizer,
-    precedes the next step's passes.
+    A step ends when the last rank reaches the agreement on the gradient norm. The work after it, such as the optimizer,
+    precedes the passes of the next step.
     """
     layout = plan.layout
     timeline = replay_passes(plan, ranks, hands_over=hands_over)
@@ -371,8 +371,8 @@ def replay_step(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = 
 
 
 def replay_passes(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> list[list[TimedAction]]:
-    """Return each pipeline rank's passes in a step, from the agreement of the previous step on. Without `hands_over`,
-    messages between stages take no time."""
+    """Return the passes of each pipeline rank in a step, starting with the agreement of the previous step. Without
+    `hands_over`, messages between stages take no time."""
     layout = plan.layout
     cluster = plan.spec.cluster
     fabric = describe_fabric(cluster, None)
@@ -384,7 +384,7 @@ def replay_passes(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool 
         group = group_of_ranks(fabric, (sender * per_stage, receiver * per_stage), eff)
         return send_s(group, ranks[sender].measured.message_bytes, eff) if hands_over else 0.0
 
-    # A stage's passes differ between ranks of one kind only in the number of the stage.
+    # The passes of ranks of the same kind differ only in the number of the stage.
     own = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
     rehearsed = [sorted({one.stage for one in rank.measured.actions}) for rank in ranks]
 

@@ -1,6 +1,7 @@
-"""Rehearse ranks of a plan: the engine's own steps on the emulated device, a process for each rank, without its peers.
+"""Rehearse ranks of a plan: run the engine's steps on the emulated device, in one process per rank, without the rank's
+peers.
 
-This part needs no torch; `engine/rehearse.py` runs in the processes.
+This module does not need torch; `engine/rehearse.py` runs in the processes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class RehearsalRequest:
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """Equal tensors that are in memory at the same time."""
+    """A group of equal tensors that are in memory at the same time."""
 
     shape: str
     """Shape and format."""
@@ -36,75 +37,76 @@ class LiveTensors:
     """The line of the engine, or the function of FSDP2, that allocated them."""
     number: int
     bytes: int
-    """Their total, as the allocator counts it."""
+    """Their total size in bytes, as counted by the allocator."""
 
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """What fills the memory at a moment."""
+    """The content of the memory at a moment."""
 
     part: str
-    """The part of the step: `backward of micro-batch 3, stage 0`."""
+    """The part of the step, such as `backward of micro-batch 3, stage 0`."""
     largest: tuple[LiveTensors, ...]
     """Largest first."""
 
 
 @dataclass(frozen=True)
 class ActionSeconds:
-    """The virtual time of a pass of one micro-batch through one stage, without the wait for its input."""
+    """The virtual time of a pass of one micro-batch through one stage, without waiting for its input."""
 
     kind: Kind
     stage: int
     micro_batch: int
     compute_s: float
     exposed_s: float
-    """Exchanges inside the stage that keep it from computing."""
+    """Time of exchanges inside the stage during which it does not compute."""
 
 
 @dataclass(frozen=True)
 class PipelineSeconds:
-    """The virtual time of a pipeline rank's step, without the messages between stages."""
+    """The virtual time of a step of a pipeline rank, without messages between stages."""
 
     actions: tuple[ActionSeconds, ...]
-    """In the order of the schedule; a step with many micro-batches is rehearsed with fewer."""
+    """Passes in the order of the schedule. A step with many micro-batches is rehearsed with fewer."""
     micro_batches: int
-    """Their number in the rehearsed step."""
+    """Number of micro-batches in the rehearsed step."""
     rest_s: dict[str, float]
-    """The step's other parts: reductions of gradients, the ranks' agreement on the norm, the optimizer."""
+    """The other parts of the step: reducing gradients, agreeing on the norm, and the optimizer."""
     after_agreement_s: float
-    """The part of `rest_s` between the agreement, which all ranks reach together, and the next step's first pass."""
+    """The part of `rest_s` between the agreement, which all ranks reach together, and the first pass of the next
+    step."""
     message_bytes: int
-    """Size of a message to another stage."""
+    """Size in bytes of a message to another stage."""
 
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """The memory of a rank's steps, as the allocator counts it, in bytes, and their time."""
+    """The memory used by a rank's steps, in bytes as counted by the allocator, and the time of these steps."""
 
     rank: int
     state_bytes: int
-    """Parameters, buffers and optimizer state, before the first step."""
+    """Size of parameters, buffers and optimizer state before the first step."""
     build_peak_bytes: int
-    """The peak while the model is built."""
+    """Peak memory while the model is built."""
     peak_bytes: int
-    """The peak of the last step."""
+    """Peak memory in the last step."""
     reserved_bytes: int
     """The most that the allocator holds during the steps, including memory that is free for reuse by the same stream
     only."""
     checkpoint_bytes: int
-    """What a checkpoint copies to the host, if this rank writes everything that it holds."""
+    """Size of the data that a checkpoint copies to the host, if this rank writes everything that it holds."""
     peak: MemoryMoment
     time_s: dict[str, float] = field(default_factory=dict)
-    """Virtual seconds of a step by part, with eager blocks; empty if the chip is unknown, for a pipeline (`pipeline`),
-    and if memory ran out."""
+    """Virtual time of a step in seconds by part, with eager blocks. Empty if the chip is unknown, for a pipeline (see
+    `pipeline`), and if memory ran out."""
     pipeline: PipelineSeconds | None = None
-    """None without a pipeline, if the chip is unknown, and if memory ran out."""
+    """None if there is no pipeline, if the chip is unknown, or if memory ran out."""
     failed: LiveTensors | None = None
-    """The tensor that did not fit; `peak` is then the moment of the failure."""
+    """The tensor that did not fit. In this case, `peak` is the moment of the failure."""
     seconds: float = 0.0
     """Duration of the rehearsal."""
     timeline: Timeline | None = None
-    """The last step, or what there was of it when memory ran out; None without virtual time."""
+    """The last step, or the part of it before memory ran out; None without virtual time."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,8 @@ def refuse(plan: Plan) -> None:
 
 
 def distinct(plan: Plan) -> list[int]:
-    """Return a rank of each pipeline stage: the others of a stage hold equal parts. Along cp it is the last rank, whose
-    queries attend to every part of the keys."""
+    """Return one rank of each pipeline stage, because the other ranks of a stage hold equal parts. Along cp it is the
+    last rank, whose queries attend to all parts of the keys."""
     layout = plan.layout
     per_stage = plan.group_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
@@ -155,19 +157,19 @@ def distinct(plan: Plan) -> list[int]:
 def rehearse(
     plan: Plan, rank: int, steps: int, capacity_bytes: float, requests: StopRequests | None = None
 ) -> RankRehearsal:
-    """Rehearse a rank on a device whose allocator has this capacity. `requests`: to stop. Raises MachineError,
-    Interrupted."""
+    """Rehearse a rank on a device whose allocator has this capacity. `requests`: requests to stop. Raises MachineError
+    and Interrupted."""
     settings = f"sizes=1,memory_gib={capacity_bytes / GIB!r}"
     where = one_process({DEVICE: KIND, EMULATED: settings, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"})
     return run_tool(REHEARSE, RehearsalRequest(plan, rank, steps), where, requests=requests)
 
 
 def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
-    """Return the ranks that `text` names: `ends`, `distinct`, `all`, or numbers such as `0,8`. Raises RecipeError.
+    """Return the ranks named in `text`: `ends`, `distinct`, `all`, or numbers such as `0,8`. Raises RecipeError.
 
-    `kinds`: for each pipeline rank, the first one whose stages do the same work. `ends` has a rank of the first, of the
-    last and of each other kind: of equal stages, none needs more memory than the first, and a step's time needs one of
-    each kind.
+    `kinds`: for each pipeline rank, the first rank whose stages do the same work. `ends` contains a rank of the first
+    stage, of the last stage and of each other kind, because among equal stages none needs more memory than the first,
+    and the time of a step requires one rank of each kind.
     """
     layout = plan.layout
     each = distinct(plan)

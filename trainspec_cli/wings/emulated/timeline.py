@@ -1,5 +1,5 @@
-"""What a rehearsed rank does in its last step, in virtual time. The process records it (engine/timeline.py); a trace
-and a page show it.
+"""The work of a rehearsed rank in its last step, in virtual time. The process records it (engine/timeline.py), and a
+trace and a page show it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ COMPUTE = "compute stream"
 WAIT = "wait"
 """Name of the slices that are waits of the compute stream."""
 MOST_SLICES = 40_000
-"""Slices of a rank to keep: about 12 MB of a trace. A rank of Llama 3 70B on 256 devices has 11,600."""
+"""Maximum number of slices to keep for a rank, which take about 12 MB in a trace. A rank of Llama 3 70B on 256 devices
+has 11,600."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Operations of a stream that follow one another without a pause and come from the same line of the engine, or an
-    exchange, or a wait. Times are virtual seconds since the step began."""
+    """Consecutive operations of a stream, without pauses, from the same line of the engine; or an exchange; or a wait.
+    Times are virtual seconds since the beginning of the step."""
 
     stream: str
     part: str
@@ -28,9 +29,9 @@ class Slice:
     end_s: float
     operations: int
     longest: str
-    """The longest of its operations, with the shapes that it reads."""
+    """The longest of its operations, with the shapes of its inputs."""
     waits_for: str = ""
-    """The stream that a wait is for."""
+    """The stream that is waited for."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepPart:
     begin_s: float
     end_s: float
     waited_s: float
-    """The time in it during which the stream waited for another one."""
+    """The time in this part during which the stream waited for another stream."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,16 @@ class Timeline:
     """The number of micro-batches that were run; later ones repeat them."""
     parts: tuple[StepPart, ...]
     allocated: tuple[tuple[float, int], ...]
-    """(seconds, bytes), thinned; the peak is one of these points."""
+    """Points (seconds, bytes), of which only some are kept; the peak is one of them."""
     reserved: tuple[tuple[float, int], ...]
     slices: tuple[Slice, ...] = ()
     """The slices of all streams; empty in `--json`, because only a trace needs them."""
     slices_left_out: int = 0
-    """Number of short ones that were left out, to keep a trace small."""
+    """Number of short slices that were left out to keep the trace small."""
 
     @property
     def peak(self) -> tuple[float, int]:
-        """When most bytes are allocated (seconds), and how many."""
+        """The time of the memory peak in seconds, and its size in bytes."""
         return max(self.allocated, key=itemgetter(1))
 
 

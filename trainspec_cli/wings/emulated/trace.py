@@ -1,4 +1,4 @@
-"""Draw a rehearsal as a trace for Perfetto and chrome://tracing: a process for each rank, in virtual time."""
+"""Write a rehearsal as a trace for Perfetto and chrome://tracing, with a process for each rank, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PARTS_THREAD = 0
 
 
 def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
-    """Return the trace of the last step of each rank, and the numbers of its slices and of those that are left out. The
-    times of `ts` and `dur` are in microseconds, rounded to nanoseconds. Raises RecipeError without virtual time."""
+    """Return the trace of each rank's last step, the number of its slices, and the number of slices that were left out.
+    `ts` and `dur` are in microseconds, rounded to nanoseconds. Raises RecipeError if there is no virtual time."""
     timelines = [(one.rehearsed, one.rehearsed.timeline) for one in done.ranks if one.rehearsed.timeline is not None]
     if not timelines:
         message = "a trace needs virtual time, and the rates of this device are unknown"
@@ -60,12 +60,12 @@ def _draw_rank(found: RankRehearsal, timeline: Timeline) -> Iterator[JsonObject]
     for part in timeline.parts:
         about: JsonObject = {"waited (s)": part.waited_s}
         yield _slice(found.rank, PARTS_THREAD, part.part, part.begin_s, part.end_s, about)
-    # Chrome's format connects the two ends of an arrow by a number.
+    # In Chrome's format, a number connects the two ends of an arrow.
     arrow = found.rank << 32
     for one in timeline.slices:
         yield _slice(found.rank, threads[one.stream], one.name, one.begin_s, one.end_s, _about(one))
         if one.waits_for in threads:
-            # An arrow starts in the last slice that the compute stream waited for, just before it ends.
+            # An arrow starts in the last slice that the compute stream waited for, just before the end of that slice.
             arrow += 1
             end = round(one.end_s * US, 3) - 0.001
             ends: JsonObject = {"pid": found.rank, "cat": "wait", "name": "wait", "id": arrow, "ts": end}
@@ -90,6 +90,6 @@ def _about(one: Slice) -> JsonObject:
 
 def _slice(pid: int, tid: int, name: str, begin_s: float, end_s: float, about: JsonObject) -> JsonObject:
     begin = round(begin_s * US, 3)
-    # Viewers require that slices of a thread do not overlap, so that both ends are rounded in the same way.
+    # Viewers require that slices of a thread do not overlap, so both ends are rounded in the same way.
     length = round(round(end_s * US, 3) - begin, 3)
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": length, "args": about}

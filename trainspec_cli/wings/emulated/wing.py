@@ -1,4 +1,4 @@
-"""A software accelerator, and rehearsals of plans on it."""
+"""A software accelerator, and rehearsals of plans on this accelerator."""
 
 from trainspec_cli.core.wings import Command, Wing
 

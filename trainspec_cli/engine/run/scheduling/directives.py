@@ -55,7 +55,7 @@ class Directives:
         """Duration of the last change of layout in this start, in seconds."""
 
     def write(self, event: DirectiveEvent) -> DirectiveEvent:
-        """Number a directive and record it; return the numbered one."""
+        """Assign a number to a directive, record it, and return it."""
         self._number += 1
         numbered = replace(event, number=self._number)
         if event.kind in OF_LAYOUT and event.applied:
@@ -89,7 +89,7 @@ class Directives:
         self.buckets = broadcast_json(found, lambda plain: dict(plain))
 
     def shares_of_layout(self, ranks: int, *, applied: bool) -> list[DirectiveEvent]:
-        """Return the shares of `ranks` data-parallel ranks from directives in the layout in force."""
+        """Return the sample shares of `ranks` data-parallel ranks, from directives for the layout in force."""
         given = []
         layout_number = 0
         for one in self._earlier:
@@ -105,7 +105,7 @@ class Directives:
 
     @property
     def layouts_ahead(self) -> list[DirectiveEvent]:
-        """Return the changes of layout that are not due yet."""
+        """Return the changes of layout that are not in force yet."""
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
@@ -114,8 +114,8 @@ class Directives:
 
 
 def follows_earlier(plan: Plan, group: int | None) -> bool:
-    """Return whether a start of `plan` follows the directives of earlier starts. Replica groups are not resumed
-    bit-exactly."""
+    """Return whether a start of `plan` follows the directives of earlier starts. Runs with replica groups are not
+    resumed bit-exactly."""
     return group is None and (watches_speeds(plan, group) or bool(plan.changes))
 
 

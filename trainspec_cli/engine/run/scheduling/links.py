@@ -1,8 +1,8 @@
 """The speed of the links of each mesh axis, which is measured in sampled steps and exchanged in the steps after them.
 
-A sample's figures travel with the exchange that every step makes for its loss, like the speeds of the ranks. Rank 0
-computes the link speeds, and announces the next sample with the following exchange. It comes soon if a link or the step
-time has changed; otherwise the cost on the most expensive rank limits how often links are sampled.
+A sample's figures are sent with the exchange that every step makes for its loss, like the speeds of the ranks. Rank 0
+computes the link speeds, and announces the next sample with the following exchange. The next sample is soon if a link
+or the step time has changed. Otherwise, the highest cost on any rank limits how often links are sampled.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class StepLinks:
         self._reported_step = 0
         self._is_report_sent = False
         self._is_announced = False
-        """True from the end of the step whose exchange carried the report, or rank 0's announcement, until `note_step`
-        is called for it."""
+        """True from the end of the step whose exchange contained the report, or rank 0's announcement, until
+        `note_step` is called for this step."""
         self.report: LinkFigures | None = None
         """This rank's part of the next step's report; None without a sample."""
         self.steps_to_sample = 0
@@ -150,7 +150,7 @@ class StepLinks:
             self._read(self._sampled)
 
     def _read(self, sampled: SampledStep) -> None:
-        """Report a sampled step with the next step's exchange."""
+        """Report a sampled step in the next step's exchange."""
         of_axis = {axis: sampled.exchanges.transfer(axis) for axis in self._links}
         for way, span in sampled.messages.items():
             of_axis[way] = Transfer() if span is None else Transfer(sampled.message_bytes, elapsed_s(*span))

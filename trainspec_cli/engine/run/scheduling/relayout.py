@@ -52,7 +52,7 @@ class Relayout:
     moved_bytes: int
     """Bytes of parameters, moments and buffers sent between ranks."""
     peak_bytes: int
-    """Maximum size of these in bytes on any rank during the change, including messages."""
+    """Maximum size of this state on any rank during the change, in bytes and including messages."""
     drops_lost: bool = False
     """True if some stored errors of compressed gradients belong to exchanges that do not exist or are not compressed in
     this layout."""
@@ -90,7 +90,7 @@ class LayoutChanges:
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
-        # If an earlier start has since changed the layout, or tried to, it has handled the plan's change.
+        # If an earlier start has changed the layout since then, or tried to, it has handled the plan's change.
         if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
             return DueLayout(due[-1], "the recipe plans it")
         wanted = list[DueLayout]()

@@ -1,9 +1,9 @@
-"""The scheduler of a run. Every rank's speed travels with the step's regular exchange, and sample shares change between
+"""The scheduler of a run. Every rank's speed is sent with the step's regular exchange, and sample shares change between
 steps.
 
 All ranks see the same speeds and use the same function to decide, so a directive needs no additional exchange. Rank 0
 records it before it takes effect. A resumed run follows the recorded directives at the same steps, so its results are
-bit-identical.
+bitwise identical.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StepPace:
         return StepBatch(self._spec.batching.global_batch_size, rate)
 
     def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
-        """Return (first position, samples) of the next `steps` steps after `progress`, as far as they are known."""
+        """Return (first position, samples) for the next `steps` steps after `progress`, as far as they are known."""
         found = list[tuple[int, int]]()
         while len(found) < steps and (batch := self.batch(progress)):
             found.append((progress.samples, batch.samples))
@@ -199,9 +199,8 @@ class Effects:
         self._watched.append(Watched(directive, before_s, skipped))
 
     def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
-        """Record the compute time of the slowest rank in the previous step. The total time of the step is also
-        recorded, because layouts also differ in communication and waiting. `knows_speeds`: the speeds of all ranks are
-        known."""
+        """Record the compute time of the slowest rank in the previous step. The total time of the step is recorded too,
+        because layouts also differ in communication and waiting. `knows_speeds`: the speeds of all ranks are known."""
         self._slowest_s.append(slowest_s)
         for watched in list(self._watched):
             if knows_speeds or not watched.is_of_layout:
@@ -280,7 +279,7 @@ class StepScheduler:
     # Before a step
 
     def divide(self, step: int) -> Division:
-        """Return the division of samples for the step after update `step`."""
+        """Return how samples are divided in the step after update `step`."""
         reached = [directive for directive in self._ahead if directive.step <= step]
         if reached:
             self._ahead = [directive for directive in self._ahead if directive.step > step]
@@ -435,7 +434,7 @@ def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
 
 # Try several bucket sizes for the gradient sums in a run's first steps, and keep the best one.
 #
-# The time for which a step waited for gradients travels with the exchange of the next step's loss. The sums are bitwise
+# The time for which a step waited for gradients is sent with the exchange of the next step's loss. The sums are bitwise
 # identical for all sizes, so a run may try sizes in any `scheduler.mode` except off.
 
 

@@ -1,4 +1,4 @@
-"""`trainspec rehearse`: run steps of single ranks of a plan on the emulated device."""
+"""`trainspec rehearse`: run the steps of individual ranks of a plan on the emulated device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MemoryGib = Annotated[
 ]
 NEGLIGIBLE = 0.001
 SHOWN = 10
-"""Groups of tensors to print for a rank."""
+"""Number of tensor groups to print for a rank."""
 
 
 def rehearse(
@@ -81,9 +81,11 @@ def rehearse(
 
 
 def _write(done: Rehearsal, title: str, html: Path | None, trace: Path | None) -> list[str]:
-    """Write the page and the trace; return what is in the trace, in lines for people."""
+    """Write the page and the trace. Return lines of text that describe the content of the trace."""
     if html is not None:
-        from trainspec_cli.wings.emulated.page import render_rehearsal_page  # loads charts, which text does not need
+        from trainspec_cli.wings.emulated.page import (
+            render_rehearsal_page,
+        )  # this loads charts, which text does not need
 
         write_page(html, render_rehearsal_page(done, title, page_origin()))
     if trace is None:
@@ -149,7 +151,7 @@ def _show(done: Rehearsal) -> None:
 
 
 def _show_step(console: PrintableConsole, done: Rehearsal, step: RehearsedStep) -> None:
-    """Print the time of a step by part, next to the plan's."""
+    """Print the time of a step by part, next to the time in the plan."""
     table = Table(box=None, pad_edge=False)
     table.add_column("step", header_style="dim")
     for column in ("rehearsed", "planned", ""):
