@@ -109,7 +109,8 @@ def test_a_ranks_state_gradients_and_exchanges_are_counted_by_cause_and_axis() -
     whole = matrices / 2 + norms
     assert found.comm_bytes["dp_shard reduce_scatter"] == 4 * 4 * whole, "four micro-batches of fp32"
     root = 2 * 256 * 64 / 2 + 64
-    assert found.peak_by_cause["activations"] > found.peak_by_cause["gathered"] == 4 * root
+    block = (whole - root) / 4
+    assert found.peak_by_cause["activations"] > found.peak_by_cause["gathered"] == 4 * (root + block)
     assert found.comm_bytes["dp_shard all_gather"] == 4 * 4 * (2 * (whole - root) + root), "the root is kept"
     assert found.comm_bytes["tp all_gather"] == found.comm_bytes["tp reduce_scatter"] == 4 * 4 * 64 * 64 * (4 * 4 + 2)
     assert found.comm_bytes["all all_reduce"] == 10 * 8, "loss, norm, three flags, and five of the noise"
