@@ -22,7 +22,7 @@ from trainspec_cli.planner.hardware.cluster import (
     send_s,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.memory.engine.step import is_counted, rank_peaks, run_of
+from trainspec_cli.planner.memory.engine.step import engine_peak, is_counted, run_of
 from trainspec_cli.planner.memory.predict import CONTEXT_BYTES, GROUP_BYTES, RESERVE, communicators
 from trainspec_cli.planner.pipeline import Action, Kind, TimedAction, cut_layers, replay
 from trainspec_cli.planner.setup import Setup
@@ -179,7 +179,9 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         # The recipe's run may have compiled blocks and fused kernels, but a rehearsal has neither.
         as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
-        peaks = list(rank_peaks(run_of(eager)))
+        # Each pipeline rank is counted: a plan takes the peak of an earlier, fuller one for some.
+        run = run_of(eager)
+        peaks = [engine_peak(run, stage) for stage in range(plan.layout.pp)]
         tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in zip(peaks, best.memory, strict=True)]
         saved = [one - other for one, other in zip(tensors, as_planned, strict=True)]
         by_rank = [size + more + peak.idle_bytes for size, more, peak in zip(by_rank, saved, peaks, strict=True)]
