@@ -41,7 +41,7 @@ class Layouts(Protocol):
         """Return the same layouts with this one as the current layout."""
 
     def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
-        """Return the layout that is worth switching to, given each global rank's pace; None if there is none. If all
+        """Return the layout that is worth switching to, given each global rank's pace, or None. If all
         paces are 1, return the planned layout."""
 
 

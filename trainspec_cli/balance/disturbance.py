@@ -142,7 +142,7 @@ class Disturbance:
 
 
 def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:
-    """Return a draft, in which wrong values are replaced by UNKNOWN, and every problem with its path below `path`."""
+    """Return a draft, where wrong values are replaced by UNKNOWN, and every problem with its path below `path`."""
     draft, problems = build(Disturbance, content, f"{path}.")
     draft, wrong = _forget_out_of_range(draft, f"{path}.")
     return draft, [*problems, *wrong, *(_inside_out(draft, path) if not problems and not wrong else ())]

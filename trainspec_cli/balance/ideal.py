@@ -14,7 +14,8 @@ from trainspec_cli.balance.decisions.balance import solve_counts, solve_in_step
 from trainspec_cli.balance.decisions.speeds import Speed
 
 TRIED = 64
-"""Maximum number of micro-batch counts to try; the `ROUNDED` best are solved for whole samples."""
+"""Maximum number of micro-batch counts to try; the best `ROUNDED` of them are solved again with whole numbers of
+samples."""
 ROUNDED = 4
 HALVINGS = 60
 

@@ -52,7 +52,7 @@ class DisturbedJob:
     num_nodes: int
     devices_per_node: int
     shares_change: bool = True
-    """Whether the scheduler may change the sample shares of ranks and groups."""
+    """True if the scheduler may change the sample shares of ranks and groups."""
     late_steps: int = 0
     """Steps by which changes apply later than from the next step."""
     layouts: JobLayouts | None = None

@@ -77,7 +77,7 @@ _OF_WINGS = {
 }
 _ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
-"""The commands by name, in the order in which the help lists them."""
+"""The commands by name, in the order that the help lists them."""
 COMPLETE = "complete"
 """Prints the possible last words of a command line. It is for shells (see `completion`), not for people."""
 HELP_OPTIONS = ("--help", "-h", "help")

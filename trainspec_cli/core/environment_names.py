@@ -30,7 +30,7 @@ START = "TRAINSPEC_START"
 """The number of that group's start, starting at 1."""
 
 PROGRESS = "TRAINSPEC_PROGRESS"
-"""The start, and the folder in which the processes of a user's command count their steps, as ID:FOLDER."""
+"""The start, and the folder where the processes of a user's command count their steps, as ID:FOLDER."""
 
 OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEPATH"
 """In a Slurm job, PYTHONPATH and PYTHONSAFEPATH for the user's command; trainspec's own processes use different

@@ -42,7 +42,7 @@ class Problem:
     excerpt: str = ""
     """The text of that line or argument, for display."""
     environment: bool = False
-    """Whether the recipe is valid but the machine lacks something."""
+    """True if the recipe is valid but the machine lacks something."""
 
     def as_json(self) -> JsonObject:
         fields = asdict(self)

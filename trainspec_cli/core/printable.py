@@ -1,4 +1,4 @@
-"""Text for terminals, in which control characters, and characters that hide or reorder others, are escaped.
+"""Text for terminals, where control characters, and characters that hide or reorder others, are escaped.
 
 Recipes, run folders, data and file names may be untrusted, and control characters can make a terminal change its title,
 move the cursor, or hide and recolour text. `printing_safely` therefore replaces stdout and stderr with a

@@ -233,7 +233,7 @@ EXPERT_AXES = ("tp", "cp", "dp_shard")
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
     """Return the axes with more than one rank, innermost first. An axis that crosses a node boundary is split in two.
 
-    None if nodes do not contain complete parts of an axis, in which case moving nodes does not move axes."""
+    None if nodes do not contain complete parts of an axis; then moving nodes does not move axes."""
     order: list[Extent] = []
     left = per_node
     for axis in reversed(MESH_AXES):

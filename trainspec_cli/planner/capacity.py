@@ -137,8 +137,7 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits among the first `most`, which are counted tensor by tensor; None if there is
-    none."""
+    """Return the best layout that fits among the first `most`, which are counted tensor by tensor, or None."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 

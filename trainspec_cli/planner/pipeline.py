@@ -78,7 +78,7 @@ class CutProblem:
     """The pipeline's ranks; `beside_s` includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
     alike: bool
-    """Whether all layers take the same time, and the same memory on each rank."""
+    """True if all layers take the same time, and the same memory on each rank."""
     equal: float
 
     @classmethod
@@ -187,7 +187,7 @@ class Chain:
         return heaviest
 
     def walk(self, heaviest_s: float) -> Borders | None:
-        """Return the split nearest to `near` whose ranks take at most `heaviest_s`; None if there is none.
+        """Return the split nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
         Proceeds stage by stage, keeping the possible borders of each stage and the nearest split up to that point."""
         before = self.time_before
@@ -549,7 +549,7 @@ class TimedAction(NamedTuple):
 
 
 def input_of(layout: Layout, action: Action) -> Action | None:
-    """Return the pass whose result arrives at the stage of `action` before it can begin; None if there is none."""
+    """Return the pass whose result arrives at the stage of `action` before it can begin, or None."""
     kind, stage, micro_batch = action
     if kind == "forward":
         return Action(kind, stage - 1, micro_batch) if stage > 0 else None

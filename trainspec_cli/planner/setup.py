@@ -60,7 +60,7 @@ class Software:
     fused_kernels: bool = True
     fused_loss: bool = False
     plain_loss: bool = False
-    """Whether the loss stays uncompiled even though the blocks are compiled."""
+    """True if the loss stays uncompiled even though the blocks are compiled."""
     cut_logit_bytes: float | None = None
     fused_accumulation: bool = True
     overlap_dp: bool = True
@@ -121,7 +121,7 @@ class Setup:
     outer_bytes: float = 0.0
     """Bytes per trained parameter that an outer optimizer keeps."""
     tabled: bool = False
-    """Whether this is a row in a table of measured runs, timed in the same way as when the efficiencies were fitted.
+    """True if this is a row in a table of measured runs, timed in the same way as when the efficiencies were fitted.
     The positions of the layer kinds are then unknown, so each layer counts as the average, and full recomputation
     includes the head."""
 

@@ -44,7 +44,7 @@ def is_predictable(plan: Plan) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan for which `is_predictable` is true: its step time, and the peak resident bytes of one process. The
+    """Predict a plan where `is_predictable` is true: its step time, and the peak resident bytes of one process. The
     peak occurs in a step's backward, or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
@@ -55,7 +55,7 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
-    """Predict only the tensors of a plan for which `is_predictable` is true, without times, on a machine without a
+    """Predict only the tensors of a plan where `is_predictable` is true, without times, on a machine without a
     probe."""
     return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
@@ -153,7 +153,7 @@ Predict = Callable[[Plan], LocalPrediction]
 
 
 def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
-    """Return the first change that makes the plan fit without changing the result; "" if there is none.
+    """Return the first change that makes the plan fit without changing the result, or "".
 
     `limit_bytes`: memory that one process may use."""
     ranks = plan.layout.data_parallel_size
@@ -225,7 +225,7 @@ def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
         sizes = tuple(sorted(ratios))
         ratio = Curve(sizes, tuple(ratios[size] for size in sizes)).at(min(seconds, sizes[-1])) if ratios else 1.0
         held[part] = seconds * ratio
-    # In addition to the message time, processes wait for each other during a fraction of the time of the passes.
+    # In addition to the message time, processes wait for each other for a fraction of the passes' time.
     took = probe.large.parts_s
     beyond_s = took["exposed_comm"] - curve_parts_s(probe.large.plan, probe)["exposed_comm"]
     waiting_s = max(0.0, beyond_s) / (took["forward"] + took["backward"]) * (held["forward"] + held["backward"])

@@ -46,13 +46,13 @@ class ExtensionKind:
     key: str
     """The recipe key that specifies such code."""
     group: str
-    """The entry-point group in which installed packages register names."""
+    """The entry-point group where installed packages register names."""
     positional: tuple[str, ...] = ()
     """The arguments that the engine passes by position."""
     keywords: tuple[str, ...] = ()
     """The arguments that the engine passes by name, in addition to the recipe's options."""
     is_list: bool = False
-    """Whether the key contains a list of references."""
+    """True if the key contains a list of references."""
 
     def named(self, text: str, options: Collection[str] = ()) -> list[Extension]:
         """Return the code that the key specifies; empty if the key has no value."""
@@ -86,7 +86,7 @@ class Extension:
 
 
 KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
-"""The extension points, in the order in which a run reaches them."""
+"""The extension points, in the order that a run reaches them."""
 
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:
@@ -574,7 +574,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 def _user_frame(error: Exception) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame in the user's code, as opposed to frames in trainspec or in
-    libraries that it calls; None if there is none."""
+    libraries that it calls, or None."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)

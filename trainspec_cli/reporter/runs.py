@@ -139,7 +139,7 @@ def name_of(spec: JsonObject) -> str:
 
 
 def last_step(run: RunDir) -> StepEvent | None:
-    """Return rank 0's newest step event; None if there is none."""
+    """Return rank 0's newest step event, or None."""
     # Read only the end of the file, so that listing many long runs is fast.
     steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
     return steps[-1] if steps else None

@@ -51,20 +51,20 @@ class WorkerFailure:
     time: float = math.inf
     """Unix time, if known."""
     self_reported: bool = False
-    """Whether the worker itself reported the failure."""
+    """True if the worker itself reported the failure."""
     was_killed: bool = False
-    """Whether it was killed by SIGKILL."""
+    """True if it was killed by SIGKILL."""
     consequence: bool = False
-    """Whether it exited only because another worker had exited."""
+    """True if it exited only because another worker had exited."""
     foreseen: bool = False
-    """Whether the failure would recur if the run were restarted unchanged, such as an invalid input or a missing
+    """True if the failure would recur if the run were restarted unchanged, such as an invalid input or a missing
     node."""
     exit_code: int = WorkerError.exit_code
     """The run's exit code for this failure."""
     shortage: Shortage | None = None
     """The memory shortage, if the worker ran out of memory."""
     whole_node: bool = False
-    """Whether an entire node, rather than a single worker, has failed because it was lost or is unfit."""
+    """True if an entire node, rather than a single worker, has failed because it was lost or is unfit."""
     cause: str = ""
     """For a user-defined command: the exception and where it was raised; empty if its log shows none."""
 

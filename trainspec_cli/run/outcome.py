@@ -23,7 +23,7 @@ from trainspec_cli.run.supervise import Ending
 class RunOutcome:
     result: RunResult
     explanation: Explanation | None = None
-    """The explanation of a failure; None if there was none."""
+    """The explanation of a failure, or None."""
     command_code: int | None = None
     """The exit code of this command. None means to use that of the result, which may come from a user-defined
     command."""

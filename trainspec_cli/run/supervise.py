@@ -63,7 +63,7 @@ MEASURED_STEPS = 5
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
-"""Returns the plan of a run on the given number of nodes; None if there is none."""
+"""Returns the plan of a run on the given number of nodes, or None."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SlowNodes:
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:
-        """Start a generation of the run, in which speeds and times are measured anew."""
+        """Start a generation of the run, where speeds and times are measured anew."""
         self._job = job
         self._plan = plan
         self.hostnames = ("",) * len(job.nodes)
@@ -301,7 +301,7 @@ class Ending:
     exit_code: int | None
     """torchrun's exit code; None if torchrun had to be killed. It is 0 for several replica groups."""
     stop_requested: bool
-    """Whether a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
+    """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""

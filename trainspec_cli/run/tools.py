@@ -194,7 +194,7 @@ def run_tool(
 ) -> ResultT:
     """Run `tool` (in one process, unless `prepare` specifies otherwise) and return its result.
 
-    `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, in which the
+    `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, where the
     temporary folder is created. `requests` counts requests to stop, for a tool that runs in another thread than the
     main one, which gets no signals. Raises MachineError if the tool cannot be run, fails or exceeds its time limit,
     Interrupted if a stop was requested."""

@@ -62,7 +62,7 @@ class Division:
     micro_batches: int = 1
     """Minimum number of micro-batches, a multiple of `turns`."""
     in_step: bool = False
-    """Whether ranks wait for one another in each micro-batch. If so, all ranks process their larger micro-batches in
+    """True if ranks wait for one another in each micro-batch. If so, all ranks process their larger micro-batches in
     the same turns."""
     bubble: float = 0.0
     """Time to fill and drain the pipeline, in micro-batches."""
@@ -158,7 +158,7 @@ def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
 
 
 def largest_that_fits(usual: int, most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size from `usual` to `most` for which `fits` is true; `usual` is assumed to fit."""
+    """Return the largest size from `usual` to `most` where `fits` is true; `usual` is assumed to fit."""
     larger = range(usual + 1, most + 1)
     return usual + bisect_left(larger, True, key=lambda size: not fits(size))
 

@@ -351,7 +351,7 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
     """Return the counts to try if ranks wait for one another in each micro-batch. This includes counts with fewer,
-    larger micro-batches, in which a slow rank can have smaller ones, and the counts that the faster ranks need by
+    larger micro-batches, where a slow rank can have smaller ones, and the counts that the faster ranks need by
     themselves."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
@@ -501,7 +501,7 @@ class LayerScheduler:
 
 
 def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callable[[Layout], bool]) -> int | None:
-    """Return the largest number of layers on any pipeline rank for which `fits` is true, up to `wanted`
+    """Return the largest number of layers on any pipeline rank where `fits` is true, up to `wanted`
     (`scheduler.max_stage_layers`).
 
     None if no layers can move, because there is only one pipeline rank or each rank has several stages."""

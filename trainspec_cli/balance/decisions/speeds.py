@@ -69,7 +69,7 @@ class Speed:
     shown_steps: int = field(default=0, compare=False)
     """Number of steps that confirmed it as a change. The time lost in them counts when deciding on a response."""
     is_settled: bool = field(default=True, compare=False)
-    """Whether it was learnt from enough steps for small differences to be meaningful."""
+    """True if it was learnt from enough steps for small differences to be meaningful."""
 
     def scaled(self, factor: float) -> Speed:
         return replace(self, fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
@@ -132,7 +132,7 @@ class SpeedTracker:
         return self._early or self._speed
 
     def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
-        """Record a step in which this rank computed for `compute_s` and waited for others for `waited_s`. Waiting time
+        """Record a step where this rank computed for `compute_s` and waited for others for `waited_s`. Waiting time
         does not reflect its speed, but counts towards the duration of the steps."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:

@@ -66,7 +66,7 @@ def hub_cache() -> Path:
 
 
 def _read_ref(file: Path) -> str:
-    """Return the commit named by a ref; "" if there is none."""
+    """Return the commit named by a ref, or ""."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_REF_BYTES).decode("ascii", errors="replace").strip()

@@ -1,6 +1,6 @@
 """The messages between the rendezvous server and its clients, with one JSON object per line, and a client's connection.
 
-A request names its operation under `op`. The values in a store are text in which each character represents a byte."""
+A request names its operation under `op`. The values in a store are text where each character represents a byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse conversations and completions, one per line, into text in which the spans to train on are marked."""
+"""Parse conversations and completions, one per line, into text where the spans to train on are marked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [..
 
 
 def describe_formats(found: Iterable[ChatFormat]) -> str:
-    """Return the names as text, such as `messages and completions`, in the order in which this file lists them."""
+    """Return the names as text, such as `messages and completions`, in the order that this file lists them."""
     there = set(found)
     return " and ".join(name for name in SHAPES if name in there)
 

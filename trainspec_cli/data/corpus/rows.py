@@ -46,7 +46,7 @@ class Rows(Protocol):
 
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:
-    """Return a row in which no target counts, used to fill up a batch."""
+    """Return a row where no target counts, used to fill up a batch."""
     tokens = np.zeros(seq_len, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     return Row(tokens, targets, np.full(seq_len, PADDING_DOCUMENT, dtype=np.int64) if documents else None)
@@ -60,7 +60,7 @@ class Windows:
     split: Split
     seq_len: int
     keeps_rest: bool = False
-    """Whether the remainder at the end also becomes a row, with padding, because every token counts in evaluation."""
+    """True if the remainder at the end also becomes a row, with padding, because every token counts in evaluation."""
     masks_documents: bool = False
 
     def __len__(self) -> int:

@@ -85,7 +85,7 @@ class ShardManifest:
     train: SplitSummary
     heldout: SplitSummary
     learns_parts: bool = False
-    """Whether only some tokens of each document are trained on; if so, the folder has an index of documents."""
+    """True if only some tokens of each document are trained on; if so, the folder has an index of documents."""
     own_tokenizer_sha256: str = ""
     """The digest of the user-defined tokenizer if one produced the tokens. Its code is not stored in the folder."""
 

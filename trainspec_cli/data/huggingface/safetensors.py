@@ -179,7 +179,7 @@ class Piece:
     shape: Shape
     """Shape of the box, with the same number of dimensions as the parameter."""
     transposed: bool = False
-    """Whether the tensor stores the last two dimensions in reverse order."""
+    """True if the tensor stores the last two dimensions in reverse order."""
 
     @property
     def tensor_shape(self) -> Shape:

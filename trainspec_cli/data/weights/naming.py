@@ -53,7 +53,7 @@ class OtherTensor:
     shape: Shape
     rows: tuple[RowRange, ...]
     is_copy: bool = False
-    """Whether all of its content is also in other tensors, like the head of a model whose head is tied to its
+    """True if all of its content is also in other tensors, like the head of a model whose head is tied to its
     embedding."""
 
 
@@ -210,7 +210,7 @@ def _megatron_layers(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterat
 
 
 def _megatron_layer(model: DecoderModel, layer: int, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Yield the tensors of one layer, in which each group of heads has its queries, followed by its key and its
+    """Yield the tensors of one layer, where each group of heads has its queries, followed by its key and its
     value."""
     for name, modules in _MEGATRON.items():
         parts = [f"model.layers.{layer}.{module}" for module in modules]

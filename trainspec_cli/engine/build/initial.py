@@ -79,7 +79,7 @@ class MappedTensors:
         self._files: dict[Path, Tensor] = {}
 
     def fill(self, share: Share, pieces: Sequence[Piece]) -> Iterator[str]:
-        """Read the data of a share. Yield each tensor in which non-finite weights were found, with the number of such
+        """Read the data of a share. Yield each tensor where non-finite weights were found, with the number of such
         values in the full tensor."""
         for piece in pieces:
             met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))

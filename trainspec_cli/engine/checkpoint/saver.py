@@ -104,7 +104,7 @@ class Saver:
         """The slot for the next copy in memory. The other slot holds the newest copy, or the copy that the run resumed
         from."""
         self.kept_step: int | None = None
-        """The checkpoint of this step is kept in addition to the last ones."""
+        """The checkpoint from this step is kept in addition to the most recent ones."""
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))

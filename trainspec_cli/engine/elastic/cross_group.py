@@ -267,7 +267,7 @@ class Packet:
 
 
 def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Collection[str]) -> list[Packet]:
-    """Return the trained part of `shares` in packets, roughly in the order in which a backward pass finishes them. The
+    """Return the trained part of `shares` in packets, roughly in the order that a backward pass finishes them. The
     last block is finished first, then parameters `outside` of the blocks, and those in `late`, by name, only after all
     passes."""
     trained = [share for share in shares if share.is_trained]

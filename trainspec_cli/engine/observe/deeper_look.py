@@ -247,7 +247,7 @@ class DeeperLook(threading.Thread):
                 self._warn(str(error))
 
     def _warn(self, why: str) -> None:
-        """Record that there is no profile, unless a newer start owns the run or the disk is full."""
+        """Record that there is no profile, unless a newer launch has taken over the run or the disk is full."""
         with suppress(WorkerError, OSError):
             self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
 

@@ -189,7 +189,7 @@ class Journal:
             self._close_log()
 
     def write(self, event: Event) -> None:
-        """Raises WorkerError if a newer start owns the run."""
+        """Raises WorkerError if a newer launch has taken over the run."""
         if isinstance(event, StartEvent):
             self._start = event
         if self._of_group is not None:

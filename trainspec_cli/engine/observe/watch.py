@@ -132,8 +132,8 @@ class StepWatch(threading.Thread):
             if waited_s > self._stall_s:
                 self._stall_s = math.inf
                 event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
-                # A full disk or a newer start prevents this report. It then also prevents the report of the hang, which
-                # ends the run nevertheless.
+                # A full disk or a newer launch prevents this report. It then also prevents the report of the hang,
+                # which ends the run nevertheless.
                 with suppress(OSError, WorkerError):
                     self._journal.write(event)
             if waited_s > self._note_s:

@@ -256,7 +256,7 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks (sender in the forward direction, receiver) in the order in which they are
+    """Return the pairs of pipeline ranks (sender in the forward direction, receiver) in the order that they are
     timed: first the pairs that have no rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0

@@ -55,7 +55,7 @@ class StepOutcome:
     """This rank's report, whose parts determine how the figures are read."""
 
     def reports(self) -> list[StepReport]:
-        """Return the parts reported by all ranks, by rank, after waiting for the device; [] if there are none."""
+        """Return the parts reported by all ranks, by rank, after waiting for the device, or []."""
         return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:
@@ -79,7 +79,7 @@ def train_step(
     make_report: MakeReport = lambda: NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
-    """Make one update. Return None if the replica groups did not agree on the step, in which case nothing was updated.
+    """Make one update. Return None if the replica groups did not agree on the step; then nothing was updated.
 
     `groups`: None if there is only one group. `make_report` returns this rank's report, which the step sends to all
     ranks; it is called after an accelerator's passes have been queued. `parts`: set if the gradient noise is measured.

@@ -180,7 +180,7 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """Return the parts of the mean step, excluding the slowest tenth of the steps, in which other programs
+        """Return the parts of the mean step, excluding the slowest tenth of the steps, where other programs
         interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]

@@ -207,7 +207,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The shapes and FLOPs of a grouped product, in which every row is multiplied by one matrix."""
+    """The shapes and FLOPs of a grouped product, where every row is multiplied by one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Group:
     link_latency_s: float | None = None
     nic_latency_s: float | None = None
     speaks_gloo: bool = False
-    """Whether collectives use gloo. Gloo has no tree algorithm, and each step of its rings waits for the slowest hop.
+    """True if collectives use gloo. Gloo has no tree algorithm, and each step of its rings waits for the slowest hop.
     Its reduce-scatter is an all-reduce after which each rank keeps its part."""
 
     @property

@@ -416,11 +416,11 @@ class Occupation:
     """Fractions of a device's wall time, which sum to 1."""
 
     busy: float
-    """Fraction of the time in which it computes."""
+    """Fraction of the time when it computes."""
     waiting: float
-    """Fraction of the time in which it waits for a collective, a pipeline stage, data or a checkpoint."""
+    """Fraction of the time when it waits for a collective, a pipeline stage, data or a checkpoint."""
     idle: float
-    """Fraction of the time in which the job is down."""
+    """Fraction of the time when the job is down."""
 
 
 def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:

@@ -98,7 +98,7 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 
 
 class Clock:
-    """Runs actions in chronological order; actions at the same time run in the order in which they were scheduled."""
+    """Runs actions in chronological order; actions at the same time run in the order that they were scheduled."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0

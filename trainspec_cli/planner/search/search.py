@@ -356,7 +356,7 @@ class Search:
             yield sorted(alike[least], key=lambda one: one.expected_s)
 
     def fastest(self, keep: Callable[[Layout], bool]) -> Estimated | None:
-        """Return the layout with the shortest expected step among those that may fit and for which `keep` is true; None
+        """Return the layout with the shortest expected step among those that may fit and where `keep` is true; None
         if there is none."""
         best: Estimated | None = None
         for option in self._all:
@@ -389,7 +389,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next heavier recomputation, whose step is not shorter; None if there is none."""
+        """Return the layout with the next heavier recomputation, whose step is not shorter, or None."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None

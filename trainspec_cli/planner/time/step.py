@@ -465,7 +465,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
 
 
 def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
-    """Return the seconds per micro-batch in which trainspec's loss casts, adds, and scales the head's gradient in fp32,
+    """Return the seconds per micro-batch where trainspec's loss casts, adds, and scales the head's gradient in fp32,
     and runs the kernels of its chunks (`engine/models/cross_entropy.py`)."""
     model = cast("TextModel", setup.model)
     rows = model.vocab_size // setup.layout.tp
@@ -495,7 +495,7 @@ def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff:
 
 
 def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
-    """Return the pipeline rank for which the others wait.
+    """Return the pipeline rank where the others wait.
 
     While a pipeline fills and drains, the others also wait for that rank's kernel launches: the stages of a small model
     take as long as their launches."""

@@ -95,7 +95,7 @@ class Prediction:
 
     @property
     def judged(self) -> bool:
-        """Whether the row counts towards the errors. For rows that the table marks as unsuitable or incomplete, there
+        """True if the row counts towards the errors. For rows that the table marks as unsuitable or incomplete, there
         is only a prediction."""
         flags = (self.row.get("fit_ok"), self.row.get("config_complete"))
         return all((flag or "1").lower() in ("1", "1.0", "true") for flag in flags)

@@ -43,7 +43,7 @@ class Stated:
     """Number of samples per step, over all devices."""
     assumed: tuple[str, ...]
     recompute_open: bool
-    """Whether the row leaves the recomputation open; if so, the lightest one that fits is used."""
+    """True if the row leaves the recomputation open; if so, the lightest one that fits is used."""
 
 
 SHOWN_CHARS = 40

@@ -28,7 +28,7 @@ class Gemm:
     k: float
     count: float = 1.0
     wide: bool = True
-    """Whether it uses the linear layers' format (fp8, ...). The router, the head and frozen parts stay in bf16."""
+    """True if it uses the linear layers' format (fp8, ...). The router, the head and frozen parts stay in bf16."""
 
     @property
     def flops(self) -> float:
@@ -88,12 +88,12 @@ class Work:
     input_bytes: float = 0.0
     """Bytes of the layer's input, which is the only tensor that full recomputation keeps."""
     leaf: bool = False
-    """Whether its input is data, which needs no gradient."""
+    """True if its input is data, which needs no gradient."""
     frozen: bool = False
-    """Whether it has no backward, because neither it nor anything before it is trained."""
+    """True if it has no backward, because neither it nor anything before it is trained."""
 
     convolves: bool = False
-    """Whether its products are convolutions, whose kernels reach different rates."""
+    """True if its products are convolutions, whose kernels reach different rates."""
 
     @property
     def flops(self) -> float:

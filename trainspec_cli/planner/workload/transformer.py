@@ -80,7 +80,7 @@ def context(window: int | None, seq_len: int) -> float:
 def flops_per_token(model: DecoderModel, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token.
 
-    They consist of 6 per parameter of a matrix multiplication (2 forward, 4 backward; none for the embedding look-up),
+    They comprise 6 per matrix-multiplication parameter (2 forward, 4 backward; none for the embedding look-up),
     and of attention's two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len. PaLM
     (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
     """

@@ -99,7 +99,7 @@ class MergedFile:
     package: str = ""
     """The dotted path at which it is merged; empty for the root."""
     replaces: bool = False
-    """Whether the file discards all earlier values of its section. Mixing the fields of two accelerators would describe
+    """True if the file discards all earlier values of its section. Mixing the fields of two accelerators would describe
     a chip that does not exist."""
     chosen_at: Origin | None = None
     """The argument or the recipe line that chose the file; None for a default."""

@@ -244,7 +244,7 @@ def _lines(data: JsonObject, origins: Origins, prefix: str) -> Iterator[tuple[st
 TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is read as plain text, without Hydra's grammar for brackets."""
 TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpus_per_node")
-"""Text keys for which sbatch also accepts a bare number: `time=90` means minutes. In a file these values are quoted,
+"""Text keys where sbatch also accepts a bare number: `time=90` means minutes. In a file these values are quoted,
 because YAML reads 2:00:00 as the number 7200."""
 MAX_ARGUMENT_CHARS = 16_384
 """Maximum length of an argument, because Hydra's grammar parses only a few thousand characters per second."""
@@ -261,7 +261,7 @@ class Argument:
     key: str
     value: JsonValue = None
     deletes: bool = False
-    """Whether this is `~key`, which removes the key from the recipe."""
+    """True if this is `~key`, which removes the key from the recipe."""
 
     @property
     def origin(self) -> Origin:
@@ -289,7 +289,7 @@ def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]
 
 
 def find_argument(texts: Sequence[str], key: str) -> Argument | None:
-    """Return the argument that sets `key`; None if there is none."""
+    """Return the argument that sets `key`, or None."""
     return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
 
 

@@ -124,10 +124,10 @@ class AcceleratorSpec:
     fp32_tflops: NonNegativeFloat = 0.0
     """Peak rate of fp32 without tensor cores."""
     matmul_bf16_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix multiplication; 0: unknown, in which case the planner assumes a typical
+    """The best measured rate of a large matrix multiplication; 0: unknown; then the planner assumes a typical
     fraction of the peak."""
     matmul_fp8_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix multiplication in fp8; 0: unknown, in which case the planner assumes a
+    """The best measured rate of a large matrix multiplication in fp8; 0: unknown; then the planner assumes a
     typical fraction of the peak."""
     tera_exponentials_per_s: NonNegativeFloat = 0.0
     """Rate of exponentials, which softmax needs, in the special-function units, in 1e12 per second; 0: unknown."""
@@ -232,7 +232,7 @@ class CostSpec:
     price_usd_per_device_hour: NonNegativeFloat | None = None
     """Rent; null: the accelerator's price."""
     owned: bool = False
-    """Whether the machines are owned. If so, their cost is the purchase price spread over their useful hours, plus
+    """True if the machines are owned. If so, their cost is the purchase price spread over their useful hours, plus
     electricity and operation."""
     device_price_usd: NonNegativeFloat | None = None
     """owned: purchase price of a device, including its part of the node, network and storage."""
@@ -305,7 +305,7 @@ class SlurmSpec:
     """The program that runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the
     named program (`apptainer exec`)."""
     container_image: str | None = None
-    """The image in which the run trains, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif` (apptainer); null:
+    """The image where the run trains, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif` (apptainer); null:
     no container. The job's supervisor runs outside, where srun is available; the nodes' agents and workers run
     inside."""
     container_mounts: str | None = None
@@ -471,12 +471,12 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of the GPU that has the least memory."""
     bf16: bool = False
-    """Whether bf16 is faster than fp32 on the device (amx_bf16 on a CPU, compute capability 8.0 on a GPU)."""
+    """True if bf16 is faster than fp32 on the device (amx_bf16 on a CPU, compute capability 8.0 on a GPU)."""
     fp8: bool = False
-    """Whether the GPUs multiply fp8 (compute capability 8.9)."""
+    """True if the GPUs multiply fp8 (compute capability 8.9)."""
     gpus: tuple[Gpu, ...] = ()
     """The driver's report on each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None
-    """Why this node's GPUs or other accelerators cannot be used, in which case no GPU is listed."""
+    """Why this node's GPUs or other accelerators cannot be used; then no GPU is listed."""
     gpu_notes: tuple[str, ...] = ()
     """Harmless notes about this node's GPUs, for example that all of them are hidden."""

@@ -68,7 +68,7 @@ class FrameworkSpec:
     tables: tuple[TableSpec, ...] = ()
     """Published tables that are attributed to this framework regardless of what their rows state."""
     counted: bool = False
-    """Whether this is trainspec's own engine, whose eager steps are counted tensor by tensor; others are estimated."""
+    """True if this is trainspec's own engine, whose eager steps are counted tensor by tensor; others are estimated."""
     schedules: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
     """The pipeline schedules that it supports; if empty, it has no pipeline parallelism."""
     zero_stages: tuple[ZeroStage, ...] = get_args(ZeroStage)

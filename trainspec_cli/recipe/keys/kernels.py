@@ -25,13 +25,13 @@ class Backend:
     """Additional arguments for the function."""
     since_torch: tuple[int, int] = (2, 11)
     fused: bool = False
-    """Whether torch.compile can fuse the plain function."""
+    """True if torch.compile can fuse the plain function."""
     compiles: bool = False
-    """Whether the function calls torch.compile itself."""
+    """True if the function calls torch.compile itself."""
     more_memory: bool = False
-    """Whether the backend needs more memory than a plan counts, so that `auto` never chooses it."""
+    """True if the backend needs more memory than a plan counts, so that `auto` never chooses it."""
     whole_vocabulary: bool = False
-    """Whether the backend cannot handle a vocabulary that is sharded over tp ranks."""
+    """True if the backend cannot handle a vocabulary that is sharded over tp ranks."""
 
     @property
     def needs_compiler(self) -> bool:

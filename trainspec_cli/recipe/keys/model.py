@@ -109,7 +109,7 @@ class ExpertSpec:
     shared_gate: bool = False
     """Scale the output of the shared experts by a learned sigmoid per token (Qwen2-MoE)."""
     bias: bool = False
-    """Whether the router and the routed experts' matrices have biases (gpt_oss)."""
+    """True if the router and the routed experts' matrices have biases (gpt_oss)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """The function that maps the router's logits to scores; sigmoid scores each expert independently (DeepSeek-V3)."""
     normalise_weights: bool = True
@@ -186,13 +186,13 @@ class DecoderModel:
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
-    """Whether input embedding and output head share one matrix."""
+    """True if input embedding and output head share one matrix."""
     rope_theta: PositiveFloat = 10_000.0
     """The base of the rotary frequencies."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     gated_mlp: bool = True
-    """Whether the feed-forward is gated; false: two matrices (GPT, MPT, Nemotron) instead of three."""
+    """True if the feed-forward is gated; false: two matrices (GPT, MPT, Nemotron) instead of three."""
     learned_positions: NonNegativeInt = 0
     """Number of rows in the learned position table; 0 for rotary or ALiBi."""
     sliding_window: PositiveInt | None = None
@@ -214,9 +214,9 @@ class DecoderModel:
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have biases: query, key and value (Qwen2), or also the output (gpt_oss)."""
     qk_norm: bool = False
-    """Whether a norm is applied to each head of queries and keys before the rotation (Qwen3)."""
+    """True if a norm is applied to each head of queries and keys before the rotation (Qwen3)."""
     attention_sinks: bool = False
-    """Whether each head has a learned logit that takes part in the softmax but carries no value (gpt_oss)."""
+    """True if each head has a learned logit that takes part in the softmax but carries no value (gpt_oss)."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for longer sequences; null: not scaled."""
 
@@ -299,7 +299,7 @@ class HybridModel:
     ffn_size: NonNegativeInt = 0
     """Width of the feed-forward."""
     gated_mlp: bool = False
-    """Whether the feed-forward is gated, with three matrices (SwiGLU) instead of two."""
+    """True if the feed-forward is gated, with three matrices (SwiGLU) instead of two."""
     experts: ExpertSpec | None = None
     """The experts of `expert_layers`; null: no experts."""
     mamba_expand: PositiveInt = 2
@@ -317,7 +317,7 @@ class HybridModel:
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
-    """Whether input embedding and output head share one matrix."""
+    """True if input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     activation: Activation = "silu"
@@ -424,7 +424,7 @@ class OwnModel:
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
-    """Whether input embedding and output head share one matrix."""
+    """True if input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in the final RMSNorm."""
 

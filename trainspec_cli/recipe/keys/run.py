@@ -114,7 +114,7 @@ class DataSpec:
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
     """The synthetic volumes (phantom only)."""
     document_masks: bool = False
-    """Whether attention stays within each document of a sample; conversations are always kept apart."""
+    """True if attention stays within each document of a sample; conversations are always kept apart."""
     chat_template: str | None = None
     """`chatml`, or a Jinja file; null: the template in the tokenizer's folder (chat only)."""
     loss_on: Literal["replies", "all"] = "replies"
@@ -157,7 +157,7 @@ class DataSpec:
 
     @property
     def unit(self) -> Literal["tokens", "samples"]:
-        """Return the unit over which a batch's loss is averaged, and in which speed is measured."""
+        """Return the unit over which a batch's loss is averaged, and where speed is measured."""
         return "samples" if self.source in SAMPLE_SOURCES else "tokens"
 
 
@@ -396,7 +396,7 @@ class RunSpec:
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
     """How the run adapts to measured speeds."""
     fault: str = ""
-    """Faults to inject, such as `kill(group=1,step=40)`; separate several with `;`."""
+    """Faults to inject, such as `kill(group=1,step=40)`; separate multiple faults with `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
     """Text that the trained model generates."""
     tracking: TrackingSection = field(default_factory=TrackingSection)

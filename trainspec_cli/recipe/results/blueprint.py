@@ -87,7 +87,7 @@ class Blueprint:
     settings: tuple[Setting, ...] = ()
     tuner: tuple[TunerRow, ...] = ()
     sorts_nodes: bool = False
-    """Whether the cost depends on which nodes are close to one another, so that Slurm's nodes should be sorted by
+    """True if the cost depends on which nodes are close to one another, so that Slurm's nodes should be sorted by
     switch."""
 
     @property

@@ -184,7 +184,7 @@ class Calibrated:
     """Its 90% bounds."""
     high: float
     informed: bool
-    """Whether the measurements contain information about it; if not, the shipped value is kept."""
+    """True if the measurements contain information about it; if not, the shipped value is kept."""
 
 
 @dataclass(frozen=True)

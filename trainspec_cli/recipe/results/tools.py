@@ -18,7 +18,7 @@ Compute = Literal["bf16", "fp32", "fp64"]
 REQUEST = "request.json"
 RESULT = "tool_result.json"
 DRAWN_BATCHES, DRAWN_TOKENS = "batches.npz", "tokens"
-"""The file and the array in which a certification run saves its batches on request."""
+"""The file and the array where a certification run saves its batches on request."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class CertifyRun:
 @dataclass(frozen=True)
 class CertifyRequest:
     folder: str
-    """The folder in which each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and
+    """The folder where each run saves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and
     weights.stage*.npz."""
     runs: dict[str, CertifyRun]
     """Runs by name, in order."""

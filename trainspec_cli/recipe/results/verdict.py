@@ -130,7 +130,7 @@ class CodeLine:
     function: str
     text: str
     share: Share
-    """Fraction of the samples at this line, among those in which the thread was not waiting for other ranks."""
+    """Fraction of the samples at this line, among those where the thread was not waiting for other ranks."""
 
     @property
     def position(self) -> str:

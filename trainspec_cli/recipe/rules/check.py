@@ -544,7 +544,7 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
 
 
 def find_compiler() -> str | None:
-    """Return the path of a C++ compiler; None if there is none."""
+    """Return the path of a C++ compiler, or None."""
     candidates = [os.environ.get("CXX") or "g++", "g++", "clang++", "c++"]
     return next((found for found in map(shutil.which, candidates) if found), None)
 

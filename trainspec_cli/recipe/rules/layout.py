@@ -714,7 +714,7 @@ def group_processes(spec: RunSpec) -> Iterator[Problem]:
 
 
 def whole_hosts(num_nodes: int, number: int) -> Iterator[Problem]:
-    """Reject a placement in which losing one node would take down parts of several replica groups."""
+    """Reject a placement where losing one node would take down parts of several replica groups."""
     if number == 1 or num_nodes % number == 0 or number % num_nodes == 0:
         return
     path = "resilience.replica_groups"

@@ -43,7 +43,7 @@ caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return verdicts on periods in which all ranks compute for longer than usual, for example because of other tenants
+    """Return verdicts on periods when all ranks compute for longer than usual, for example because of other tenants
     or a quota on the node."""
     ranks = evidence.ranks
     middle = (ranks - 1) // 2

@@ -17,7 +17,7 @@ from trainspec_cli.run.folder.event_types.events import LinkEvent, StallEvent
 Figures = npt.NDArray[np.float64]
 
 OWN_PARTS = ("data_wait", "forward", "backward", "optimizer", "checkpoint", "other")
-"""Parts of a step in which a rank works alone. In the other parts, it waits for its peers or exchanges data with
+"""Parts of a step where a rank works alone. In the other parts, it waits for its peers or exchanges data with
 them."""
 COMPUTE_PARTS = ("forward", "backward", "optimizer")
 COUNTERS = (

@@ -128,7 +128,7 @@ class RankHistory:
     stall: StallEvent | None = None
     """The stall report for the step after the last one."""
     is_hung: bool = False
-    """Whether this start ended because of the stall."""
+    """True if this start ended because of the stall."""
     ended_by: StallEvent | None = None
     """The hang that ended an earlier start, if any."""
     most_samples: int = 0
@@ -278,7 +278,7 @@ class RunReader:
         # Ranks write at different times. A step that one of them has not written yet cannot be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
-        # A step in which a rank profiled itself took longer and would look like a straggler.
+        # A step where a rank profiled itself took longer and would look like a straggler.
         in_view = np.zeros(len(steps), dtype=np.bool_)
         for look in self.looks:
             in_view |= (steps >= look.first_step) & (steps <= look.last_step)

@@ -81,7 +81,7 @@ class Slow:
     cause: Cause
     why: str
     is_counted: bool = False
-    """Whether the kernel counted the cause, which rules out other load on the machine."""
+    """True if the kernel counted the cause, which rules out other load on the machine."""
 
 
 class OwnTimes:
@@ -103,7 +103,7 @@ class OwnTimes:
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
         self.knows_load = bool(np.isfinite(evidence.counter("queued_s")).any())
-        """Whether the system counts the time that a rank waits for a processor."""
+        """True if the system counts the time that a rank waits for a processor."""
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
         """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores.
         Computation therefore takes longer by about the same amount, on different ranks at different times."""
@@ -213,7 +213,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
         if until(evidence, episode) is None:
             return True
         is_slow[episode.where] = episode.steadiness >= STEADILY
-        # A rank with fewer samples no longer looks slow, so the steps in which it is relieved extend the episode.
+        # A rank with fewer samples no longer looks slow, so the steps where it is relieved extend the episode.
         later = is_relieved[episode.last + 1 :]
         begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
         ended = begun + int(np.argmin(np.append(later[begun:], False)))

@@ -1,4 +1,4 @@
-"""Find episodes in which a series is too high, and what counters and connections show during them.
+"""Find episodes where a series is too high, and what counters and connections show during them.
 
 A series is smoothed to remove single outliers, compared with its noise, and confirmed. The noise is estimated from the
 differences between neighbouring steps, which a change of level does not affect. By contrast, a median absolute
@@ -37,7 +37,7 @@ TO_DEVIATION = 1.4826
 
 @dataclass(frozen=True)
 class Episode:
-    """Steps from index `first` to index `last`, inclusive, in which a series is above its limit."""
+    """Steps from index `first` to index `last`, inclusive, where a series is above its limit."""
 
     first: int
     last: int
@@ -91,7 +91,7 @@ def usual(series: Figures) -> Figures:
 def find_episodes(
     series: Figures, limit: Figures, steps_s: Figures, confirming_s: float = CONFIRMING_S
 ) -> list[Episode]:
-    """Return the confirmed episodes in which a series (T,) is above `limit` (T,). `steps_s` (T,) is the duration of
+    """Return the confirmed episodes where a series (T,) is above `limit` (T,). `steps_s` (T,) is the duration of
     each step."""
     above = smoothed(series) > limit
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))

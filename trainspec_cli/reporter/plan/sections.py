@@ -92,7 +92,7 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
-    """Draw each tier as a row of elements, with the full cluster at the top, and the axes for which it is the widest
+    """Draw each tier as a row of elements, with the full cluster at the top, and the axes where it is the widest
     tier."""
     rows = []
     for number, tier in enumerate(reversed(blueprint.tiers)):

@@ -36,7 +36,7 @@ class RemoteNode:
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """Whether the agent has exited in an orderly way."""
+    """True if the agent has exited in an orderly way."""
     loss: str = ""
     """Why the node counts as lost."""
     lost_at_s: float = -math.inf
@@ -46,7 +46,7 @@ class RemoteNode:
     report: NodeReport | None = None
     """The result of the node's checks."""
     admitted: bool = False
-    """Whether workers may start on the node."""
+    """True if workers may start on the node."""
 
     @property
     def is_gone(self) -> bool:

@@ -208,10 +208,10 @@ class RendezvousWatch:
 
 
 def newest_step(events: Iterable[Event]) -> int:
-    """Return the newest step in the events; 0 if there is none."""
+    """Return the newest step in the events, or 0."""
     return max((event.step for event in events if isinstance(event, StepEvent)), default=0)
 
 
 def newest_checkpoint(run: RunDir) -> int:
-    """Return the step of the newest checkpoint, on disk or in this node's memory; 0 if there is none."""
+    """Return the step of the newest checkpoint, on disk or in this node's memory, or 0."""
     return max(newest_copy(run), *run.checkpoint_steps(), 0)

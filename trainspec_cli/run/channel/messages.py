@@ -55,7 +55,7 @@ class WorkerExited:
     """The global rank."""
     summary: str
     was_killed: bool = False
-    """Whether it was ended by SIGKILL."""
+    """True if it was ended by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class RankStands:
     place: str
     """The innermost line of the user's code, and the function of torch or another library that it called."""
     waiting: bool
-    """Whether the main thread is in torch or another training library."""
+    """True if the main thread is in torch or another training library."""
     stopped: bool
-    """Whether it was stopped by SIGSTOP."""
+    """True if it was stopped by SIGSTOP."""
     ended: bool
 
 
@@ -132,7 +132,7 @@ class ProcessSilent:
     command: str
     """The end of its command line."""
     stopped: bool
-    """Whether it was stopped by SIGSTOP."""
+    """True if it was stopped by SIGSTOP."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Proposal:
     number: int
     """Number of the supervisor's proposal, starting at 1."""
     before: Layout
-    """The layout for which the proposal is made; it is void in any other layout."""
+    """The layout where the proposal is made; it is void in any other layout."""
     proposal: LayoutProposal
 
 

@@ -174,7 +174,7 @@ class Attempt:
         self.launched, self.begin = launched, begin
         """`launched` is a Unix time in seconds, like all times here."""
         self.restarted = restarted
-        """Whether the supervisor restarted the run after a failure."""
+        """True if the supervisor restarted the run after a failure."""
         self.last_time = begin.time
         self.has_ended = False
         self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")

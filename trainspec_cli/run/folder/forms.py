@@ -41,7 +41,7 @@ class Form:
 
 
 def _without_own_number(content: JsonObject) -> JsonObject:
-    """Remove the key with which version 0.1 numbered the forms of some files individually."""
+    """Remove the per-file format version that trainspec 0.1 wrote to some files."""
     return {key: value for key, value in content.items() if key != "version"}
 
 

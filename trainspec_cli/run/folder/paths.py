@@ -19,7 +19,7 @@ RUN/
   hosts.txt       the Slurm job's nodes by number, if the plan places them
   plan_all_nodes.json  the plan before nodes were dropped, from which a resume starts
   kernels.json    the kernels measured for `kernels=auto`, and the chosen ones
-  progress/       for a user-defined command: a folder per start, in which its processes count their steps
+  progress/       for a user-defined command: a folder per start, where its processes count their steps
   own_checkpoints/  for a user-defined command that has attached itself (`trainspec_cli.attach`)
   sites/          for a run across distant sites: a site's server log, and the rounds
   code.json       the files of user-defined code, with digests  code/  their copies
@@ -92,7 +92,7 @@ class RunDir:
         return self.generations / f"{number:08d}.json"
 
     def progress(self, generation: int) -> Path:
-        """Return the folder in which the processes of one start count their steps."""
+        """Return the folder where the processes of one start count their steps."""
         return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:
@@ -118,5 +118,5 @@ class RunDir:
 
     @property
     def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint; 0 if there is none."""
+        """Return the step of the newest complete checkpoint, or 0."""
         return max(self.checkpoint_steps(), default=0)

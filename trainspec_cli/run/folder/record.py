@@ -63,7 +63,7 @@ class RunRecord:
     data_dir: str | Absent | None = ABSENT
     """The folder containing the run's data; None for generated data."""
     git: object = ABSENT
-    """The state of the repository in which the run was started; None without a repository. May also be content from
+    """The state of the repository where the run was started; None without a repository. May also be content from
     another version."""
     resumes: tuple[object, ...] = ()
     """Each is a `Resume`, or content from another version."""

@@ -235,7 +235,7 @@ class Owner:
     host: str = ""
     launch_id: str
     slurm_job_id: str | Absent | None = ABSENT
-    """The Slurm job in which it runs, if any."""
+    """The Slurm job where it runs, if any."""
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Slurm's next start of the job has removed the file and written a new one, which must stay.
+            # Slurm has restarted the job, which removed the file and wrote a new one: keep it.
             if _is_same_file(descriptor, run.pid_json):
                 run.pid_json.unlink(missing_ok=True)
     finally:

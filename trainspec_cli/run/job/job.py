@@ -68,7 +68,7 @@ class Job:
     join_timeout_s: float | None = None
     """Time in seconds that the nodes wait for one another; None for the plan's value."""
     begins_unseen: bool = False
-    """Whether the job may have something to save before it writes its first event."""
+    """True if the job may have something to save before it writes its first event."""
 
     @property
     def run(self) -> RunDir:
@@ -251,7 +251,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
 
 
 def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePlace) -> dict[str, str]:
-    """Return the environment of one node in a multi-node job, in which gloo uses the interface that leads to the first
+    """Return the environment of one node in a multi-node job, where gloo uses the interface that leads to the first
     node."""
     interface = interface_of(own_address(place.head))
     found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
@@ -332,7 +332,7 @@ class GitState:
     branch: str | None
     """None for a detached head."""
     dirty: bool | None
-    """Whether tracked files differ from the commit; None if unknown."""
+    """True if tracked files differ from the commit; None if unknown."""
 
 
 @dataclass(frozen=True)

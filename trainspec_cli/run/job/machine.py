@@ -107,7 +107,7 @@ def _text(path: Path) -> str:
 def _cgroup_setting(
     name: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> str:
-    """Return one setting of this process's own control group (version 2); "" if there is none."""
+    """Return one setting of this process's own control group (version 2), or ""."""
     try:
         lines = membership.read_text().splitlines()
         group = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))

@@ -54,18 +54,18 @@ class RunState(NamedTuple):
     groups: tuple[GroupState, ...]
     stop_grace_s: float = 0.0
     checkpoint_step: int = 0
-    """Step of the newest checkpoint; 0 if there is none."""
+    """Step of the newest checkpoint, or 0."""
     now_s: float = 0.0
     deadline_s: float = math.inf
     """If the workers were asked to stop, they must exit by then."""
     stop_requested: bool = False
-    """Whether a user or a scheduler has asked the run to end."""
+    """True if a user or a scheduler has asked the run to end."""
     stopping: bool = False
     killed: bool = False
     """Whether to kill the remaining processes: at the deadline, after a second request, or before they have anything to
     save."""
     has_begun: bool = False
-    """Whether the workers of this generation have written an event; before that, they have nothing to save."""
+    """True if the workers of this generation have written an event; before that, they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
     """Number of groups that are running or may still come, if the run has several."""
@@ -161,11 +161,11 @@ class GroupEnded:
     exit_code: int | None = None
     """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     own_error: bool = False
-    """Whether a worker has reported an error in its own code."""
+    """True if a worker has reported an error in its own code."""
     foreseen: bool = False
-    """Whether the error would recur if the run were restarted unchanged."""
+    """True if the error would recur if the run were restarted unchanged."""
     from_outside: bool = False
-    """Whether workers or torchrun were ended by a signal or exited without a report, and none has reported an error."""
+    """True if workers or torchrun were ended by a signal or exited without a report, and none has reported an error."""
     checkpoint_step: int = 0
     """Step of the newest checkpoint; for a user-defined command, the number of steps completed by all of its starts."""
     left_behind: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ class GroupEnded:
     shortage: Shortage | None = None
     """Set if it failed because it ran out of memory."""
     has_worked: bool = False
-    """Whether a user-defined command whose steps are not counted has run for a long time, so that its state has most
+    """True if a user-defined command whose steps are not counted has run for a long time, so that its state has most
     likely advanced."""
     cause: str = ""
     """For a user-defined command: the exception that ended it, and where it was raised; empty if unknown, or if the
@@ -181,7 +181,7 @@ class GroupEnded:
     reached_step: int = 0
     """For a user-defined command: the furthest step reached by any of its starts."""
     was_killed: bool = False
-    """Whether workers or torchrun were killed by SIGKILL."""
+    """True if workers or torchrun were killed by SIGKILL."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trainspec_cli.run.rendezvous import server as rendezvous_server
 
 RESTART_INTERVAL_S = 1.0
 START_S = 10.0
-"""A server that lives for less than this many seconds counts as failed at its start; on a busy machine, starting one
+"""A server that exits within this many seconds is considered to have failed to start; on a busy machine, starting one
 takes seconds."""
 MAX_FAILURES = 5
 

@@ -1,4 +1,4 @@
-"""The container in which a job's agents and their processes run, started by Slurm's pyxis plugin or by Apptainer.
+"""The container where a job's agents and their processes run, started by Slurm's pyxis plugin or by Apptainer.
 
 The supervisor stays outside, because it calls scontrol and srun. Inside, the image's own Python runs this copy of
 trainspec, which is mounted. Options: github.com/NVIDIA/pyxis (`srun --help` shows them), and

@@ -53,9 +53,9 @@ class Asked:
     gpu_vendor: str | None = None
     """None if the accelerator is unknown."""
     outlives_nodes: bool = False
-    """Whether the run continues when a node fails, in which case Slurm must not kill the job."""
+    """True if the run continues when a node fails; then Slurm must not kill the job."""
     by_hostfile: bool = False
-    """Whether the nodes are numbered by the hostfile that the job writes (`commands.py`)."""
+    """True if the nodes are numbered by the hostfile that the job writes (`commands.py`)."""
 
 
 def asked_by_plan(plan: Plan) -> Asked:

@@ -42,7 +42,7 @@ class NodeOptions:
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """Whether srun started this command on each node, so that hints must not ask the user to type it there."""
+    """True if srun started this command on each node, so that hints must not ask the user to type it there."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -107,7 +107,7 @@ class Joined:
     join_key: str = JOIN_KEY
     """Key or option that specifies how long nodes wait for one another."""
     of_slurm: bool = False
-    """Whether srun merges the output of all nodes, so that the first node's progress is already visible."""
+    """True if srun merges the output of all nodes, so that the first node's progress is already visible."""
 
 
 def join(

@@ -232,7 +232,7 @@ class _Training:
             yield show
 
     def _rows(self) -> list[SweptResult]:
-        """Return the current state of the runs, in the order in which they are trained."""
+        """Return the current state of the runs, in the order that they are trained."""
         rows = []
         for one in self._runs:
             left_s = one.progress.time_left_s

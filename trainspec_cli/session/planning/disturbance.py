@@ -104,7 +104,7 @@ def _unknown(name: str, folders: Folders, number: int) -> Problem:
 
 
 def _for_a_file(problem: Problem) -> Problem:
-    """Reword a problem with a recipe for a separate file, in which `disturb.a.0.b=1` is written as `b: 1`."""
+    """Reword a problem with a recipe for a separate file, where `disturb.a.0.b=1` is written as `b: 1`."""
     hint = re.sub(rf"set {DISTURB}\.[\w.]*?(\w+)=", r"write \1: ", problem.hint)
     return replace(
         problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=problem.message.replace(f"`{DISTURB}.", "`")

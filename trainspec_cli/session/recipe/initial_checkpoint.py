@@ -114,7 +114,7 @@ def _if_there(file: Path) -> Path | None:
 
 
 def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
-    """Return a problem for each key in which the recipe's model differs from the checkpoint's."""
+    """Return a problem for each key where the recipe's model differs from the checkpoint's."""
     mine = _build(asked)
     theirs = _build(found)
     if mine is None or theirs is None:

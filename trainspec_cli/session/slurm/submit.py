@@ -192,7 +192,7 @@ class Submission:
     script: Path
     text: str
     is_new: bool = False
-    """Whether this command created the runs."""
+    """True if this command created the runs."""
 
 
 def is_previewed(run: RunDir, text: str) -> bool:

@@ -81,7 +81,7 @@ class WheelTarget:
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """The environment in which requirement markers are evaluated."""
+        """The environment where requirement markers are evaluated."""
         found = _LINUX.fullmatch(self.platform) or _MACOS.fullmatch(self.platform)
         assert found, self.platform
         is_mac = self.platform.startswith("macosx")

@@ -99,7 +99,7 @@ class Case:
     unequal_shares: bool = False
     """Assign nearly all samples to the first data-parallel rank, so that other ranks have empty micro-batches."""
     ramp: bool = False
-    """Whether the batch grows during the run."""
+    """True if the batch grows during the run."""
     gradients: WireFormat = "full"
     """The wire format of gradients."""
     kernel: tuple[str, str] | None = None
@@ -226,7 +226,7 @@ COMPRESSED = (
 )
 """Layouts that exchange compressed gradients."""
 MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
-"""Pipelines in which layers move between stages."""
+"""Pipelines where layers move between stages."""
 TOURS = (
     (
         *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
@@ -239,7 +239,7 @@ TOURS = (
 )
 """Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts in which the run runs out of memory. With gpipe, all messages between stages arrive before the first
+"""Layouts where the run runs out of memory. With gpipe, all messages between stages arrive before the first
 backward, so that a restart within the process leaves none behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
 """Two families suffice, because compression does not depend on the model, except that experts have a separate
@@ -341,7 +341,7 @@ def refusals(case: Case) -> tuple[Problem, ...]:
 UPDATE = "adamw"
 """The operation that updates weights; all others affect the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
-"""The family in which an operation is measured in several layouts; `dense` for all other operations."""
+"""The family where an operation is measured in several layouts; `dense` for all other operations."""
 FP8 = "fp8"
 
 

@@ -86,7 +86,7 @@ class Levels:
     figure: str
     bounds: tuple[float, float, float]
     rises: bool = False
-    """Whether higher is better."""
+    """True if higher is better."""
 
     def grade(self, value: float) -> str:
         """Return A, B or C; `-` if the value misses all bounds."""

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def clips(self) -> bool:
-        """Whether later steps clip. This is the case only for plain gradient descent, because adaptive optimizers hide
+        """True if later steps clip. This is the case only for plain gradient descent, because adaptive optimizers hide
         gradients that are off by a factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 

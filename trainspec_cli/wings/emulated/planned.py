@@ -358,7 +358,7 @@ class PassSeconds:
 
 
 def replay_step(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> float:
-    """Return the duration in seconds of a step in which the passes of each pipeline rank take these times.
+    """Return the duration in seconds of a step where the passes of each pipeline rank take these times.
 
     A step ends when the last rank reaches the agreement on the gradient norm. The work after it, such as the optimizer,
     precedes the passes of the next step.

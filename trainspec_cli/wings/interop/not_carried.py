@@ -131,7 +131,7 @@ def not_carried_as(key: str, of_engine: Mapping[str, str]) -> tuple[str, str] | 
 
 
 def governed_by(key: str) -> OneOf | None:
-    """Return the condition that makes a key irrelevant; None if there is none."""
+    """Return the condition that makes a key irrelevant, or None."""
     section = _nearest(key, MEANINGLESS)
     return None if section is None else MEANINGLESS[section]
 

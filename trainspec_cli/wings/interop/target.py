@@ -84,7 +84,7 @@ class Target:
     complete: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
     """Completes the values read from the engine's keys with what several keys together, or missing keys, imply."""
     carries_recipe: bool = False
-    """Whether the target starts trainspec itself, so that the recipe's arguments carry over all other keys."""
+    """True if the target starts trainspec itself, so that the recipe's arguments carry over all other keys."""
 
 
 def translate(target: Target, run: RunValues) -> Translation:

@@ -113,7 +113,7 @@ class RaisedException:
 
 
 def find_exception(log_end: str) -> RaisedException | None:
-    """Return the last exception with a complete traceback in a log; None if there is none. If several ranks write to
+    """Return the last exception with a complete traceback in a log, or None. If several ranks write to
     the log, the lines of one rank are used."""
     prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
     begins = [

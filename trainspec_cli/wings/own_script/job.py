@@ -361,7 +361,7 @@ def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tupl
 
 
 def _index_of_accelerate(command: Sequence[str]) -> int | None:
-    """Return the index of the word before the options of accelerate's launcher; None if there is none."""
+    """Return the index of the word before the options of accelerate's launcher, or None."""
     for place, word in enumerate(command):
         if word == "accelerate.commands.launch":
             return place

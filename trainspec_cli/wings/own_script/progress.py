@@ -25,7 +25,7 @@ class CountedProcess:
     world_size: int
     """1 if its environment does not specify it."""
     answers: bool
-    """Whether SIGUSR2 makes it write its stacks to `stacks`."""
+    """True if SIGUSR2 makes it write its stacks to `stacks`."""
     updates_before: int | None
     """Its optimizer's update count before this process; None if the optimizer state does not count updates."""
     began: float
@@ -33,7 +33,7 @@ class CountedProcess:
     main_thread: int
     stacks: Path
     attached: bool = False
-    """Whether the process writes the events of its steps itself (`trainspec_cli.attach`)."""
+    """True if the process writes the events of its steps itself (`trainspec_cli.attach`)."""
 
 
 @dataclass(frozen=True)

@@ -205,12 +205,12 @@ class Reading:
     """What was observed about a process since the previous sample."""
 
     stopped: bool = False
-    """Whether a signal has stopped the process, in which case its stack cannot be read."""
+    """True if a signal has stopped the process; then its stack cannot be read."""
     stack_changed: bool = False
     has_stack: bool = True
     """False if the process does not answer the signal that asks for its stack."""
     in_library: bool = False
-    """Whether the innermost Python frame is in torch or another training library."""
+    """True if the innermost Python frame is in torch or another training library."""
     busy_cores: float = 0.0
     """Average number of threads that are computing or waiting for a processor."""
     child_cores: float = 0.0

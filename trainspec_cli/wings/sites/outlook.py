@@ -32,10 +32,10 @@ class SiteLinks:
     delay_s: float
     """One-way latency between two sites."""
     direct: bool = False
-    """Whether each site can reach every other one."""
+    """True if each site can reach every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Return the time of an exchange in which each site sends this many bytes: one latency for an outer gradient
+        """Return the time of an exchange where each site sends this many bytes: one latency for an outer gradient
         and one for the decision. A link carries both directions at the same time, and the busiest link sends more than
         it receives."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
@@ -98,7 +98,7 @@ class SitesOutlook:
     step_time_s: float
     """Step time of a site by itself."""
     direct: bool
-    """Whether each site can reach every other one; if not, all use the meeting point."""
+    """True if each site can reach every other one; if not, all use the meeting point."""
     direct_exchange_s: float
     """Duration of the recipe's exchange if the sites were directly connected."""
     wanted: SitesFigures

@@ -90,7 +90,7 @@ class ConnectedSite:
     """Each rank's message for the next round."""
     followed: dict[int, int] = field(default_factory=dict)
     is_welcome: bool = False
-    """Whether all ranks are connected and have been answered."""
+    """True if all ranks are connected and have been answered."""
 
     @property
     def inbox(self) -> str:

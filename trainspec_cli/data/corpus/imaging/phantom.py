@@ -20,7 +20,7 @@ BIAS_STRENGTH = 0.3
 """The largest deviation of the receiver's sensitivity from 1, which occurs at the edges."""
 SEED = 0
 """The seed is fixed so that every run gets the same images. They stand in for a data set, and `train.seed` determines
-the order in which a run uses them. Another seed would produce another data set with the same statistics."""
+the order that a run uses them. Another seed would produce another data set with the same statistics."""
 HELDOUT_STREAM = 1
 """A seed word that separates held-out samples from training samples, regardless of their indices."""
 

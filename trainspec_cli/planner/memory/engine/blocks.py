@@ -41,10 +41,10 @@ class Shape:
     width: float
     """Bytes per element in the compute format."""
     fp8: bool = False
-    """Whether linear layers use fp8."""
+    """True if linear layers use fp8."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
-    """Whether element-wise operations are fused."""
+    """True if element-wise operations are fused."""
 
     @property
     def tokens(self) -> float:
@@ -435,7 +435,7 @@ def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
 
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
-    """Weight and sum each token's copies in one matrix product, in which each token is a matrix with one row."""
+    """Weight and sum each token's copies in one matrix product, where each token is a matrix with one row."""
     back = select_rows(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements

@@ -69,7 +69,7 @@ class ConvPart:
     beside: int | None = None
     """The number of that earlier part."""
     is_first: bool = False
-    """Whether the input needs no gradient."""
+    """True if the input needs no gradient."""
 
     def sources(self, tape: Tape) -> list[Value]:
         leaves = [tape.leaf(elements) for elements in self.entering]
@@ -248,7 +248,7 @@ def replay(run: EngineRun, _pipeline_rank: int) -> PeakMemory:
 
 
 class _ConvReplay:
-    """Replays a step in which only samples are divided over ranks."""
+    """Replays a step where only samples are divided over ranks."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)

@@ -57,7 +57,7 @@ class EngineRun:
     matmul: str = "compute"
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
-    """Whether blocks are compiled (torch.compile)."""
+    """True if blocks are compiled (torch.compile)."""
     outer_bytes: float = 0.0
     """Bytes that an outer optimizer keeps per trained parameter (`KEPT_BYTES`)."""
 
@@ -160,7 +160,7 @@ as activations."""
 
 
 Stream = Literal["compute", "gather", "reduce"]
-"""The stream in which memory is allocated: the caching allocator has a pool for each, and only it can use what is free
+"""The stream where memory is allocated: the caching allocator has a pool for each, and only it can use what is free
 there. FSDP2 makes buffers of all-gathers in one stream, and sums of gradients in another."""
 
 
@@ -371,7 +371,7 @@ class _Block:
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order in which their forwards end."""
+        """Return the units in the order that their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -533,7 +533,7 @@ class _Replay:
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account, sharding = self.account, stage.sharding
         if not stage.last and stage.blocks:
-            # The last block's output is that of the stage, whose hooks run in the order in which FSDP2 added them.
+            # The last block's output is that of the stage, whose hooks run in the order that FSDP2 added them.
             sharding.gather_again(stage.blocks[-1].own)
             sharding.prefetch(stage.before[id(stage.blocks[-1].own)])
         # An earlier micro-batch's backward has freed the parameters outside the blocks, unless a forward came between.

@@ -85,7 +85,7 @@ class Node:
     ):
         self.number, self.inputs, self.backward = number, inputs, backward
         self.has_views = has_views
-        """Whether its outputs are parts of one value, so that their gradients are concatenated instead of added."""
+        """True if its outputs are parts of one value, so that their gradients are concatenated instead of added."""
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
@@ -111,9 +111,9 @@ class Tape:
         self.is_saving = True
         """If False, nothing is saved for a backward, as in a forward that will be recomputed."""
         self.recomputes = False
-        """Whether the forward is being recomputed for a backward."""
+        """True if the forward is being recomputed for a backward."""
         self.recalls = False
-        """Whether the costly results of the first forward were kept."""
+        """True if the costly results of the first forward were kept."""
         self.kept: list[Storage] | None = None
         """Kept results of costly operations, for selective recomputation; None if they are not kept."""
         self.recalled: deque[Storage] = deque()

@@ -31,7 +31,7 @@ class Unit:
     shards: int
     """Number of ranks over which the rows are divided."""
     reorders: bool = False
-    """Whether rows are not the first dimension, so that exchanged data is reordered by a copy."""
+    """True if rows are not the first dimension, so that exchanged data is reordered by a copy."""
     early: float = 0.0
     """Number of elements whose gradients are computed together with those of the inputs, if the schedule defers the
     gradients of linear layers."""

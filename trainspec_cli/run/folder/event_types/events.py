@@ -355,7 +355,7 @@ class CountersEvent(Event):
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
-    """Time during exposed communication in which the main thread was runnable but did not have a processor."""
+    """Time during exposed communication where the main thread was runnable but did not have a processor."""
     throttled_s: Seconds
     """Time for which a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
@@ -419,7 +419,7 @@ class LateStepEvent(Event):
     waited_s: Seconds
     host: str
     waiting: bool
-    """Whether it is in a collective."""
+    """True if it is in a collective."""
     waits_in: str | None
     collectives: dict[str, int]
     """Number of collectives that this rank has entered, for each process group."""
@@ -475,7 +475,7 @@ class StartEvent(Event):
     world_size: WorldSize
     device_name: str
     is_accelerator: bool = False
-    """Whether the device works asynchronously, in which case the host's counters do not explain its times."""
+    """True if the device works asynchronously; then the host's counters do not explain its times."""
     params: Count
     """Number of the model's own parameters."""
     adapter_params: Count = 0
@@ -511,12 +511,12 @@ class StepEvent(Event):
     exposed_s: Seconds | Absent = ABSENT
     """The part of `exchange_s` that does not overlap with compute."""
     queued_s: Seconds | Absent = ABSENT
-    """Time outside exposed communication in which the main thread was runnable but did not have a processor."""
+    """Time outside exposed communication where the main thread was runnable but did not have a processor."""
     noise_scale: float | Absent | None = ABSENT
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None if it
     is infinite."""
     skipped: bool
-    """Whether the loss or the gradients were not finite, so that nothing was updated."""
+    """True if the loss or the gradients were not finite, so that nothing was updated."""
     h2d_copies: Count | Absent = ABSENT
     h2d_bytes: Count | Absent = ABSENT
     """Bytes of batches copied to the device; 0 if the device is the host."""

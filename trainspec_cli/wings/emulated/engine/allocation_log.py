@@ -49,7 +49,7 @@ class LoggedBlock:
     shape: str
     origin: str
     part: str
-    """The part of the step in which it was allocated."""
+    """The part of the step where it was allocated."""
     total_bytes: int
     """All allocated bytes directly after this allocation."""
     ended: int | None = None

@@ -397,7 +397,7 @@ def without_peers(kind: str, ranks: Sequence[int], mine: Arrival) -> QueuedWork:
 
 
 def _lacks_values(tensors: Any) -> bool:
-    """Return whether these are the tensors of sizes mode, in which an exchange sends nothing and needs no peers."""
+    """Return whether these are the tensors of sizes mode, where an exchange sends nothing and needs no peers."""
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(tensors))
 
 

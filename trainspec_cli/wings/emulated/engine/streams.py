@@ -43,7 +43,7 @@ CHANGED = 0.05
 QUERIED = 0.1
 """In order mode: the probability that asking whether work is done runs a piece of it, so that polling ends."""
 IDLE_S = 0.03
-"""In order mode: real time in which nothing is queued or run, after which exchanges run, and the work that they need:
+"""In order mode: real time when nothing is queued or run, after which exchanges run, and the work that they need:
 another rank may wait for them."""
 POLL_S = 2e-5
 BACKGROUND_S = 5e-4
@@ -328,7 +328,7 @@ class Scheduler:
         self.busy: list[Stream] = []
         """The streams with queued work."""
         self.is_running = False
-        """Whether a piece of work is running."""
+        """True if a piece of work is running."""
         self.random: random.Random | None = None
         """The random generator of order mode."""
         self._priorities: dict[Stream, float] = {}
@@ -342,7 +342,7 @@ class Scheduler:
         """Called after a piece of work, with the stream's times before it and when it started."""
 
     def start_order(self, seed: int | None) -> None:
-        """Begin a schedule of order mode; None: end it, and run work as soon as possible."""
+        """Start a random order with this seed. None ends it: work then runs as soon as possible."""
         self.finish_all()
         with LOCK:
             self._priorities.clear()

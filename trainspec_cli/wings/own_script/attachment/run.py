@@ -27,12 +27,12 @@ Batch = TypeVar("Batch")
 
 
 class AttachedRun:
-    """A script's run. `step`: number of steps over all starts. `is_stopping`: whether the run was asked to stop, in
-    which case the script should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must
-    initialise before it first uses this object."""
+    """A script's run. `step`: number of steps over all starts. `is_stopping`: whether the run was asked to stop; then
+    the script should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must initialise
+    before it first uses this object."""
 
     def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
-        """`progress`: the folder of this start, in which its processes count their steps."""
+        """`progress`: the folder of this start, where its processes count their steps."""
         self.folder = run.root if run else None
         self.checkpoints = checkpoints
         self.step = 0

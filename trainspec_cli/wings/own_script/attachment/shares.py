@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The sample shares of one script. Called collectively by all ranks. `run`: None outside a run, in which case
+    """The sample shares of one script. Called collectively by all ranks. `run`: None outside a run; then
     nothing is recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):

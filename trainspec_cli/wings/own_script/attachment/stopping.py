@@ -38,8 +38,7 @@ def find_rank() -> tuple[int, int]:
 
 
 def _in_tf_config(text: str) -> tuple[int, int] | None:
-    """Return the rank among the trainers (the chief, then the workers), and the number of trainers; None if there are
-    none."""
+    """Return the rank among the trainers (the chief, then the workers), and the number of trainers, or None."""
     try:
         config = json.loads(text)
         trainers = [

@@ -47,7 +47,7 @@ class Trained:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are sharded, as with FSDP2, which uses DTensors."""
+        """True if parameters are sharded, as with FSDP2, which uses DTensors."""
         return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
 
     def state(self) -> dict[str, object]:

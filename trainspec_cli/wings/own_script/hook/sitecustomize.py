@@ -66,7 +66,7 @@ def _count_step(optimizer):
         return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
-        # An optimizer without a counter (SGD) starts at 0 unless a state was loaded, in which case its steps are
+        # An optimizer without a counter (SGD) starts at 0 unless a state was loaded; then its steps are
         # unknown.
         _open(max(_updates(optimizer) - 1, -1 if _state["restored"] else 0))
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
@@ -166,7 +166,7 @@ def _find_ranks():
 
 
 def _updates(optimizer):
-    """Return the update count in the optimizer's state, for example after a resume; 0 if there is none."""
+    """Return the update count in the optimizer's state, for example after a resume, or 0."""
     try:
         for state in optimizer.state.values():
             step = state.get("step", 0)

@@ -173,7 +173,7 @@ class FarSites(Coordinator):
         """Send and apply the exchanges that are due at this step; return False if the run was asked to stop in the
         meantime."""
         outer = self._outer
-        # Several may be due: without a delay, a sum is applied in the same step in which it is sent, and so is round 0.
+        # Several may be due: without a delay, a sum is applied in the same step where it is sent, and so is round 0.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:

@@ -79,7 +79,7 @@ class OuterState:
 
     @property
     def applied(self) -> int:
-        """The newest applied round; -1 if there is none yet."""
+        """The newest applied round, or -1."""
         return int(self._about[0])
 
     @property

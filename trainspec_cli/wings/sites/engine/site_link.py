@@ -79,7 +79,7 @@ class SiteConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether both ends have proved their identity."""
+        """True if both ends have proved their identity."""
         return self._outbox is not None
 
     def post(self, content: bytes) -> None:
