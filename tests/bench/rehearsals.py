@@ -1,7 +1,7 @@
 """Rehearsals of random plans beside the plans: `python tests/bench/rehearsals.py [--cases 40] [--seed 0]`.
 
 Draws legal (recipe, cluster, layout) from the shipped recipes and clusters, with fewer layers so that a case takes
-seconds, and rehearses the first and the last pipeline stage of each with eager blocks (`compile=false`). Prints for
+seconds, and rehearses one rank of each kind of pipeline stage with eager blocks (`compile=false`). Prints for
 each case the arguments with which `trainspec rehearse` repeats it, and its planned step time, tensors and reserved
 memory, each followed by the rehearsed figure divided by the planned one. Step times lack the host's work between steps
 and waiting for slower devices, which a rehearsal does not have. The last lines give the share of cases whose step time

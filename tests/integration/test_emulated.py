@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,9 +22,8 @@ from trainspec_cli.balance.ideal import RankRows
 from trainspec_cli.balance.job import DisturbedJob
 from trainspec_cli.balance.simulate import simulate
 from trainspec_cli.engine.run.scheduling.step_scheduler import largest_micro_batch
-from trainspec_cli.planner.pipeline import actions
+from trainspec_cli.planner.pipeline import Action, replay
 from trainspec_cli.planner.time.samples import StageTime, StepParts
-from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.forecast import Simulation
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.events import read_events
@@ -247,46 +246,22 @@ def shortest_s(ranks: int, own_s: Callable[[int], float]) -> float:
     )
 
 
-def pipeline_s(
-    layout: Layout, sizes: Sequence[int], times_s: Mapping[tuple[str, int], Callable[[int], float]]
-) -> float:
-    """Return when a pipeline has made its passes, each of which begins once the pass is done that it needs, and its
-    rank is free. `times_s`: (kind, stage) -> the seconds of a pass with this many samples."""
-    todo = [deque(of_rank) for of_rank in actions(layout, len(sizes))]
-    free_s = [0.0] * layout.pp
-    done_s: dict[tuple[str, int, int], float] = {}
-    while any(todo):
-        for rank, own in enumerate(todo):
-            if not own:
-                continue
-            kind, stage, micro_batch = own[0]
-            neighbour = stage - 1 if kind == "forward" else stage + 1
-            needed = (kind, neighbour, micro_batch)
-            if 0 <= neighbour < layout.num_stages and needed not in done_s:
-                continue
-            own.popleft()
-            begun_s = max(free_s[rank], done_s.get(needed, 0.0))
-            free_s[rank] = done_s[kind, stage, micro_batch] = begun_s + times_s[kind, stage](sizes[micro_batch])
-    return max(free_s)
-
-
 def passes_in_turns_s(slowed: Slowed, counts: Sequence[int], micro_batches: int) -> float:
     """Return the time of the slowest pipeline, with the schedule's turns."""
     layout = slowed.plan.layout
     slow_stage = slowed.slow // (layout.world_size // layout.pp)
     speeds = {kind: slowed.speeds(kind) for kind in PASSES}
 
-    def times_s(row: int) -> dict[tuple[str, int], Callable[[int], float]]:
-        return {
-            (kind, stage): partial(speed.scaled(factor).time_s, micro_batches=1)
-            for kind, of_stages in speeds.items()
-            for stage, speed in enumerate(of_stages)
-            for factor in [SLOWNESS if (stage, row) == (slow_stage, slowed.row) else 1.0]
-        }
+    def pipeline_s(row: int, sizes: Sequence[int]) -> float:
+        def pass_s(action: Action) -> float:
+            is_slow = (action.stage, row) == (slow_stage, slowed.row)
+            speed = speeds[action.kind][action.stage].scaled(SLOWNESS if is_slow else 1.0)
+            return speed.time_s(sizes[action.micro_batch], micro_batches=1)
 
-    divided = divide(counts, micro_batches)
+        return max(passes[-1].end_s for passes in replay(layout, len(sizes), pass_s))
+
     # Ranks with equally many samples take equally long, except for the slow one.
-    return max(pipeline_s(layout, own.sizes, times_s(row)) for row, own in enumerate(divided))
+    return max(pipeline_s(row, own.sizes) for row, own in enumerate(divide(counts, micro_batches)))
 
 
 def shortest_in_turns_s(slowed: Slowed) -> float:
