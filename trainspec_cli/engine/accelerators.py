@@ -147,23 +147,25 @@ def keep_busy(device: torch.device, seconds: float) -> None:
 
 def host_clock(device: torch.device) -> Callable[[], float]:
     """Return the host's clock, in seconds: Unix time or, if the device emulates host time, the emulated time."""
-    return _emulated_clock(device) or time.time
+    clock: Callable[[], float] = _emulated(device, "host_time") or time.time
+    return clock
 
 
 def host_is_emulated(device: torch.device) -> bool:
     """Return True if the host's work takes emulated time, so that the system's counters do not describe it."""
-    return _emulated_clock(device) is not None
+    return _emulated(device, "host_time") is not None
 
 
-def _emulated_clock(device: torch.device) -> Callable[[], float] | None:
-    clock: Callable[[], float] | None = getattr(getattr(torch, device.type, None), "host_time", None)
-    return clock
+def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:
+    """Return a function that only the module of an emulated device has. Some devices have no module."""
+    function: Callable[..., Any] | None = getattr(getattr(torch, device.type, None), name, None)
+    return function
 
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
     """Let the host spend time that only an emulated clock counts: `read` is for reading a batch, `write`
     for writing a checkpoint. `seconds` pass on any clock."""
-    work = getattr(getattr(torch, device.type, None), "host_work", None)
+    work = _emulated(device, "host_work")
     if work is not None:
         work(name, seconds)
     elif seconds:

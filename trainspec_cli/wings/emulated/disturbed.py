@@ -18,16 +18,15 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.planner.planes import Failure, SprayedFabric
 from trainspec_cli.planner.run import forecast, goodput
 from trainspec_cli.recipe.keys.training import Fault, parse_faults
+from trainspec_cli.run.recovery.watch import LEARNING_STEPS, step_deadline_s
 from trainspec_cli.session.planning.disturbance import NamedDisturbance
 from trainspec_cli.wings.emulated.planned import PlanToRehearse, Rehearsal, RehearsedStep
-from trainspec_cli.wings.emulated.rehearsal import FaultCost
+from trainspec_cli.wings.emulated.rehearsal import FaultCost, stage_of
 
 FAILING = ("kill", "stop", "hang", "lose_node")
 """Faults after which a process is gone."""
 SLOW = ("slow", "throttle")
 REHEARSED = (*FAILING, *SLOW, "lose_link", "lose_plane")
-HANGS = 5
-"""A step counts as hung if it takes this many times as long as the slowest one before (`resilience.hang_floor_s`)."""
 
 
 def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bool) -> tuple[Fault, ...]:
@@ -35,7 +34,7 @@ def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bo
     disturbance, costs."""
     faults = parse_faults(planned.spec.fault)
     plan = planned.plan
-    rehearsed = {planned.kinds[rank * plan.layout.pp // plan.group_size] for rank in ranks}
+    rehearsed = {planned.kinds[stage_of(plan, rank)] for rank in ranks}
     if (faults or disturbed) and rehearsed != set(planned.kinds):
         message = "a disturbance or fault needs the time of a step, and these ranks leave out a kind of pipeline stage"
         raise RecipeError(Problem("usage", message, "--ranks", "use --ranks=ends"))
@@ -153,7 +152,7 @@ def _cost_of_slowness(fault: Fault, planned: PlanToRehearse, step: RehearsedStep
         steps = fault.steps
         samples = plan.micro_batch_size * plan.grad_accum_steps
         later_s = fault.seconds * (samples if fault.kind == "throttle" else 1)
-        computed_s = step.stages_s[fault.rank * plan.layout.pp // plan.group_size][0] * plan.grad_accum_steps
+        computed_s = step.stages_s[stage_of(plan, fault.rank)][0] * plan.grad_accum_steps
         slow = SlowDevice(from_step=1, steps=steps, device=device, factor=1 + later_s / computed_s)
         disturbance = Disturbance(steps=steps, noise=0.0, slow_devices=(slow,))
     found = simulate(job, disturbance, fault.kind)
@@ -173,7 +172,8 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
         cluster = replace(cluster, swap_s=0.0, spare_nodes=None)  # its node is still there
     if fault.kind in ("stop", "hang"):
         floor_s = spec.resilience.hang_floor_s
-        cluster = replace(cluster, detect_s=math.inf if floor_s is None else max(floor_s, HANGS * step.step_s))
+        steps_s = [step.step_s] * LEARNING_STEPS
+        cluster = replace(cluster, detect_s=math.inf if floor_s is None else step_deadline_s(steps_s, floor_s))
     # It happens during the exchange of gradients, after the passes of the next step.
     work_s = fault.step * job.step_time_s + step.step_s - step.parts_s["optimizer"]
     checkpoints = math.floor(work_s / job.interval_s)

@@ -40,6 +40,7 @@ from trainspec_cli.wings.emulated.rehearsal import (
     equal_ranks,
     refuse,
     rehearse,
+    stage_of,
 )
 
 AT_ONCE = 2
@@ -222,7 +223,7 @@ def rehearse_ranks(
         if requests.count:
             raise Interrupted("the rehearsal was interrupted", code="interrupted")
         on_rank(rank)
-        stage = rank * plan.layout.pp // plan.group_size
+        stage = stage_of(plan, rank)
         try:
             found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, requests)
         except BaseException:
@@ -285,10 +286,9 @@ def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> Rehear
         busy_s = _by_part(slowest.time_s)
         stages_s = [(busy_s["compute"], busy_s["exposed_comm"])]
     else:
-        per_stage = plan.group_size // layout.pp
         by_kind: dict[int, tuple[RankRehearsal, PassSeconds]] = {}
         for rank in ranks:
-            kind = planned.kinds[rank.rank // per_stage]
+            kind = planned.kinds[stage_of(plan, rank.rank)]
             if rank.pipeline is not None:
                 passes = PassSeconds(rank.pipeline, plan.grad_accum_steps)
                 if kind not in by_kind or passes.busy_s > by_kind[kind][1].busy_s:
@@ -314,7 +314,7 @@ def size_checkpoint(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> 
     Replicas hold the same."""
     plan = planned.plan
     per_stage = plan.group_size // plan.layout.pp
-    by_kind = {planned.kinds[rank.rank // per_stage]: rank.checkpoint_bytes for rank in ranks}
+    by_kind = {planned.kinds[stage_of(plan, rank.rank)]: rank.checkpoint_bytes for rank in ranks}
     held = sum(by_kind.get(kind, math.nan) for kind in planned.kinds)
     return 0.0 if math.isnan(held) else held * per_stage / plan.layout.dp_replicate
 

@@ -154,6 +154,11 @@ def distinct(plan: Plan) -> list[int]:
     return [stage * per_stage + along_cp for stage in range(layout.pp)]
 
 
+def stage_of(plan: Plan, rank: int) -> int:
+    """Return the pipeline rank of a rank of a replica group."""
+    return rank * plan.layout.pp // plan.group_size
+
+
 def rehearse(
     plan: Plan, rank: int, steps: int, capacity_bytes: float, requests: StopRequests | None = None
 ) -> RankRehearsal:

@@ -83,9 +83,8 @@ def rehearse(
 def _write(done: Rehearsal, title: str, html: Path | None, trace: Path | None) -> list[str]:
     """Write the page and the trace. Return lines of text that describe the content of the trace."""
     if html is not None:
-        from trainspec_cli.wings.emulated.page import (
-            render_rehearsal_page,
-        )  # this loads charts, which text does not need
+        # This loads charts, which text does not need.
+        from trainspec_cli.wings.emulated.page import render_rehearsal_page
 
         write_page(html, render_rehearsal_page(done, title, page_origin()))
     if trace is None:
