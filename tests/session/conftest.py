@@ -28,8 +28,9 @@ def versions_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """This machine, as every session finds it."""
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    """This machine, as every session finds it, where nobody else trains."""
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
     for module in ("run.job.machine", "session.launching.resume"):
         monkeypatch.setattr(f"trainspec_cli.{module}.detect", lambda **_: HERE)
     return HERE
