@@ -23,6 +23,7 @@ class Ended:
     code: int | None
     """Its exit code, or minus the signal's number; None if it had to be killed."""
     printed: str
+    errors: str
 
 
 def run_ranks(
@@ -31,23 +32,32 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = PATIENCE_S,
 ) -> list[Ended]:
-    """Run `script` with each rank's arguments, beside one another, on one thread each."""
+    """Run `script` with each rank's arguments, beside one another, on one thread each. RANK and WORLD_SIZE are set."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(rank) for rank in range(len(ranks))]
-        processes = [
-            fork_context().Process(target=_be_rank, args=(script, list(map(str, own)), dict(environment or {}), file))
-            for own, file in zip(ranks, files, strict=True)
-        ]
+        processes = []
+        for rank, own in enumerate(ranks):
+            job = {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), **(environment or {})}
+            arguments = (script, list(map(str, own)), job, Path(folder) / str(rank))
+            processes.append(fork_context().Process(target=_be_rank, args=arguments))
         for process in processes:
             process.start()
         codes = _await_all(processes, time.monotonic() + timeout_s)
-        return [Ended(code, file.read_text() if file.exists() else "") for code, file in zip(codes, files, strict=True)]
+        texts = [
+            [path.read_text() if path.exists() else "" for path in _outputs(Path(folder) / str(rank))]
+            for rank in range(len(ranks))
+        ]
+        return [Ended(code, *text) for code, text in zip(codes, texts, strict=True)]
 
 
-def outputs(script: Path, ranks: Sequence[Sequence[object]]) -> list[str]:
+def _outputs(file: Path) -> tuple[Path, Path]:
+    """Return the files of a rank's stdout and stderr."""
+    return file.with_suffix(".out"), file.with_suffix(".err")
+
+
+def outputs(script: Path, ranks: Sequence[Sequence[object]], environment: Mapping[str, str] | None = None) -> list[str]:
     """Return what each rank has printed; all must have ended well."""
-    ended = run_ranks(script, ranks)
-    assert [rank.code for rank in ended] == [0] * len(ranks)
+    ended = run_ranks(script, ranks, environment)
+    assert [rank.code for rank in ended] == [0] * len(ranks), "\n".join(rank.errors for rank in ended)
     return [rank.printed for rank in ended]
 
 
@@ -65,8 +75,9 @@ def _be_rank(script: Path, arguments: list[str], environment: dict[str, str], pr
 
     torch.set_num_threads(1)
     os.environ.update(environment)
-    with printed.open("w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
+    for path, stream in zip(_outputs(printed), (sys.stdout, sys.stderr), strict=True):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +14,7 @@ import torch
 from bench.races import find, processes
 from bench.races import run as run_job
 from lab.drawing import slow_after
+from lab.ranks import outputs
 from lab.waiting import PATIENCE_S
 from wings.emulated.on_device import LEFT_OUT, SCHEDULES
 
@@ -40,28 +38,10 @@ def run(name: str, *arguments: str, **environment: str) -> Any:
 
 def run_ranks(number: int, name: str, *arguments: str, **environment: str) -> list[Any]:
     """Run a program of `on_device` in a process for each rank; return what each has printed."""
-    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
     with tempfile.TemporaryDirectory() as folder:
-        job = {"PYTHONPATH": path, STORE_FILE: f"{folder}/store", "OMP_NUM_THREADS": "1"}
-        job |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "wings.emulated.on_device", name, *arguments],
-                env=os.environ | job | {"RANK": str(rank)} | environment,
-                cwd=TESTS.parent,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(number)
-        ]
-        try:
-            ended = [(*rank.communicate(timeout=PATIENCE_S), rank.returncode) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert [code for *_, code in ended] == [0] * number, "\n".join(err for _, err, _ in ended)
-    return [json.loads(out) for out, *_ in ended]
+        job = {STORE_FILE: f"{folder}/store", "LOCAL_WORLD_SIZE": str(number), **environment}
+        printed = outputs(TESTS / "wings/emulated/on_device.py", [(name, *arguments)] * number, job)
+    return [json.loads(text) for text in printed]
 
 
 def test_training_gives_the_bits_of_a_cpu_in_any_order_of_the_streams() -> None:
