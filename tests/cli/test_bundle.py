@@ -79,6 +79,7 @@ def test_a_folder_that_is_not_a_bundle_is_reported(tmp_path: Path) -> None:
     assert ended.returncode == 4 and "bundle.json cannot be read: No such file" in " ".join(ended.stderr.split())
 
 
+@pytest.mark.slow
 def test_an_extra_adds_its_wheels(stock: Path, tmp_path: Path) -> None:
     ended = run(tmp_path, "out", "--wheels", "stock", "--extra", "more", "--json")
     assert ended.returncode == 0, ended.stderr
@@ -115,6 +116,7 @@ def test_each_platform_gets_its_wheels_and_its_own_requirements(stock: Path, tmp
     assert run(tmp_path, "out", "--check").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_missing_wheel_is_reported_in_pips_words_and_nothing_is_left(stock: Path, tmp_path: Path) -> None:
     (stock / "deeper-1.0-py3-none-any.whl").unlink()
     ended = run(tmp_path, "out", "--wheels", "stock")
@@ -161,6 +163,7 @@ def test_two_wheels_of_trainspec_are_refused(stock: Path, tmp_path: Path) -> Non
     assert ended.returncode == 2 and "several wheels of trainspec" in " ".join(ended.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_and_nothing_is_left_on_it(stock: Path, tmp_path: Path) -> None:
     """The recipes do not fit."""
     small = tmp_path / "small"
@@ -177,6 +180,7 @@ def test_a_full_disk_is_reported_and_nothing_is_left_on_it(stock: Path, tmp_path
     assert left == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_bundle_leaves_nothing(stock: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -107,6 +107,7 @@ def test_a_sweep_has_no_details_of_one_plan(flag: str, capsys: pytest.CaptureFix
     assert f"error: {flag} " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_sweeps_are_crossed(capsys: pytest.CaptureFixture[str]) -> None:
     both = ("--sweep", "cluster.num_nodes=1,2", "--sweep", "batching.global_batch_size=64,128")
     sweep = plan_json(capsys, *EIGHT_GPUS, *both)

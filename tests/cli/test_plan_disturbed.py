@@ -28,6 +28,7 @@ def test_without_a_disturbance_nothing_of_it_is_there(capsys: pytest.CaptureFixt
     assert "isturb" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_for_people_and_on_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert run(["plan", *GPUS, "disturb=slow_device", "--verbose", "--html", str(page)]) == 0
@@ -37,6 +38,7 @@ def test_the_same_for_people_and_on_a_page(capsys: pytest.CaptureFixture[str], t
     assert "Disturbance slow_device, simulated" in page.read_text() and "is won back" in page.read_text()
 
 
+@pytest.mark.slow
 def test_where_shares_cannot_help_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *GPUS, "disturb=narrow_link", "scheduler.may_change=[shares]"]) == 0
     assert "0 of 0" in capsys.readouterr().out

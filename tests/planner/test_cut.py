@@ -101,6 +101,7 @@ def test_no_cut_is_lighter_with_one_stage_a_rank(case) -> None:
     assert heaviest_s(times, found, layout, speeds) <= least_s * (1 + 1e-8)
 
 
+@pytest.mark.slow
 @given(models(SEVERAL))
 def test_no_cut_is_lighter_by_a_twentieth_with_several(case) -> None:
     layout, times, speeds = case
@@ -111,6 +112,7 @@ def test_no_cut_is_lighter_by_a_twentieth_with_several(case) -> None:
     assert heaviest_s(times, found, layout, speeds) <= least_s * 1.05
 
 
+@pytest.mark.slow
 @given(st.sampled_from([*ONE_STAGE, *SEVERAL]), st.integers(0, 5), SECONDS, st.floats(0, 20), st.floats(0, 20))
 def test_layers_that_are_alike_are_cut_exactly(
     layout: Layout, more: int, layer_s: float, embedding_s: float, head_s: float

@@ -257,6 +257,7 @@ def test_kernels_that_were_measured_are_told(fake_run: Any) -> None:
     assert collect(fake_run.dir.root).kernel_table == table
 
 
+@pytest.mark.slow
 def test_a_long_run_is_held_as_numbers_and_not_as_events(fake_run) -> None:
     """An event takes a kilobyte: two hundred bytes of each step of the first rank are kept, and none of the others."""
     fake_run.about()

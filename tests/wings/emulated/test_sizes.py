@@ -26,7 +26,7 @@ from trainspec_cli.wings.emulated.rehearsal import RankRehearsal
 SIZES = {"TRAINSPEC_EMULATED": "sizes=1"}
 
 
-@pytest.mark.parametrize("families", slow_after(1, ["dense moe", "windowed mamba hybrid"]))
+@pytest.mark.parametrize("families", slow_after(1, ["dense", "moe windowed mamba hybrid"]))
 def test_allocations_are_the_same_with_and_without_values(families: str) -> None:
     with_values = run("allocations", families)
     without = run("allocations", families, **SIZES)

@@ -30,6 +30,7 @@ def seconds(slices: list[dict[str, Any]]) -> float:
     return sum(one["dur"] for one in slices) / 1e6
 
 
+@pytest.mark.slow
 def test_a_trace_adds_up_to_the_reported_times_and_memory(done: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
     """One test, because the rehearsal takes seconds, and workers of pytest would each repeat it."""
     (rank,) = done.ranks
