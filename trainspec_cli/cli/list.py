@@ -119,9 +119,33 @@ def list(
     if as_json:
         print(json_text(found))
     elif group == RECIPE:
-        print("\n".join(_recipes(found[RECIPE])))
+        rows = found[RECIPE]
+        recipes = []
+        style = Style.of(sys.stdout)
+        width = max((len(str(row["name"])) for row in rows), default=0)
+        for row in rows:
+            recipes.append(f"{style.bold(str(row['name']).ljust(width))}  {row['description'] or '(no description)'}")
+            recipes.append(f"{' ' * width}  {style.dim(str(row['file']))}")
+        print("\n".join(recipes))
     elif group is not None:
-        print("\n".join(_table(group, found[group])))
+        rows = found[group]
+        table = []
+        if rows:
+            style = Style.of(sys.stdout)
+            headings = [heading for heading in rows[0] if heading not in ("description", "file")]
+            if group not in FIGURES:
+                headings += ["description"]
+            cells = [[heading if heading != "name" else group for heading in headings]]
+            cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
+            numbers = [
+                place
+                for place, heading in enumerate(headings)
+                if not any(isinstance(row[heading], str) for row in rows)
+            ]
+            lines = aligned(cells, numbers)
+            table.append(style.bold(lines[0]))
+            table += lines[1:]
+        print("\n".join(table))
     else:
         print("\n\n".join("\n".join(_overview(name, rows)) for name, rows in found.items()))
 
@@ -140,31 +164,6 @@ def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:
     width = max((len(str(row["name"])) for row in rows), default=0)
     for row in rows:
         yield f"  {str(row['name']).ljust(width)}  {row['description']}".rstrip()
-
-
-def _recipes(rows: Sequence[Row]) -> Iterator[str]:
-    style = Style.of(sys.stdout)
-    width = max((len(str(row["name"])) for row in rows), default=0)
-    for row in rows:
-        yield f"{style.bold(str(row['name']).ljust(width))}  {row['description'] or '(no description)'}"
-        yield f"{' ' * width}  {style.dim(str(row['file']))}"
-
-
-def _table(group: str, rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    style = Style.of(sys.stdout)
-    headings = [heading for heading in rows[0] if heading not in ("description", "file")]
-    if group not in FIGURES:
-        headings += ["description"]
-    cells = [[heading if heading != "name" else group for heading in headings]]
-    cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
-    numbers = [
-        place for place, heading in enumerate(headings) if not any(isinstance(row[heading], str) for row in rows)
-    ]
-    lines = aligned(cells, numbers)
-    yield style.bold(lines[0])
-    yield from lines[1:]
 
 
 def _cell(heading: str, value: JsonValue) -> str:

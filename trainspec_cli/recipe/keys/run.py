@@ -283,11 +283,6 @@ class TrainSection:
     """User-defined classes that are notified of steps, evaluations and checkpoints: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
 
-    @property
-    def counts_samples(self) -> bool:
-        """Return whether the recipe specifies the run length in samples instead of steps."""
-        return self.tokens is not None or self.epochs is not None
-
 
 @dataclass(frozen=True)
 class SampleSection:
@@ -410,4 +405,6 @@ class RunSpec:
     def ends_by_samples(self) -> bool:
         """Return whether the run ends once it has trained on its samples, regardless of the number of steps, instead of
         at `max_steps`. This is the case if the batch size changes, or if the recipe specifies the amount of data."""
-        return self.batching.schedule.kind != "constant" or self.train.counts_samples
+        return self.batching.schedule.kind != "constant" or (
+            self.train.tokens is not None or self.train.epochs is not None
+        )

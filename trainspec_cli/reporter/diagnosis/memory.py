@@ -30,7 +30,32 @@ SWAPPED_BYTES = 16 * 2**20
 
 
 def find_memory(evidence: RunEvidence) -> list[RunVerdict]:
-    return [*_leaks(evidence), *_pressure(evidence)]
+    # Verdicts on ranks whose memory is being swapped out, or whose GPU allocator has to release cached memory.
+    verdicts = []
+    is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
+    is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)
+    for rank in np.flatnonzero(is_short).tolist():
+        swapped = evidence.counter("swap_bytes")[:, rank]
+        retries = np.nan_to_num(evidence.counter("allocator_retries")[:, rank])
+        known = np.isfinite(swapped)
+        if known.any() and np.nanmax(swapped) - swapped[known][0] > SWAPPED_BYTES:
+            since = int(np.argmax(np.nan_to_num(swapped) > swapped[known][0] + SWAPPED_BYTES / 4))
+            what = f"{format_bytes(float(np.nanmax(swapped)))} of rank {rank} are swapped out to disk"
+        elif (retries > 0).sum() >= 3:
+            since = int(np.argmax(retries > 0))
+            what = f"the allocator of rank {rank} released its cache in {(retries > 0).sum()} steps"
+        else:
+            continue
+        verdicts.append(
+            RunVerdict(
+                cause="memory_pressure",
+                rank=rank,
+                since_step=int(evidence.steps[since]),
+                confidence=0.8,
+                evidence=(what,),
+            )
+        )
+    return [*_leaks(evidence), *verdicts]
 
 
 def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
@@ -46,7 +71,9 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
         of_node[evidence.nodes[rank]] += slope
     verdicts = []
     for rank, (since, slope, grown_bytes) in slopes.items():
-        left = _last(evidence.counter("available_bytes")[:, rank])
+        series = evidence.counter("available_bytes")[:, rank]
+        known = series[np.isfinite(series)]
+        left = float(known[-1]) if known.size else None
         full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
         if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
             continue
@@ -101,38 +128,3 @@ def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]
     begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
     known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
     return evidence.steps[known].astype(np.float64), series[known]
-
-
-def _last(series: Figures) -> float | None:
-    known = series[np.isfinite(series)]
-    return float(known[-1]) if known.size else None
-
-
-def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on ranks whose memory is being swapped out, or whose GPU allocator has to release cached
-    memory."""
-    verdicts = []
-    is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
-    is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)
-    for rank in np.flatnonzero(is_short).tolist():
-        swapped = evidence.counter("swap_bytes")[:, rank]
-        retries = np.nan_to_num(evidence.counter("allocator_retries")[:, rank])
-        known = np.isfinite(swapped)
-        if known.any() and np.nanmax(swapped) - swapped[known][0] > SWAPPED_BYTES:
-            since = int(np.argmax(np.nan_to_num(swapped) > swapped[known][0] + SWAPPED_BYTES / 4))
-            what = f"{format_bytes(float(np.nanmax(swapped)))} of rank {rank} are swapped out to disk"
-        elif (retries > 0).sum() >= 3:
-            since = int(np.argmax(retries > 0))
-            what = f"the allocator of rank {rank} released its cache in {(retries > 0).sum()} steps"
-        else:
-            continue
-        verdicts.append(
-            RunVerdict(
-                cause="memory_pressure",
-                rank=rank,
-                since_step=int(evidence.steps[since]),
-                confidence=0.8,
-                evidence=(what,),
-            )
-        )
-    return verdicts
