@@ -148,22 +148,8 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
         break_even.append(("buying pays", "at no use", "of the machines' life"))
     else:
         break_even.append(("buying pays above", percent(use, 1), "of the machines' life"))
-    body = [
-        heading(title_of(budget)),
-        origin_line(origin),
-        tiles([*totals, *break_even]),
-        section("Cash over time", text, render_curves(lines, "months", "dollars") + legend),
-        _swings(budget),
-    ]
-    for title, text, rows in _tables(budget):
-        first, *numbers = rows[0]
-        body.append(section(title, text, text_table((first, *(f"#{name}" for name in numbers)), rows[1:])))
-    return render_page(title_of(budget), "".join(body), FOOTER)
 
-
-def _swings(budget: Budget) -> str:
-    """Draw how much each input changes the savings from buying instead of renting by the hour."""
-
+    # How much each input changes the savings from buying instead of renting by the hour.
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]
 
@@ -172,7 +158,7 @@ def _swings(budget: Budget) -> str:
 
     # If no input changes anything, all bars have length 0; this avoids a division by 0.
     most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
-    rows = [
+    swings = [
         (
             each.key,
             render_bar([Segment("c-used", each.key, swing(each), _money(swing(each)))], most),
@@ -180,5 +166,15 @@ def _swings(budget: Budget) -> str:
         )
         for each in sorted(budget.sensitivities, key=swing, reverse=True)
     ]
-    text = "What buying saves against rent by the hour, where one input is at its lower and at its upper bound."
-    return section("What the decision rests on", text, bar_rows(rows))
+    swing_text = "What buying saves against rent by the hour, where one input is at its lower and at its upper bound."
+    body = [
+        heading(title_of(budget)),
+        origin_line(origin),
+        tiles([*totals, *break_even]),
+        section("Cash over time", text, render_curves(lines, "months", "dollars") + legend),
+        section("What the decision rests on", swing_text, bar_rows(swings)),
+    ]
+    for title, text, rows in _tables(budget):
+        first, *numbers = rows[0]
+        body.append(section(title, text, text_table((first, *(f"#{name}" for name in numbers)), rows[1:])))
+    return render_page(title_of(budget), "".join(body), FOOTER)

@@ -361,7 +361,14 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
     planned_s = sum(evidence.planned_s.values())
     beside = f"; {format_seconds(planned_s)} were planned" if planned_s else ""
     shares = ", ".join(f"{seconds / step_s:.0%} {name}" for name, seconds in bounds.items() if seconds >= 0.01 * step_s)
-    what_if = _what_if(parts_s, (*(outlook.changes if outlook.is_known else UNPLANNED), *ALWAYS))
+    # The changes that save enough time, best first.
+    changes = (*(outlook.changes if outlook.is_known else UNPLANNED), *ALWAYS)
+    found = []
+    for one in changes:
+        changed_s = sum(seconds * one.factors.get(part, 1.0) for part, seconds in parts_s.items())
+        if step_s - changed_s >= LEAST_SAVED * step_s:
+            found.append(WhatIf(one.change, changed_s, step_s - changed_s))
+    what_if = tuple(sorted(found, key=lambda one: -one.saved_s))
     return [
         RunVerdict(
             cause="as_planned",
@@ -384,17 +391,6 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
         yield name, share * parts_s["exposed_comm"]
     for part, name in BOUNDS.items():
         yield name, parts_s[part]
-
-
-def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -> tuple[WhatIf, ...]:
-    """Return the changes that save enough time, best first."""
-    step_s = sum(parts_s.values())
-    found = []
-    for one in changes:
-        changed_s = sum(seconds * one.factors.get(part, 1.0) for part, seconds in parts_s.items())
-        if step_s - changed_s >= LEAST_SAVED * step_s:
-            found.append(WhatIf(one.change, changed_s, step_s - changed_s))
-    return tuple(sorted(found, key=lambda one: -one.saved_s))
 
 
 LEAST_STEPS = 8

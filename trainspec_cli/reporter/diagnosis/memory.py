@@ -96,7 +96,12 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
     """Return (first step, bytes per step, bytes so far) of a leaking rank."""
-    steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
+    # (steps, readings) since the rank's work last changed, because different work needs a different amount of memory.
+    series = evidence.counter("rss_bytes")[:, rank]
+    begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
+    known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
+    steps = evidence.steps[known].astype(np.float64)
+    held = series[known]
     # Try the longest window first, because it separates a slow leak from noise; a short window finds a fast leak early.
     for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
         if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
@@ -120,11 +125,3 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
 def _grows_evenly(held: Figures) -> bool:
     grown = np.diff(held)
     return len(held) >= EIGHTHS and bool((grown > ALIKE * np.median(grown)).all() and np.median(grown) > 0)
-
-
-def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
-    """Return (steps, readings) since the rank's work last changed, because different work needs a different amount of
-    memory."""
-    begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
-    known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
-    return evidence.steps[known].astype(np.float64), series[known]

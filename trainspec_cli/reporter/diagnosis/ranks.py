@@ -199,7 +199,34 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         ):
             visits += of_rank
     slow = [replace(one, cause="noise") if one in visits else one for one in slow]
-    return _verdicts(evidence, times, slow + list(_stolen(evidence, times)))
+    # The ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short time.
+    stolen = []
+    of_all_peers_s = times.expect_queued()
+    found: list[tuple[int, Episode]] = []
+    for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
+        of_peers_s = of_all_peers_s[:, rank]
+        level_s = float(np.median(of_peers_s[episode.where]))
+        lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
+        # Whether this rank is last in an episode far more often than by chance, among ranks that do the same work.
+        # Machine-wide load affects different ranks at different times.
+        of_kind = np.flatnonzero(np.array(times.evidence.kinds) == times.evidence.kinds[rank])
+        took_s = (times.own_s + times.queued_s)[episode.where][:, of_kind]
+        more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
+        is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or (
+            more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
+        )
+        if episode.steadiness >= STEADY and lasts and is_alone:
+            found.append((rank, episode))
+    last = dict(found)  # by rank
+    for rank, episode in found:
+        why = (
+            f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
+        )
+        span = slice(episode.first, last[rank].last + 1)
+        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
+        stolen.append(Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why))
+    return _verdicts(evidence, times, slow + stolen)
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
@@ -230,36 +257,6 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     span = slice(edges[0], edges[-1])
     comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
     return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
-
-
-def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
-    """Yield the ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short
-    time."""
-    of_all_peers_s = times.expect_queued()
-    found: list[tuple[int, Episode]] = []
-    for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
-        of_peers_s = of_all_peers_s[:, rank]
-        level_s = float(np.median(of_peers_s[episode.where]))
-        lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
-        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
-        # Whether this rank is last in an episode far more often than by chance, among ranks that do the same work.
-        # Machine-wide load affects different ranks at different times.
-        of_kind = np.flatnonzero(np.array(times.evidence.kinds) == times.evidence.kinds[rank])
-        took_s = (times.own_s + times.queued_s)[episode.where][:, of_kind]
-        more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
-        is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or (
-            more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
-        )
-        if episode.steadiness >= STEADY and lasts and is_alone:
-            found.append((rank, episode))
-    last = dict(found)  # by rank
-    for rank, episode in found:
-        why = (
-            f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
-        )
-        span = slice(episode.first, last[rank].last + 1)
-        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
-        yield Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why)
 
 
 def _suspects(

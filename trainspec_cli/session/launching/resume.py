@@ -233,25 +233,19 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
     if plan.spec.kernels == old.spec.kernels:
         require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
         plan = replace(plan, kernels=old.kernels)
-    plan = _keep_memory(plan, old)
+    # Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
+    # run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it.
+    asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
+    is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
+    if plan.spec.scheduler.mode != "off" and asks_the_same and is_alike:
+        if rank_setting(old.memory_setting) > rank_setting(plan.memory_setting):
+            plan = with_reliefs(plan, [Relief(plan.memory_setting, old.memory_setting)])
+        if plan.spec.scheduler == old.spec.scheduler and plan.memory_setting == old.memory_setting:
+            plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
     has_saved = run.newest_step or newest_copy(run)
     if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
         hint = f"set layout.tp={old.layout.tp}, which the run has saved"
         require(loaded.composed.locate([Problem("unsupported", message, "layout.tp", hint)]))
-    return plan
-
-
-def _keep_memory(plan: Plan, old: Plan) -> Plan:
-    """Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
-    run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
-    asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
-    is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
-    if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
-        return plan
-    if rank_setting(old.memory_setting) > rank_setting(plan.memory_setting):
-        plan = with_reliefs(plan, [Relief(plan.memory_setting, old.memory_setting)])
-    if plan.spec.scheduler == old.spec.scheduler and plan.memory_setting == old.memory_setting:
-        plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
     return plan
 
 
