@@ -50,8 +50,9 @@ def launch(
         from trainspec_cli.recipe.rules.check import WING_KEYS  # the same
 
         keys = {argument.partition("=")[0] for argument in arguments}
-        given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": (nnodes is not None)}
-        given |= {path: path in keys for wing in WING_KEYS for path in wing.paths_of_one_start}
+        given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": nnodes is not None}
+        paths = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.of_one_start]
+        given |= {path: path in keys for path in paths}
         if option := next((name for name, is_given in given.items() if is_given), None):
             hint = "leave one out; trainspec sbatch --sweep makes a Slurm array"
             raise RecipeError(Problem("usage", f"{option} and --sweep cannot be combined", option, hint))

@@ -91,8 +91,13 @@ KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield the user-defined code named in the recipe; nothing if everything that it names ships with trainspec."""
-    for key, part in spec.data.own_parts.items():
-        yield Extension(SOURCE, key, part.source, tuple(part.options))
+    # The sources that are user-defined code, keyed by the recipe key that names them.
+    named = {f"data.mixture.{name}.source": part for name, part in spec.data.mixture.items()}
+    main = named if spec.data.source == "mixture" else {"data.source": spec.data.parts[""]}
+    every = main | {f"data.validation.{name}.source": part for name, part in spec.data.validation.items()}
+    for key, part in every.items():
+        if part.is_own:
+            yield Extension(SOURCE, key, part.source, tuple(part.options))
     yield from worker_code_of(spec)
 
 

@@ -142,14 +142,6 @@ class DataSpec:
             return self.mixture
         return {"": PartSpec(self.source, self.path, self.text_field, options=self.options)}
 
-    @property
-    def own_parts(self) -> dict[str, PartSpec]:
-        """Return the sources that are user-defined code, keyed by the recipe key that names them."""
-        named = {f"data.mixture.{name}.source": part for name, part in self.mixture.items()}
-        main = named if self.source == "mixture" else {"data.source": self.parts[""]}
-        every = main | {f"data.validation.{name}.source": part for name, part in self.validation.items()}
-        return {key: part for key, part in every.items() if part.is_own}
-
     def with_part(self, part: PartSpec) -> DataSpec:
         """Return the same data settings for a single part."""
         one = {"source": part.source, "path": part.path, "text_field": part.text_field, "options": part.options}

@@ -93,9 +93,9 @@ def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = Tr
     return Loaded(examined.draft, examined.composed)
 
 
-def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+def load_for_planning(arguments: Sequence[str]) -> Loaded:
     """Like `load`, for a recipe that is planned but not started."""
-    return load(arguments, cwd, to_run=False)
+    return load(arguments, to_run=False)
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
