@@ -206,7 +206,7 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
         of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
-        lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        is_long = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
         # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
         # Whether this rank is last in an episode far more often than by chance, among ranks that do the same work.
         # Machine-wide load affects different ranks at different times.
@@ -216,7 +216,7 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or (
             more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
         )
-        if episode.steadiness >= STEADY and lasts and is_alone:
+        if episode.steadiness >= STEADY and is_long and is_alone:
             found.append((rank, episode))
     last = dict(found)  # by rank
     for rank, episode in found:
