@@ -133,7 +133,6 @@ class SlowNodes:
             return []
         made = self._take_steps(self._events.read())
         try:
-            # Process the reports after `made` new steps.
             report = self._mail.speeds
             is_known = self._learnt is not None and self._learnt.report is report
             if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
@@ -149,7 +148,24 @@ class SlowNodes:
                 best_s = self._learnt.best_s
                 gain = gain_without_slowest(self._learnt.times, self._plan.devices_per_node, step_s, best_s, work)
             gain = self._scheduler.note_steps(gain, made, self._plan.total_steps - self._step, self._restart_s)
-            return [] if gain is None else self._decide(gain)
+            if gain is None:
+                return []
+            node = self._job.nodes[gain.node]
+            host = self.hostnames[gain.node]
+            assert plan is not None, "there is a gain"
+            name = f"node {node} ({host})" if host else f"node {node}"
+            why = (
+                f"{name} computes {gain.pace:.1f} times as long as usual; "
+                f"a step takes {format_duration(gain.before_s)}, "
+                f"and {format_duration(gain.expected_s)} are expected without it"
+            )
+            if self._mode != "auto":
+                self._write_directive(gain, plan, applied=False)
+                self._report(f"advice: scheduler=auto would leave a node out: {why}")
+                return []
+            self._decided = gain
+            self._asked_s = time.monotonic()
+            return [NodeSlow(node, host, f"{why}: the run restarts without it")]
         except Exception as error:  # for example a damaged file
             self._report(f"no further node is left out: {type(error).__name__}: {error}")
             self._is_on = False
@@ -237,25 +253,6 @@ class SlowNodes:
         self._learnt = _Learnt(report, times, best_s, samples)
         # Earlier times belong to other speeds or another layout.
         self._times_s.clear()
-
-    # Deciding
-
-    def _decide(self, gain: Gain) -> list[NodeSlow]:
-        plan = self._plan_without
-        node = self._job.nodes[gain.node]
-        host = self.hostnames[gain.node]
-        assert plan is not None, "there is a gain"
-        name = f"node {node} ({host})" if host else f"node {node}"
-        why = (
-            f"{name} computes {gain.pace:.1f} times as long as usual; a step takes {format_duration(gain.before_s)}, "
-            f"and {format_duration(gain.expected_s)} are expected without it"
-        )
-        if self._mode != "auto":
-            self._write_directive(gain, plan, applied=False)
-            self._report(f"advice: scheduler=auto would leave a node out: {why}")
-            return []
-        self._decided, self._asked_s = gain, time.monotonic()
-        return [NodeSlow(node, host, f"{why}: the run restarts without it")]
 
     # directives.jsonl
 
