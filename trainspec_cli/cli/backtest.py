@@ -28,7 +28,24 @@ def backtest(
     plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
 ) -> None:
     """Predict every row with exactly the layout that it states, and print the error by source, model and chip."""
-    eff = _read_profile(profile)
+    if profile is None:
+        eff = Efficiency()
+    else:
+        try:
+            content = read_yaml(profile)
+            given = content.get("efficiency") if isinstance(content, dict) else None
+            if not isinstance(given, dict):
+                raise ValueError("it has no section `efficiency`")
+            values = {}
+            for name, value in given.items():
+                values[name] = float(value) if isinstance(value, (int, float, str)) else math.nan
+                if not 0 < values[name] < math.inf:
+                    raise ValueError("an efficiency is a number above 0")
+            eff = Efficiency(**values)
+        except (OSError, TypeError, ValueError) as error:
+            message = f"{profile} is not a profile of efficiencies: {error}"
+            hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
+            raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error
     result = run_backtest(read_rows(file), eff)
     if fit is not None:
         lines = [f"  {name}: {value:.4e}" for name, value in fit_table(result, eff).as_dict().items()]
@@ -40,23 +57,3 @@ def backtest(
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
     found = report(result, FITTED_SOURCES if profile is None else ())
     print(json_text(to_plain(found)) if as_json else render_backtest(found))
-
-
-def _read_profile(profile: Path | None) -> Efficiency:
-    if profile is None:
-        return Efficiency()
-    try:
-        content = read_yaml(profile)
-        given = content.get("efficiency") if isinstance(content, dict) else None
-        if not isinstance(given, dict):
-            raise ValueError("it has no section `efficiency`")
-        values = {}
-        for name, value in given.items():
-            values[name] = float(value) if isinstance(value, (int, float, str)) else math.nan
-            if not 0 < values[name] < math.inf:
-                raise ValueError("an efficiency is a number above 0")
-        return Efficiency(**values)
-    except (OSError, TypeError, ValueError) as error:
-        message = f"{profile} is not a profile of efficiencies: {error}"
-        hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
-        raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error

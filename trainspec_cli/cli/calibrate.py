@@ -48,7 +48,21 @@ def calibrate(
 
     Parameters that the measurements do not determine keep the shipped values. cluster.profile=off ignores a profile."""
     if show or forget:
-        _list(cluster, forget=forget, as_json=as_json)
+        from trainspec_cli.session.recipe.load import profile_path, read_profile
+
+        stored = sorted(profile_path(cluster).parent.glob("*.yaml"))
+        paths = [path for path in stored if not cluster or path == profile_path(cluster)]
+        if forget:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            print(json_text([str(path) for path in paths]) if as_json else f"{len(paths)} profiles removed")
+
+        else:
+            profiles = [read_profile(path) for path in paths]
+            if as_json:
+                print(json_text([to_plain(profile) for profile in profiles]))
+            else:
+                print("\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` makes one")
         return
     profile = _measure(sources or [], cluster, layouts, steps, as_json=as_json)
     from trainspec_cli.session.recipe.load import profile_path, write_profile
@@ -83,23 +97,6 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
     folder = Path("runs") / "calibrate" / f"{datetime.now():%Y%m%d-%H%M%S}"
     console = make_console(as_json=as_json)
     return session.calibrate(session.measure_recipe(keys, layouts, steps, folder, console.report))
-
-
-def _list(cluster: str, *, forget: bool, as_json: bool) -> None:
-    from trainspec_cli.session.recipe.load import profile_path, read_profile
-
-    stored = sorted(profile_path(cluster).parent.glob("*.yaml"))
-    paths = [path for path in stored if not cluster or path == profile_path(cluster)]
-    if forget:
-        for path in paths:
-            path.unlink(missing_ok=True)
-        print(json_text([str(path) for path in paths]) if as_json else f"{len(paths)} profiles removed")
-        return
-    profiles = [read_profile(path) for path in paths]
-    if as_json:
-        print(json_text([to_plain(profile) for profile in profiles]))
-    else:
-        print("\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` makes one")
 
 
 def _render(profile: ClusterProfile) -> str:

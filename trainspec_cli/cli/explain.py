@@ -12,7 +12,7 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.intentions import closest, closest_path, hint_for
-from trainspec_cli.recipe.compose.folders import NAMED_SECTIONS, Folders, find_folders
+from trainspec_cli.recipe.compose.folders import NAMED_SECTIONS, find_folders
 from trainspec_cli.recipe.json_schema import KeyMeaning, path_of_group
 from trainspec_cli.recipe.json_schema import explain as explain_key
 from trainspec_cli.recipe.json_text import json_text
@@ -31,39 +31,37 @@ def explain(
     """Print the meaning of a recipe key, with its unit, allowed values and default."""
     folders = find_folders(Path.cwd())
     options = folders.options(NAMED_SECTIONS.get(key, key))
-    path = _path(key, folders)
+    # The full key for one that starts with the name of a group, such as `slurm.time` for `cluster.slurm.time`, or that
+    # is the unique last word of a key, such as `lr` for `optim.lr`.
+    first, dot, rest = key.partition(".")
+    # A key takes precedence over a group of the same name: `data` is both.
+    is_group = first in folders.groups and not any(explain_key(RunSpec, first))
+    section = path_of_group(first) if is_group else ""
+    if section:
+        path = f"{section}{dot}{rest}"
+    else:
+        path = key if any(explain_key(RunSpec, key)) else only_key_named(key) or key
     found = list(explain_key(RunSpec, path))
     if not found:
-        raise RecipeError(Problem("unknown_key", f"recipes have no key `{key}`", key, _hint(path)))
+        if foreign := hint_for(path.rpartition(".")[2]):
+            hint = foreign
+        else:
+            known = list(dict.fromkeys(known_paths(RunSpec)))
+            same = [other for other in known if other.rpartition(".")[2] == path]
+            if len(same) > 1:
+                hint = f"several sections have it; run trainspec explain {', or '.join(same)}"
+            else:
+                near = closest_path(path, known) or closest(path, known)
+                hint = (
+                    f"run trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
+                )
+        raise RecipeError(Problem("unknown_key", f"recipes have no key `{key}`", key, hint))
     if as_json:
         print(json_text({"key": key, "options": options, "meanings": [asdict(one) for one in found]}))
         return
     print("\n\n".join(dict.fromkeys(_text(one, several=len({other.doc for other in found}) > 1) for one in found)))
     if options:
         print(_line("options", ", ".join(options)))
-
-
-def _hint(path: str) -> str:
-    if foreign := hint_for(path.rpartition(".")[2]):
-        return foreign
-    known = list(dict.fromkeys(known_paths(RunSpec)))
-    same = [other for other in known if other.rpartition(".")[2] == path]
-    if len(same) > 1:
-        return f"several sections have it; run trainspec explain {', or '.join(same)}"
-    near = closest_path(path, known) or closest(path, known)
-    return f"run trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
-
-
-def _path(key: str, folders: Folders) -> str:
-    """Return the full key for one that starts with the name of a group, such as `slurm.time` for `cluster.slurm.time`,
-    or that is the unique last word of a key, such as `lr` for `optim.lr`."""
-    first, dot, rest = key.partition(".")
-    # A key takes precedence over a group of the same name: `data` is both.
-    is_group = first in folders.groups and not any(explain_key(RunSpec, first))
-    section = path_of_group(first) if is_group else ""
-    if section:
-        return f"{section}{dot}{rest}"
-    return key if any(explain_key(RunSpec, key)) else only_key_named(key) or key
 
 
 def _text(found: KeyMeaning, *, several: bool) -> str:

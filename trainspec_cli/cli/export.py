@@ -56,17 +56,13 @@ def export(
         what = write_adapters(wanted, output)
     else:
         what = write_folder(wanted, output, format_, naming)
-    _report(output, wanted.step, what, format_, as_json)
-
-
-_WEIGHTS = {"dcp": "*.distcp", "megatron": "*.distcp", "litgpt": "*.pth"}
-
-
-def _report(output: Path, step: int, what: str, format_: str, as_json: bool) -> None:
     files = sorted(output.glob(_WEIGHTS.get(format_, "*.safetensors")))
     size = sum(file.stat().st_size for file in files)
     if as_json:
-        print(json_text({"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}))
+        print(json_text({"path": str(output), "step": wanted.step, "what": what, "files": len(files), "bytes": size}))
         return
-    print(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
+    print(f"{output}: {what} of step {wanted.step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
     print("\n".join(how_to_load(output, format_)))
+
+
+_WEIGHTS = {"dcp": "*.distcp", "megatron": "*.distcp", "litgpt": "*.pth"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -48,7 +47,15 @@ def launch(
     --sweep, one run per value trains on this node, and a table lists the runs, best first.
     """
     if sweep:
-        _check_sweepable(arguments, dry_run=dry_run, detach=detach, several=nnodes is not None)
+        from trainspec_cli.recipe.rules.check import WING_KEYS  # the same
+
+        keys = {argument.partition("=")[0] for argument in arguments}
+        given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": nnodes is not None}
+        paths = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.of_one_start]
+        given |= {path: path in keys for path in paths}
+        if option := next((name for name, is_given in given.items() if is_given), None):
+            hint = "leave one out; trainspec sbatch --sweep makes a Slurm array"
+            raise RecipeError(Problem("usage", f"{option} and --sweep cannot be combined", option, hint))
         from trainspec_cli.session.launching.sweep import read_sweep
         from trainspec_cli.session.launching.sweep_runs import launch_sweep  # see below
 
@@ -67,14 +74,3 @@ def launch(
             return 0
         wanted = Notify(notify)
         return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach)
-
-
-def _check_sweepable(arguments: Sequence[str], *, dry_run: bool, detach: bool, several: bool) -> None:
-    from trainspec_cli.recipe.rules.check import WING_KEYS  # the same
-
-    keys = {argument.partition("=")[0] for argument in arguments}
-    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}
-    given |= {path: path in keys for wing in WING_KEYS for path in wing.paths_of_one_start}
-    if option := next((name for name, is_given in given.items() if is_given), None):
-        hint = "leave one out; trainspec sbatch --sweep makes a Slurm array"
-        raise RecipeError(Problem("usage", f"{option} and --sweep cannot be combined", option, hint))

@@ -112,6 +112,7 @@ def list(
             near = closest(group, groups)
             hint = f"run trainspec list {near}" if near else f"groups: {', '.join(groups)}"
             raise RecipeError(Problem("usage", f"there is no group `{group}`", hint=hint))
+    style = Style.of(sys.stdout)
     wanted = [name for name in groups if group in (None, name)]
     found = {name: options_of(name, folders, cwd) for name in wanted}
     if as_json or group is not None:
@@ -119,9 +120,22 @@ def list(
     if as_json:
         print(json_text(found))
     elif group == RECIPE:
-        print("\n".join(_recipes(found[RECIPE])))
+        width = max((len(str(row["name"])) for row in found[RECIPE]), default=0)
+        for row in found[RECIPE]:
+            print(f"{style.bold(str(row['name']).ljust(width))}  {row['description'] or '(no description)'}")
+            print(f"{' ' * width}  {style.dim(str(row['file']))}")
     elif group is not None:
-        print("\n".join(_table(group, found[group])))
+        rows = found[group]
+        headings = [heading for heading in rows[0] if heading not in ("description", "file")] if rows else []
+        if group not in FIGURES:
+            headings += ["description"]
+        cells = [[heading if heading != "name" else group for heading in headings]]
+        cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
+        numbers = [
+            place for place, heading in enumerate(headings) if not any(isinstance(row[heading], str) for row in rows)
+        ]
+        head, *lines = aligned(cells, numbers)
+        print("\n".join([style.bold(head), *lines]))
     else:
         print("\n\n".join("\n".join(_overview(name, rows)) for name, rows in found.items()))
 
@@ -140,31 +154,6 @@ def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:
     width = max((len(str(row["name"])) for row in rows), default=0)
     for row in rows:
         yield f"  {str(row['name']).ljust(width)}  {row['description']}".rstrip()
-
-
-def _recipes(rows: Sequence[Row]) -> Iterator[str]:
-    style = Style.of(sys.stdout)
-    width = max((len(str(row["name"])) for row in rows), default=0)
-    for row in rows:
-        yield f"{style.bold(str(row['name']).ljust(width))}  {row['description'] or '(no description)'}"
-        yield f"{' ' * width}  {style.dim(str(row['file']))}"
-
-
-def _table(group: str, rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    style = Style.of(sys.stdout)
-    headings = [heading for heading in rows[0] if heading not in ("description", "file")]
-    if group not in FIGURES:
-        headings += ["description"]
-    cells = [[heading if heading != "name" else group for heading in headings]]
-    cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
-    numbers = [
-        place for place, heading in enumerate(headings) if not any(isinstance(row[heading], str) for row in rows)
-    ]
-    lines = aligned(cells, numbers)
-    yield style.bold(lines[0])
-    yield from lines[1:]
 
 
 def _cell(heading: str, value: JsonValue) -> str:

@@ -95,7 +95,12 @@ def run(arguments: Sequence[str]) -> int:
             warnings.showwarning = _show_warning
             return _run(arguments)
     except BrokenPipeError:
-        _drop_output()
+        # Redirect closed streams to /dev/null, because Python would otherwise report the closed pipe again at exit.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return EXIT_BROKEN_PIPE
 
 
@@ -136,15 +141,6 @@ def _show_warning(
     print(f"{Style.of(sys.stderr).bold('warning')}: {message}", file=sys.stderr)
 
 
-def _drop_output() -> None:
-    """Redirect closed streams to /dev/null, because Python would otherwise report the closed pipe again at exit."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def _show(name: str | bytes | int) -> str:
     """Return a file name, shortened to fit on one line."""
     text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
@@ -173,7 +169,32 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
     """Run one command line; return the exit code. Raises TrainspecError."""
     name, *rest = arguments or ("--help",)
     if name in HELP_OPTIONS:
-        print(render_help(style))
+        width = max(map(len, COMMANDS))
+        commands = []
+        for group in GROUPS:
+            listed = [(name, command) for name, command in COMMANDS.items() if command.group == group]
+            commands += ["", style.bold(group)] if listed else []
+            commands += [f"  {style.bold(name.ljust(width))}  {command.summary}" for name, command in listed]
+        codes = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
+        print(
+            "\n".join(
+                [
+                    "Launcher, planner and engine for training large models under an open training spec.",
+                    "",
+                    f"{style.bold('usage')}: trainspec COMMAND [recipe=NAME key=value ...] [--options]",
+                    *commands,
+                    "",
+                    "  trainspec COMMAND --help describes one; trainspec --version prints the version.",
+                    "",
+                    style.bold("to begin"),
+                    "  trainspec launch recipe=quickstart",
+                    "  trainspec list recipe",
+                    "",
+                    style.bold("exit codes"),
+                    *codes,
+                ]
+            )
+        )
         return 0
     if name == "--version":
         print(f"trainspec {__version__}")
@@ -185,17 +206,33 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print("\n".join(complete(" ".join(rest), COMMANDS)))
         return 0
     if name not in COMMANDS:
-        raise RecipeError(_unknown_command(name, rest))
-    return _run_command(name, rest)
+        if name.startswith("recipe="):
+            hint = f"such as trainspec launch {' '.join((name, *rest))}"
+            problem = Problem(code="usage", message="a command comes first", hint=hint)
+        else:
+            from trainspec_cli.recipe.compose.folders import (
+                RECIPE,
+                find_folders,  # the help does not need it
+            )
 
-
-def _run_command(name: str, arguments: Sequence[str]) -> int:
+            folders = find_folders(Path.cwd())
+            group = next((group for group in (RECIPE, *folders.groups) if name in (group, f"{group}s")), None)
+            if name in folders.recipe_names():
+                hint = f"did you mean trainspec launch recipe={name}?"
+            elif group:
+                hint = f"did you mean trainspec list {group}?"
+            else:
+                near = closest(name, COMMANDS)
+                hint = f"did you mean trainspec {near}?" if near else f"commands: {', '.join(COMMANDS)}"
+            kind = "option" if name.startswith("-") else "command"
+            problem = Problem(code="usage", message=f"there is no {kind} `{name}`", hint=hint)
+        raise RecipeError(problem)
     import typer
 
     command = load_command(name)
     try:
         # `command()` would end the process itself, and print errors in click's wording.
-        with command.make_context(f"trainspec {name}", list(arguments)) as context:
+        with command.make_context(f"trainspec {name}", list(rest)) as context:
             result = command.invoke(context)
     except typer.Exit as ended:
         return ended.exit_code
@@ -246,7 +283,23 @@ def _usage_problem(name: str, error: Any) -> Problem:
         meant = _meant_option(error.ctx, option)
         if COMMANDS[name].takes_command:
             own = f"{meant or hint}; your own command, with its options, goes after --"
-            hint = _hint_of_option(name, option) or own
+            # What to type instead of an option of Slurm's sbatch; empty for other options.
+            from trainspec_cli.recipe.rules.run import KEYS, OF_SCRIPT, PREFIX
+
+            if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
+                slurm_hint = ""
+            else:
+                key = {"nodes": "cluster.num_nodes", "output": "--dir"}.get(option)
+                if key is None and option in KEYS:
+                    key = f"{PREFIX}.{KEYS[option]}"
+                elif option in ("gres", "gpus-per-node"):
+                    key = f"{PREFIX}.gpus_per_node"
+                slurm_hint = (
+                    f"set {key}=<value>"
+                    if key
+                    else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for all else"
+                )
+            hint = slurm_hint or own
         else:
             hint = meant or hint
     elif type(error).__name__ == "MissingParameter" and error.param.name == "arguments":
@@ -272,65 +325,3 @@ def _meant_option(context: Any, option: str) -> str:
         elif option in ("config", "config-file", "config-name", "yaml"):
             meant += f"{' A' if meant else 'a'} recipe is given without dashes: recipe=NAME, or recipe=FILE.yaml"
     return meant
-
-
-def _hint_of_option(name: str, option: str) -> str:
-    """Return what to type instead of an option of Slurm's sbatch; empty for other options."""
-    from trainspec_cli.recipe.rules.run import KEYS, OF_SCRIPT, PREFIX
-
-    if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
-        return ""
-    key = {"nodes": "cluster.num_nodes", "output": "--dir"}.get(option)
-    if key is None and option in KEYS:
-        key = f"{PREFIX}.{KEYS[option]}"
-    elif option in ("gres", "gpus-per-node"):
-        key = f"{PREFIX}.gpus_per_node"
-    return f"set {key}=<value>" if key else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for all else"
-
-
-def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
-    # The command line names a recipe, but the command is missing.
-    if name.startswith("recipe="):
-        hint = f"such as trainspec launch {' '.join((name, *rest))}"
-        return Problem(code="usage", message="a command comes first", hint=hint)
-    from trainspec_cli.recipe.compose.folders import (
-        RECIPE,
-        find_folders,  # the help does not need it
-    )
-
-    folders = find_folders(Path.cwd())
-    group = next((group for group in (RECIPE, *folders.groups) if name in (group, f"{group}s")), None)
-    if name in folders.recipe_names():
-        hint = f"did you mean trainspec launch recipe={name}?"
-    elif group:
-        hint = f"did you mean trainspec list {group}?"
-    else:
-        near = closest(name, COMMANDS)
-        hint = f"did you mean trainspec {near}?" if near else f"commands: {', '.join(COMMANDS)}"
-    kind = "option" if name.startswith("-") else "command"
-    return Problem(code="usage", message=f"there is no {kind} `{name}`", hint=hint)
-
-
-def render_help(style: Style) -> str:
-    width = max(map(len, COMMANDS))
-    commands = []
-    for group in GROUPS:
-        listed = [(name, command) for name, command in COMMANDS.items() if command.group == group]
-        commands += ["", style.bold(group)] if listed else []
-        commands += [f"  {style.bold(name.ljust(width))}  {command.summary}" for name, command in listed]
-    codes = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
-    return "\n".join([
-        "Launcher, planner and engine for training large models under an open training spec.",
-        "",
-        f"{style.bold('usage')}: trainspec COMMAND [recipe=NAME key=value ...] [--options]",
-        *commands,
-        "",
-        "  trainspec COMMAND --help describes one; trainspec --version prints the version.",
-        "",
-        style.bold("to begin"),
-        "  trainspec launch recipe=quickstart",
-        "  trainspec list recipe",
-        "",
-        style.bold("exit codes"),
-        *codes,
-    ])  # fmt: skip

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -49,7 +48,18 @@ def plan(
     recipe, model=NAME cluster=NAME is planned with typical values for everything else, which the plan lists.
     """
     if not sweep:
-        _plan_one(arguments, as_json, html, trace, verbose)
+        planned = plan_recipe(arguments, trace=trace)
+        if html:
+            from trainspec_cli.reporter.plan.page import render_plan_page  # it loads charts, which text does not need
+
+            write_page(html, render_plan_page(planned, page_origin()))
+        if as_json:
+            print(json_text(plan_as_json(planned)))
+        else:
+            _show(lambda width: render_plan(planned, width, verbose=verbose))
+        # The text is printed first, because it states what would fit.
+        if not planned.best:
+            _refuse(planned, as_json)
     elif trace:
         raise RecipeError(Problem("usage", "--trace and --sweep cannot be combined", hint="leave one out"))
     elif verbose:
@@ -57,41 +67,22 @@ def plan(
     elif names_disturbance(arguments):
         raise RecipeError(Problem("usage", "disturb= and --sweep cannot be combined", hint="leave one out"))
     else:
-        _plan_many(arguments, sweep, as_json, html)
+        read = [read_sweep(one) for one in sweep]
+        keys = [key for key, _ in read]
+        points = sweep_arguments(arguments, read)
+        swept = SweepReport(
+            tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
+        )
+        if html:
+            from trainspec_cli.reporter.plan.page import render_sweep_page  # the same
 
-
-def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool, verbose: bool) -> None:
-    planned = plan_recipe(arguments, trace=trace)
-    if html:
-        from trainspec_cli.reporter.plan.page import render_plan_page  # it loads charts, which text does not need
-
-        write_page(html, render_plan_page(planned, page_origin()))
-    if as_json:
-        print(json_text(plan_as_json(planned)))
-    else:
-        _show(lambda width: render_plan(planned, width, verbose=verbose))
-    # The text is printed first, because it states what would fit.
-    if not planned.best:
-        _refuse(planned, as_json)
-
-
-def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, html: Path | None) -> None:
-    read = [read_sweep(sweep) for sweep in sweeps]
-    keys = [key for key, _ in read]
-    points = sweep_arguments(arguments, read)
-    swept = SweepReport(
-        tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
-    )
-    if html:
-        from trainspec_cli.reporter.plan.page import render_sweep_page  # the same
-
-        write_page(html, render_sweep_page(swept, page_origin()))
-    if as_json:
-        print(json_text(sweep_as_json(swept)))
-    else:
-        _show(lambda _: render_sweep(swept))
-    if not any(point.plan.best for point in swept.points):
-        _refuse(swept.points[-1].plan, as_json)
+            write_page(html, render_sweep_page(swept, page_origin()))
+        if as_json:
+            print(json_text(sweep_as_json(swept)))
+        else:
+            _show(lambda _: render_sweep(swept))
+        if not any(point.plan.best for point in swept.points):
+            _refuse(swept.points[-1].plan, as_json)
 
 
 def _show(render: Callable[[int], RenderableType]) -> None:

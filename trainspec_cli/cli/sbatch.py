@@ -121,7 +121,18 @@ def sbatch(
     command = context.obj
     if dry_run and submit:
         raise RecipeError(Problem("usage", "--dry-run submits nothing", "--submit", "leave one of them out"))
-    _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
+    # An option of the other kind of job would have no effect, and the user would notice only after the job.
+    of_recipe = command is None
+    others = OF_COMMAND if of_recipe else OF_RECIPE
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if option.name in others and source and source.name == "COMMANDLINE":
+            name = option.opts[0]
+            message = f"{name} is for your own commands" if of_recipe else f"{name} is for recipes"
+            hint = "put the command after --" if of_recipe else "leave it out: the words after -- are a command"
+            if name == "--dir" and of_recipe:
+                hint = f"set run.dir={context.params[option.name]}; or put your own command after --"
+            raise RecipeError(Problem("usage", message, name, hint))
     if command is None:
         made = _prepare_recipe(arguments or [], sweep or [], force=force)
     else:
@@ -158,32 +169,14 @@ def sbatch(
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> PreparedJob:
     from trainspec_cli.session.slurm import submit as session  # the same
 
-    _refuse_bare_command(arguments)
+    # Raise RecipeError for a program or a script among the `key=value` arguments.
+    for place, word in enumerate(arguments):
+        if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
+            hint = f"run {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"
+            raise RecipeError(Problem("usage", f"`{word}` is a command, which must follow --", "COMMAND", hint))
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
         raise RecipeError(Problem("usage", "expected a recipe, or a command after --", hint=hint))
     runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
     return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)
-
-
-def _refuse_bare_command(arguments: Sequence[str]) -> None:
-    """Raise RecipeError for a program or a script among the `key=value` arguments."""
-    for place, word in enumerate(arguments):
-        if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
-            hint = f"run {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"
-            raise RecipeError(Problem("usage", f"`{word}` is a command, which must follow --", "COMMAND", hint))
-
-
-def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:
-    """Raise RecipeError for options of the other kind of job, because they would have no effect."""
-    # Otherwise the option would be silently ignored, and the user would notice only after the job.
-    for option in context.command.params:
-        source = context.get_parameter_source(str(option.name))
-        if option.name in others and source and source.name == "COMMANDLINE":
-            name = option.opts[0]
-            message = f"{name} is for your own commands" if of_recipe else f"{name} is for recipes"
-            hint = "put the command after --" if of_recipe else "leave it out: the words after -- are a command"
-            if name == "--dir" and of_recipe:
-                hint = f"set run.dir={context.params[option.name]}; or put your own command after --"
-            raise RecipeError(Problem("usage", message, name, hint))

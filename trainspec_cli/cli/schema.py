@@ -43,7 +43,9 @@ def schema(
     # A group and a file may have the same name; each schema is listed only once.
     names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
-        raise RecipeError(_unknown(group, names))
+        near = closest(group, names)
+        hint = f"run trainspec schema {near}" if near else f"there are: {', '.join(names)}"
+        raise RecipeError(Problem("unknown_group", f"there is no schema of `{group}`", hint=hint))
     if write is None:
         print(json_text(_schema_of(group or RECIPE, groups)))
         return
@@ -59,12 +61,6 @@ def _schema_of(name: str, groups: Sequence[str]) -> JsonObject:
     if name in FILE_SCHEMAS and name not in groups:
         return FILE_SCHEMAS[name]()
     return recipe_schema(groups) if name == RECIPE else group_schema(name, groups)
-
-
-def _unknown(group: str, names: list[str]) -> Problem:
-    near = closest(group, names)
-    hint = f"run trainspec schema {near}" if near else f"there are: {', '.join(names)}"
-    return Problem("unknown_group", f"there is no schema of `{group}`", hint=hint)
 
 
 def _write(file: Path, content: JsonObject) -> Path:

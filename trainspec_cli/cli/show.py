@@ -40,7 +40,20 @@ def show(
         print(_whole(examined.composed, as_json), end="")
     require(without_uncounted(examined.problems))
     if diff is not None:
-        print(_difference(examined.composed, _compose_other(diff), diff, as_json))
+        these = flatten(examined.composed.data)
+        those = flatten(_compose_other(diff))
+        differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
+        if as_json:
+            rows = [{"path": path, "this": these.get(path), "other": those.get(path)} for path in differing]
+            difference = json_text({"recipe": examined.composed.recipe, "other": diff, "differences": rows})
+        elif not differing:
+            difference = f"{examined.composed.recipe} and {diff} do not differ"
+        else:
+            cells = [("", examined.composed.recipe, diff)]
+            cells += [(path, _cell(these, path), _cell(those, path)) for path in differing]
+            head, *lines = aligned(cells)
+            difference = "\n".join([Style.of(sys.stdout).bold(head), *lines])
+        print(difference)
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
@@ -69,21 +82,6 @@ def _compose_other(other: str) -> JsonObject:
     examined = examine([f"recipe={other}"])
     require(without_uncounted(examined.problems))
     return examined.composed.data
-
-
-def _difference(composed: Composed, other: JsonObject, other_name: str, as_json: bool) -> str:
-    these = flatten(composed.data)
-    those = flatten(other)
-    differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
-    if as_json:
-        rows = [{"path": path, "this": these.get(path), "other": those.get(path)} for path in differing]
-        return json_text({"recipe": composed.recipe, "other": other_name, "differences": rows})
-    if not differing:
-        return f"{composed.recipe} and {other_name} do not differ"
-    cells = [("", composed.recipe, other_name)]
-    cells += [(path, _cell(these, path), _cell(those, path)) for path in differing]
-    head, *lines = aligned(cells)
-    return "\n".join([Style.of(sys.stdout).bold(head), *lines])
 
 
 _ABSENT = object()

@@ -10,7 +10,7 @@ from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.core.printable import format_count, format_params
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.check import check_machine, check_packages_of_data
+from trainspec_cli.recipe.rules.check import apply, check_machine, packages
 from trainspec_cli.recipe.user_code import describe_code
 from trainspec_cli.reporter.problems import render_json
 from trainspec_cli.session.recipe.data import check_data
@@ -38,7 +38,11 @@ def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = F
     examined = examine(arguments)
     spec = examined.draft
     found = machine_of_draft(spec) if here else None
-    lacking = check_machine(spec, found) if found else check_packages_of_data(spec)
+    lacking = (
+        check_machine(spec, found)
+        if found
+        else [problem for problem in apply([packages], spec) if problem.path.startswith("data.")]
+    )
     require([*without_uncounted(examined.problems), *examined.composed.locate(lacking)])
     loaded = Loaded(spec, examined.composed)
     machine = found or machine_of_cluster(spec.cluster) or this_machine(spec)

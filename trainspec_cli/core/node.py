@@ -188,15 +188,6 @@ def check_tree(root: Path) -> None:
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
 
 
-def create_private(path: Path, content: bytes) -> None:
-    """Write a new file, accessible only to this user, and flush it to disk. Raises OSError, also if the file exists."""
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_private(path: Path, max_bytes: int) -> bytes:
     """Return up to `max_bytes` of a regular file. Raises OSError if it belongs to another user, or if others can open
     it."""

@@ -91,8 +91,13 @@ KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield the user-defined code named in the recipe; nothing if everything that it names ships with trainspec."""
-    for key, part in spec.data.own_parts.items():
-        yield Extension(SOURCE, key, part.source, tuple(part.options))
+    # The sources that are user-defined code, keyed by the recipe key that names them.
+    named = {f"data.mixture.{name}.source": part for name, part in spec.data.mixture.items()}
+    main = named if spec.data.source == "mixture" else {"data.source": spec.data.parts[""]}
+    every = main | {f"data.validation.{name}.source": part for name, part in spec.data.validation.items()}
+    for key, part in every.items():
+        if part.is_own:
+            yield Extension(SOURCE, key, part.source, tuple(part.options))
     yield from worker_code_of(spec)
 
 
@@ -183,7 +188,18 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
         got = f"`{extension.path}` is {extension.text}; expected {FORM}"
         raise _refuse(extension, "wrong_type", got, f"a Python file ends in {SUFFIX}")
     if source.file is not None:
-        _check_source(extension, source, source.file)
+        # Raise RecipeError if the source does not define the name, or defines it with an unsuitable signature.
+        names, is_whole = _names_of(_parse(extension, source.file))
+        if source.name not in names:
+            if is_whole:
+                own = [name for name, definition in names.items() if definition is not None]
+                found = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
+                message = f"`{extension.path}` names {source.name}, which {source.file} does not define; it has {found}"
+                raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, own or names))
+        else:
+            definition = names[source.name]
+            if definition is not None and (signature := _signature_of(definition)):
+                _check_signature(extension, source, signature)
     return source
 
 
@@ -311,21 +327,6 @@ def _parse(extension: Extension, file: Path) -> ast.Module:
         message = f"{file}, which `{extension.path}` names, is not Python: {reason}"
         problem = Problem("syntax_error", message, extension.path, f"see line {line}", str(file), line)
         raise RecipeError(problem) from error
-
-
-def _check_source(extension: Extension, source: Source, file: Path) -> None:
-    """Raise RecipeError if the source does not define the name, or defines it with an unsuitable signature."""
-    names, is_whole = _names_of(_parse(extension, file))
-    if source.name not in names:
-        if not is_whole:
-            return
-        own = [name for name, definition in names.items() if definition is not None]
-        found = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
-        message = f"`{extension.path}` names {source.name}, which {file} does not define; it has {found}"
-        raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, own or names))
-    definition = names[source.name]
-    if definition is not None and (signature := _signature_of(definition)):
-        _check_signature(extension, source, signature)
 
 
 def _hint_of_names(extension: Extension, file: Path, place: str, name: str = "") -> str:

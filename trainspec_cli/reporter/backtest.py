@@ -79,10 +79,28 @@ def render_scatter(points: Sequence[Point]) -> str:
     scale = _Scale(low, max(high, low + 1))
     groups = sorted({group for _, _, group in points})
     colours = {group: COLOURS[index % len(COLOURS)] for index, group in enumerate(groups)}
+    start = 10.0**scale.low
+    end = 10.0**scale.high
+    band = (
+        f"{scale.x(start)},{scale.y(start * 1.15)} {scale.x(end / 1.15)},{scale.y(end)} {scale.x(end)},{scale.y(end)}"
+    )
+    band += f" {scale.x(end)},{scale.y(end * 0.85)} {scale.x(start / 0.85)},{scale.y(start)}"
+    frame = [f'<polygon points="{band}" fill="#eef2f7"/>']
+    frame.append(_line(scale.x(start), scale.y(start), scale.x(end), scale.y(end), "#99a"))
+    for power in range(scale.low, scale.high + 1):
+        value = 10.0**power
+        frame.append(_line(scale.x(value), scale.y(start), scale.x(value), scale.y(end), "#e4e4e4"))
+        frame.append(_line(scale.x(start), scale.y(value), scale.x(end), scale.y(value), "#e4e4e4"))
+        label = f"{value:g} s"
+        frame.append(f'<text x="{scale.x(value)}" y="{SIZE - MARGIN + 16}" text-anchor="middle">{label}</text>')
+        frame.append(f'<text x="{MARGIN - 6}" y="{scale.y(value) + 4}" text-anchor="end">{label}</text>')
+    frame.append(f'<text x="{SIZE / 2}" y="{SIZE - 14}" text-anchor="middle">measured step time</text>')
+    turn = f'transform="rotate(-90 14 {SIZE / 2})"'
+    frame.append(f'<text x="14" y="{SIZE / 2}" text-anchor="middle" {turn}>predicted step time</text>')
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" font-family="sans-serif" font-size="11">',
         f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>',
-        *_frame(scale),
+        *frame,
     ]
     for measured, predicted, group in points:
         place = f'cx="{scale.x(measured)}" cy="{scale.y(predicted)}"'
@@ -104,28 +122,6 @@ class _Scale:
 
     def y(self, value: float) -> float:
         return round(SIZE - self.x(value), 1)
-
-
-def _frame(scale: _Scale) -> list[str]:
-    start = 10.0**scale.low
-    end = 10.0**scale.high
-    band = (
-        f"{scale.x(start)},{scale.y(start * 1.15)} {scale.x(end / 1.15)},{scale.y(end)} {scale.x(end)},{scale.y(end)}"
-    )
-    band += f" {scale.x(end)},{scale.y(end * 0.85)} {scale.x(start / 0.85)},{scale.y(start)}"
-    parts = [f'<polygon points="{band}" fill="#eef2f7"/>']
-    parts.append(_line(scale.x(start), scale.y(start), scale.x(end), scale.y(end), "#99a"))
-    for power in range(scale.low, scale.high + 1):
-        value = 10.0**power
-        parts.append(_line(scale.x(value), scale.y(start), scale.x(value), scale.y(end), "#e4e4e4"))
-        parts.append(_line(scale.x(start), scale.y(value), scale.x(end), scale.y(value), "#e4e4e4"))
-        label = f"{value:g} s"
-        parts.append(f'<text x="{scale.x(value)}" y="{SIZE - MARGIN + 16}" text-anchor="middle">{label}</text>')
-        parts.append(f'<text x="{MARGIN - 6}" y="{scale.y(value) + 4}" text-anchor="end">{label}</text>')
-    parts.append(f'<text x="{SIZE / 2}" y="{SIZE - 14}" text-anchor="middle">measured step time</text>')
-    turn = f'transform="rotate(-90 14 {SIZE / 2})"'
-    parts.append(f'<text x="14" y="{SIZE / 2}" text-anchor="middle" {turn}>predicted step time</text>')
-    return parts
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:

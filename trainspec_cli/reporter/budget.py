@@ -123,38 +123,12 @@ def _money(usd: float) -> str:
 
 
 def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
-    body = [heading(title_of(budget)), origin_line(origin), _tiles(budget), _chart(budget), _swings(budget)]
-    for title, text, rows in _tables(budget):
-        first, *numbers = rows[0]
-        body.append(section(title, text, text_table((first, *(f"#{name}" for name in numbers)), rows[1:])))
-    return render_page(title_of(budget), "".join(body), FOOTER)
-
-
-def _tiles(budget: Budget) -> str:
     totals = [
         (NAMES[way], format_money(budget.usd[way]), "in all, less what is left" if way == "owned" else "in all")
         for way in WAYS
         if way in budget.usd
     ]
-    return tiles([*totals, *_break_even(budget)])
-
-
-def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
-    """Yield when buying pays off, as (label, value, unit)."""
-    months = budget.break_even_months
-    use = budget.break_even_utilisation
-    if months is None:
-        yield "buying pays", "never", "against rent by the hour"
-    else:
-        yield "buying pays after", f"{months:.1f} months", "against rent by the hour"
-    if use is None:
-        yield "buying pays", "at no use", "of the machines' life"
-    else:
-        yield "buying pays above", percent(use, 1), "of the machines' life"
-
-
-def _chart(budget: Budget) -> str:
-    """Draw each option's cash flow over the months."""
+    # Draw each option's cash flow over the months.
     lines = [
         LineSeries(LINES[way], NAMES[way], list(enumerate(budget.cumulated_usd[way])), marked=False)
         for way in WAYS
@@ -162,12 +136,20 @@ def _chart(budget: Budget) -> str:
     ]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
     text = "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
-    return section("Cash over time", text, render_curves(lines, "months", "dollars") + legend)
+    # When buying pays off, as (label, value, unit).
+    break_even = []
+    months = budget.break_even_months
+    use = budget.break_even_utilisation
+    if months is None:
+        break_even.append(("buying pays", "never", "against rent by the hour"))
+    else:
+        break_even.append(("buying pays after", f"{months:.1f} months", "against rent by the hour"))
+    if use is None:
+        break_even.append(("buying pays", "at no use", "of the machines' life"))
+    else:
+        break_even.append(("buying pays above", percent(use, 1), "of the machines' life"))
 
-
-def _swings(budget: Budget) -> str:
-    """Draw how much each input changes the savings from buying instead of renting by the hour."""
-
+    # How much each input changes the savings from buying instead of renting by the hour.
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]
 
@@ -176,7 +158,7 @@ def _swings(budget: Budget) -> str:
 
     # If no input changes anything, all bars have length 0; this avoids a division by 0.
     most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
-    rows = [
+    swings = [
         (
             each.key,
             render_bar([Segment("c-used", each.key, swing(each), _money(swing(each)))], most),
@@ -184,5 +166,15 @@ def _swings(budget: Budget) -> str:
         )
         for each in sorted(budget.sensitivities, key=swing, reverse=True)
     ]
-    text = "What buying saves against rent by the hour, where one input is at its lower and at its upper bound."
-    return section("What the decision rests on", text, bar_rows(rows))
+    swing_text = "What buying saves against rent by the hour, where one input is at its lower and at its upper bound."
+    body = [
+        heading(title_of(budget)),
+        origin_line(origin),
+        tiles([*totals, *break_even]),
+        section("Cash over time", text, render_curves(lines, "months", "dollars") + legend),
+        section("What the decision rests on", swing_text, bar_rows(swings)),
+    ]
+    for title, text, rows in _tables(budget):
+        first, *numbers = rows[0]
+        body.append(section(title, text, text_table((first, *(f"#{name}" for name in numbers)), rows[1:])))
+    return render_page(title_of(budget), "".join(body), FOOTER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trainspec_cli.recipe.keys.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.recipe.keys.kernels import TORCH, KernelSpec, KernelTable
 from trainspec_cli.reporter.console import Text
 
 STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
@@ -25,10 +25,6 @@ def render_table(table: KernelTable) -> RenderableType:
     for reason, ops in by_reason.items():
         names = "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
         untried.append(Text(f"not tried, as {reason}:\n  {names}", style="dim"))
-    return Group(Text(about), Text(), _tried(table), *(part for line in untried for part in (Text(), line)))
-
-
-def _tried(table: KernelTable) -> Table:
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("operation", no_wrap=True)
     grid.add_column("backend", no_wrap=True)
@@ -40,21 +36,21 @@ def _tried(table: KernelTable) -> Table:
         for number, (backend, found) in enumerate(tried.items()):
             style = STYLES.get(found.verdict, "")
             name = Text(backend, style=style)
-            verdict = Text(_describe_verdict(found), style=style)
-            grid.add_row("" if number else op, name, *_numbers(found), verdict)
-    return grid
-
-
-def _numbers(figure: KernelFigure) -> tuple[str, ...]:
-    ratio = f"{figure.ratio:.3f}" if figure.ratio is not None else ""
-    quartiles = " - ".join(f"{quartile:.2f}" for quartile in figure.quartiles)
-    return ratio, quartiles, f"{figure.error:.1e}" if figure.error is not None else ""
-
-
-def _describe_verdict(figure: KernelFigure) -> str:
-    if figure.verdict == "not faster":
-        return "" if figure.reason == TORCH else f"{figure.reason} is faster"
-    return ": ".join(filter(None, ("" if figure.verdict == "default" else figure.verdict, figure.reason)))
+            if found.verdict == "not faster":
+                text = "" if found.reason == TORCH else f"{found.reason} is faster"
+            else:
+                words = ("" if found.verdict == "default" else found.verdict, found.reason)
+                text = ": ".join(filter(None, words))
+            verdict = Text(text, style=style)
+            ratio = f"{found.ratio:.3f}" if found.ratio is not None else ""
+            quartiles = " - ".join(f"{quartile:.2f}" for quartile in found.quartiles)
+            grid.add_row(
+                "" if number else op,
+                name,
+                *(ratio, quartiles, f"{found.error:.1e}" if found.error is not None else ""),
+                verdict,
+            )
+    return Group(Text(about), Text(), grid, *(part for line in untried for part in (Text(), line)))
 
 
 def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.printable import Style, on_one_line
@@ -22,7 +22,15 @@ def render_problems(problems: Sequence[Problem], style: Style, label: str = "err
         if problem.file:
             lines.append(style.cyan(f"  --> {problem.where()}"))
         if problem.excerpt:
-            lines += _excerpt(problem, style)
+            line = problem.excerpt.rstrip().replace("\t", " ")
+            column = (problem.column or 1) - 1
+            before, after = _cut(line, column)
+            text = before + after
+            start = len(before)
+            number = f"{problem.line:>5}"
+            width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
+            lines.append(f"{style.dim(f'{number} |')} {text}")
+            lines.append(f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}")
         if problem.hint:
             lines.append(f"  {style.green('hint')}: {problem.hint}")
         paragraphs.append("\n".join(lines))
@@ -33,18 +41,6 @@ def render_problems(problems: Sequence[Problem], style: Style, label: str = "err
 
 def render_json(problems: Sequence[Problem]) -> str:
     return json_text({"errors": [problem.as_json() for problem in problems]})
-
-
-def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
-    line = problem.excerpt.rstrip().replace("\t", " ")
-    column = (problem.column or 1) - 1
-    before, after = _cut(line, column)
-    text = before + after
-    start = len(before)
-    number = f"{problem.line:>5}"
-    width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
-    yield f"{style.dim(f'{number} |')} {text}"
-    yield f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}"
 
 
 def _cut(line: str, column: int) -> tuple[str, str]:

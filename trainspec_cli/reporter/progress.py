@@ -81,16 +81,16 @@ class Progress:
             # The first steps compile and allocate. Including them would make the displayed speed too low for a long
             # time.
             if self.begin and len(self._recent) > WARMUP_STEPS:
-                self._measure(self.begin)
-
-    def _measure(self, begin: StartEvent) -> None:
-        recent = list(self._recent)
-        throughput = measure_throughput(
-            recent, flops_per_token=begin.flops_per_token, peak_flops=begin.peak_flops, world_size=begin.world_size
-        )
-        steady = recent[WARMUP_STEPS:]
-        step_time_s = sum(step.step_time_s for step in steady) / len(steady)
-        self.tokens_per_s = throughput.tokens_per_s
-        self.mfu = throughput.mfu
-        if self.max_steps is not None:
-            self.time_left_s = max(0, self.max_steps - self.step) * step_time_s
+                recent = list(self._recent)
+                throughput = measure_throughput(
+                    recent,
+                    flops_per_token=self.begin.flops_per_token,
+                    peak_flops=self.begin.peak_flops,
+                    world_size=self.begin.world_size,
+                )
+                steady = recent[WARMUP_STEPS:]
+                step_time_s = sum(step.step_time_s for step in steady) / len(steady)
+                self.tokens_per_s = throughput.tokens_per_s
+                self.mfu = throughput.mfu
+                if self.max_steps is not None:
+                    self.time_left_s = max(0, self.max_steps - self.step) * step_time_s

@@ -53,8 +53,11 @@ def render_summary(report: Report) -> RenderableType:
 
 def render_report(report: Report) -> RenderableType:
     """Show everything: how the run ended, curves, where the time went, evaluations, checkpoints and warnings."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts_of(report):
+        table.add_row(Text(name, style="bold"), Text(value))
     return _stack(
-        _head(report),
+        table,
         _chart(report.loss, "loss"),
         _chart(report.grad_norm, "gradient norm", height=5),
         _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
@@ -76,13 +79,6 @@ def render_report(report: Report) -> RenderableType:
 def _stack(*sections: Section) -> RenderableType:
     """Join sections, separated by blank lines."""
     return Group(*(part for section in sections if section is not None for part in (section, "")))
-
-
-def _head(report: Report) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    for name, value in facts_of(report):
-        table.add_row(Text(name, style="bold"), Text(value))
-    return table
 
 
 def _chart(curve: Curve, title: str, height: int = 10) -> Section:
@@ -134,9 +130,18 @@ def _links(report: Report) -> Section:
 def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
     if speed.unit == STEPS:
         return Group(Text("speed", style="bold"), Padding(Group(*map(Text, speed_lines(speed, world_size))), (0, 2)))
+    # Show the parts of the mean step as bars.
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    headings = ["#by rank"] * (len(speed.ranks) > 1) + ["#predicted"] * (predicted is not None)
+    for heading in ("part of a step", "#time", "#share", "", *headings):
+        table.add_column(heading.lstrip("#"), justify="right" if heading.startswith("#") else "left")
+    *parts, whole = part_rows(speed, predicted)
+    for part, row in zip(speed.parts, parts, strict=True):
+        table.add_row(*row[:3], "█" * round(part.share * BAR_CELLS), *row[3:])
+    table.add_row(*whole[:3], "", *whole[3:], style="bold")
     return Group(
         Text("where the time went", style="bold"),
-        Padding(Group(*map(Text, speed_lines(speed, world_size)), "", _parts(speed, predicted)), (0, 2)),
+        Padding(Group(*map(Text, speed_lines(speed, world_size)), "", table), (0, 2)),
     )
 
 
@@ -149,16 +154,3 @@ def _wall_time(report: Report) -> Section:
         table.add_row(name, took, f"{share:.1%}", "█" * round(share * BAR_CELLS))
     title = f"goodput {report.goodput:.1%}, of {format_duration(report.time_s.total_s)} from the first launch on"
     return Group(Text(title, style="bold"), Padding(table, (0, 2)))
-
-
-def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> Table:
-    """Show the parts of the mean step as bars."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    headings = ["#by rank"] * (len(speed.ranks) > 1) + ["#predicted"] * (predicted is not None)
-    for heading in ("part of a step", "#time", "#share", "", *headings):
-        table.add_column(heading.lstrip("#"), justify="right" if heading.startswith("#") else "left")
-    *parts, whole = part_rows(speed, predicted)
-    for part, row in zip(speed.parts, parts, strict=True):
-        table.add_row(*row[:3], "█" * round(part.share * BAR_CELLS), *row[3:])
-    table.add_row(*whole[:3], "", *whole[3:], style="bold")
-    return table

@@ -42,7 +42,7 @@ from trainspec_cli.reporter.text import (
     warning_lines,
 )
 from trainspec_cli.reporter.verdicts import verdicts_section
-from trainspec_cli.run.folder.event_types.events import PARTS, SampleEvent
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 # Charts of a run: its losses, its steps and wall time by part, and the predictions.
 
@@ -66,15 +66,6 @@ def curves_section(report: Report) -> str:
         return section("Loss", _beside(report) or "No steps yet.", "")
     legend = render_legend([Segment(line.kind, line.label, 0.0, "") for line in lines])
     return section("Loss", _beside(report), render_curves(lines, "step", "loss") + legend)
-
-
-def other_curves_section(report: Report) -> str:
-    """Draw the gradient norm and the learning rate in separate charts; empty if the run has neither."""
-    drawn = ""
-    for name, curve in (("gradient norm", report.grad_norm), ("learning rate", report.lr)):
-        if points := thin(_points(curve), LOSS_STRETCHES):
-            drawn += render_curves([LineSeries("c-measure", name, points, len(points) <= MARKED_POINTS)], "step", name)
-    return section("Gradient norm and learning rate", "", drawn) if drawn else ""
 
 
 def _points(curve: Sequence[tuple[int, float | None]]) -> list[Point]:
@@ -103,7 +94,8 @@ def step_time_section(speed: RunSpeed, world_size: int, predicted: LocalPredicti
     rows = [(name, render_bar(segments, scale), format_duration(seconds)) for name, segments, seconds in bars]
     text = "The mean over steps and ranks, in parts that sum to it."
     drawn = bar_rows(rows) + render_legend(measured) + plain_list(speed_lines(speed, world_size))
-    return section("Where the time of a step went", text, drawn + _parts(speed, predicted))
+    headings = ["part", "#time", "#share", *["#by rank"] * (len(speed.ranks) > 1), *["#predicted"] * bool(predicted)]
+    return section("Where the time of a step went", text, drawn + text_table(headings, part_rows(speed, predicted)))
 
 
 def _segments(seconds: Mapping[str, float]) -> list[Segment]:
@@ -112,11 +104,6 @@ def _segments(seconds: Mapping[str, float]) -> list[Segment]:
         for name in PARTS
         if seconds.get(name, 0.0) > 0
     ]
-
-
-def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> str:
-    headings = ["part", "#time", "#share", *["#by rank"] * (len(speed.ranks) > 1), *["#predicted"] * bool(predicted)]
-    return text_table(headings, part_rows(speed, predicted))
 
 
 def _compared(
@@ -153,13 +140,34 @@ def render_run_page(report: Report, composed: str = "", origin: PageOrigin | Non
     """Return the page of a finished or live run; `composed` is the text of its recipe."""
     goes_on = "; the run is in progress" if report.status in ALIVE else ""
     text = f"{report.recipe}: {status_line(report)}{goes_on}".removeprefix(": ")
-    above = [heading(title_of(report), text), origin_line(origin), tiles(list(_figures(report)))]
+    # The tiles as (name, value, detail).
+    figures = [("steps", f"{report.steps:,}", f"of {report.max_steps:,}" if report.max_steps is not None else "")]
+    if report.loss:
+        figures.append(("loss, last", _loss(report.final_loss), _lowest(report.loss)))
+    if report.evaluations:
+        heldout = tuple((event.step, event.heldout_loss) for event in report.evaluations)
+        figures.append(("held-out loss, last", _loss(heldout[-1][1]), _lowest(heldout)))
+    if report.speed:
+        figures.append((f"{report.speed.unit}/s", format_rate(report.speed.tokens_per_s), ""))
+    if report.speed and report.speed.peak_flops:
+        figures.append(
+            ("MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} per device")
+        )
+    if report.goodput is not None:
+        figures.append(("goodput", f"{report.goodput:.1%}", ""))
+        figures.append(("wall time", format_duration(report.time_s.total_s), ""))
+    above = [heading(title_of(report), text), origin_line(origin), tiles(figures)]
     return render_page(title_of(report), "".join([*above, *_sections(report, composed)]), FOOTER)
 
 
 def _sections(report: Report, composed: str) -> Iterator[str]:
     yield curves_section(report)
-    yield other_curves_section(report)
+    # Draw the gradient norm and the learning rate in separate charts; empty if the run has neither.
+    drawn = ""
+    for name, curve in (("gradient norm", report.grad_norm), ("learning rate", report.lr)):
+        if points := thin(_points(curve), LOSS_STRETCHES):
+            drawn += render_curves([LineSeries("c-measure", name, points, len(points) <= MARKED_POINTS)], "step", name)
+    yield (section("Gradient norm and learning rate", "", drawn) if drawn else "")
     if report.speed:
         yield step_time_section(report.speed, report.world_size or 1, report.predicted)
     if report.predicted:
@@ -183,28 +191,12 @@ def _sections(report: Report, composed: str) -> Iterator[str]:
     yield _folded("link changes", [describe_event(event) for event in report.link_changes])
     yield _folded("checkpoints", [describe_event(event) for event in report.checkpoints])
     if report.sample:
-        yield _sample(report.sample)
+        written = shorten(f"{report.sample.prompt}{report.sample.text}", MOST_CHARACTERS)
+        yield details(f"What the model writes (step {report.sample.step:,})", preformatted(written))
     facts = [text_row((name, shorten(value, MOST_CHARACTERS)), ("name",)) for name, value in facts_of(report)]
     yield section("The run", "", table(("", ""), facts))
     if composed:
         yield details("Recipe", preformatted(composed))
-
-
-def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield the tiles as (name, value, detail)."""
-    yield "steps", f"{report.steps:,}", f"of {report.max_steps:,}" if report.max_steps is not None else ""
-    if report.loss:
-        yield "loss, last", _loss(report.final_loss), _lowest(report.loss)
-    if report.evaluations:
-        heldout = tuple((event.step, event.heldout_loss) for event in report.evaluations)
-        yield "held-out loss, last", _loss(heldout[-1][1]), _lowest(heldout)
-    if report.speed:
-        yield f"{report.speed.unit}/s", format_rate(report.speed.tokens_per_s), ""
-    if report.speed and report.speed.peak_flops:
-        yield "MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} per device"
-    if report.goodput is not None:
-        yield "goodput", f"{report.goodput:.1%}", ""
-        yield "wall time", format_duration(report.time_s.total_s), ""
 
 
 def _loss(value: float | None) -> str:
@@ -247,8 +239,3 @@ def _folded(title: str, lines: Sequence[str]) -> str:
     """Return a collapsed list; empty if there are no lines."""
     summary = f"{title[0].upper()}{title[1:]} ({len(lines):,})"
     return details(summary, note(_earlier(len(lines))) + _newest(lines)) if lines else ""
-
-
-def _sample(sample: SampleEvent) -> str:
-    written = shorten(f"{sample.prompt}{sample.text}", MOST_CHARACTERS)
-    return details(f"What the model writes (step {sample.step:,})", preformatted(written))

@@ -89,15 +89,12 @@ class History:
         elif isinstance(event, WarningEvent):
             self.warnings.append(event)
         else:
-            self._file(event)
-
-    def _file(self, event: Event) -> None:
-        if not self.starts:
-            self.starts.append(Start(None))
-        if isinstance(event, StepEvent):
-            self.starts[-1].steps.add(event.step, *_row(event))
-        elif isinstance(event, BesideSteps):
-            self.starts[-1].others.append(event)
+            if not self.starts:
+                self.starts.append(Start(None))
+            if isinstance(event, StepEvent):
+                self.starts[-1].steps.add(event.step, *_row(event))
+            elif isinstance(event, BesideSteps):
+                self.starts[-1].others.append(event)
 
     def column(self, name: str) -> tuple[array[int], array[float]]:
         """Return one column for all steps, as (steps, values)."""
@@ -179,7 +176,13 @@ class SpeedMeter:
         self._exchanges_s: list[tuple[float, float]] = []
         self._exchanging_steps = 0
         if self._start is not None and (begin := self._start.begin) is not None:
-            self._throughput = _throughput(self._start, begin)
+            self._throughput = throughput_of(
+                self._start.steps["step_time_s"],
+                self._start.steps["units"],
+                flops_per_token=begin.flops_per_token,
+                peak_flops=begin.peak_flops,
+                world_size=begin.world_size,
+            )
             # A range represents the steps of a long run in little memory; only a run with gaps needs a set.
             steps = self._start.steps.steps[self._throughput.left_out :]
             run = range(steps[0], steps[-1] + 1) if steps else range(0)
@@ -215,6 +218,15 @@ class SpeedMeter:
         begin = start.begin
         left_out = self._throughput.left_out
         steady = range(left_out, len(start.steps))
+        # The 10th and 90th percentiles.
+        checkpoint_s = start.steps["checkpoint"]
+        step_time_s = start.steps["step_time_s"]
+        times = sorted(step_time_s[row] for row in steady if not checkpoint_s[row])
+        times = times or sorted(step_time_s[row] for row in steady)
+        exchange = None
+        if self._exchanging_steps:
+            totals_s = (math.fsum(seconds) for seconds in zip(*self._exchanges_s, strict=True))
+            exchange = ExchangeShare(*(total_s / self._exchanging_steps for total_s in totals_s))
         return RunSpeed(
             tokens_per_s=self._throughput.tokens_per_s,
             mfu=self._throughput.mfu,
@@ -225,42 +237,16 @@ class SpeedMeter:
             last_step=start.steps.steps[-1],
             left_out_steps=tuple(start.steps.steps[:left_out]),
             step_time_s=math.fsum(part.mean_s for part in parts),
-            usual_s=_usual_s(start, steady),
+            usual_s=(times[len(times) // 10], times[len(times) * 9 // 10]),
             parts=parts,
             ranks=tuple(self._means_s),
             unit=begin.unit,
-            exchange=self._exchange,
+            exchange=exchange,
         )
-
-    @property
-    def _exchange(self) -> ExchangeShare | None:
-        if not self._exchanging_steps:
-            return None
-        totals_s = (math.fsum(seconds) for seconds in zip(*self._exchanges_s, strict=True))
-        return ExchangeShare(*(total_s / self._exchanging_steps for total_s in totals_s))
-
-
-def _throughput(start: Start, begin: StartEvent) -> Throughput:
-    return throughput_of(
-        start.steps["step_time_s"],
-        start.steps["units"],
-        flops_per_token=begin.flops_per_token,
-        peak_flops=begin.peak_flops,
-        world_size=begin.world_size,
-    )
 
 
 def _sum(column: Sequence[float], rows: Iterable[int]) -> float:
     return math.fsum(column[row] for row in rows)
-
-
-def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
-    """Return the 10th and 90th percentiles."""
-    checkpoint_s = start.steps["checkpoint"]
-    step_time_s = start.steps["step_time_s"]
-    times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
-    times = times or sorted(step_time_s[row] for row in rows)
-    return times[len(times) // 10], times[len(times) * 9 // 10]
 
 
 # The speed and step parts, as lines and rows for the terminal and the page.

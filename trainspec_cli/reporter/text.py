@@ -94,7 +94,15 @@ def describe_event(event: Event) -> str:
             size = format_bytes(event.bytes)
             return f"step {event.step}: checkpoint, {size} in {format_duration(written_s)}{held}"
         case CadenceEvent():
-            return _describe_cadence(event)
+            # Describe the interval chosen by `checkpoint.interval_steps: auto`, and the reason.
+            failures = "no failures are expected"
+            if event.mtbf_s is not None:
+                failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
+            if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
+                failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
+            whole = format_duration(event.written_s)
+            cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is complete after {whole}"
+            return f"step {event.step}: from here a checkpoint every {event.interval_steps:,} steps: {cost}; {failures}"
         case RecoveryEvent():
             return describe_recovery(recovery_of(event)).line
         case DirectiveEvent():
@@ -153,18 +161,6 @@ def describe_ranks(ranks: Sequence[int]) -> str:
         return f"ranks {ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:MANY]))
     return f"ranks {shown}, ... ({len(ranks):,})" if len(ranks) > MANY else f"ranks {shown}"
-
-
-def _describe_cadence(event: CadenceEvent) -> str:
-    """Describe the interval chosen by `checkpoint.interval_steps: auto`, and the reason."""
-    failures = "no failures are expected"
-    if event.mtbf_s is not None:
-        failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
-    if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
-        failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
-    whole = format_duration(event.written_s)
-    cost = f"one costs {format_duration(event.blocked_s + event.drag_s)} and is complete after {whole}"
-    return f"step {event.step}: from here a checkpoint every {event.interval_steps:,} steps: {cost}; {failures}"
 
 
 def describe_plan(plan: Plan) -> str:

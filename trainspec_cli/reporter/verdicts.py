@@ -31,7 +31,14 @@ NO_VERDICTS_WITHOUT_PLAN = (
 
 def describe_verdict(verdict: RunVerdict) -> str:
     """`slow device, rank 2, since step 120: 35 ms per step (93% sure)`."""
-    place = _place(verdict)
+    places = []
+    if verdict.rank is not None:
+        places.append(f"rank {verdict.rank}")
+    if verdict.node is not None:
+        places.append(f"node {verdict.node}")
+    if verdict.link is not None:
+        places.append(f"link of ranks {', '.join(map(str, verdict.link))}")
+    place = ", ".join(places)
     # No cause was found, but the steps may still take longer than planned.
     cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
     words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
@@ -47,17 +54,6 @@ def describe_event(event: VerdictEvent) -> str:
     verdict = event.verdict
     place = f", at {verdict.code}" if verdict.code else ""
     return f"{'over: ' if event.is_over else ''}{describe_verdict(verdict)}{place}"
-
-
-def _place(verdict: RunVerdict) -> str:
-    places = []
-    if verdict.rank is not None:
-        places.append(f"rank {verdict.rank}")
-    if verdict.node is not None:
-        places.append(f"node {verdict.node}")
-    if verdict.link is not None:
-        places.append(f"link of ranks {', '.join(map(str, verdict.link))}")
-    return ", ".join(places)
 
 
 def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.data.corpus.bpe import decode, load
 from trainspec_cli.data.corpus.chat import keep_template
 from trainspec_cli.data.corpus.shards import publishing, read_manifest
@@ -138,31 +138,26 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
     kept = (folder / TOKENIZER).is_file()
     token_folder = Collection.open(data_dir).tokenizer_folder if data_dir is not None and not kept else None
     if token_folder is not None:
-        config |= {"eos_token_id": _write_tokenizer(token_folder, plan.spec.data.seq_len, folder)}
+        # A text ends with the end of a document, preceded in ChatML by the end of a message.
+        document_end = read_manifest(token_folder).end_of_document_id
+        shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
+        template = folder / CHAT_TEMPLATE
+        message_end = None
+        if template.is_file() and CHATML_TOKENS[1] in template.read_text(encoding="utf-8"):
+            message_end = load(token_folder / TOKENIZER).token_to_id(CHATML_TOKENS[1])
+        end = document_end if message_end is None else message_end
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": decode(token_folder, [end]),
+            "model_max_length": plan.spec.data.seq_len,
+            "clean_up_tokenization_spaces": False,
+        }
+        write_json(folder / TOKENIZER_CONFIG, settings)
+        config["eos_token_id"] = document_end if message_end is None else [message_end, document_end]
     if not (folder / GENERATION).is_file():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(folder / GENERATION, ids)
     write_json(folder / CONFIG, config)
-
-
-def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
-    """Write the tokenizer; return the ids that end a text: the end of a document, preceded in ChatML by the end of a
-    message."""
-    document_end = read_manifest(token_folder).end_of_document_id
-    shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
-    template = folder / CHAT_TEMPLATE
-    message_end = None
-    if template.is_file() and CHATML_TOKENS[1] in template.read_text(encoding="utf-8"):
-        message_end = load(token_folder / TOKENIZER).token_to_id(CHATML_TOKENS[1])
-    end = document_end if message_end is None else message_end
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": decode(token_folder, [end]),
-        "model_max_length": seq_len,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / TOKENIZER_CONFIG, settings)
-    return document_end if message_end is None else [message_end, document_end]
 
 
 def write_adapters(wanted: Export, output: Path) -> str:
@@ -190,29 +185,26 @@ def write_adapters(wanted: Export, output: Path) -> str:
         above = by_name or str((base or output / BASE).absolute())
         write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
         if plan.spec.lora.is_quantised:
-            (temporary / CARD).write_text(_card(plan, above, is_dequantised=base is None), encoding="utf-8")
+            # A model card that describes the base of the adapters.
+            lines = ["---", "library_name: peft", f"base_model: {json.dumps(above, allow_nan=False)}", "---", ""]
+            lines += [
+                "LoRA adapters that were trained on a base in 4-bit NormalFloat (nf4, blocks of 64, double",
+                "quantisation; QLoRA, arXiv:2305.14314). The matrices of the blocks were quantised; embedding, head",
+                "and norms were not.",
+            ]
+            if base is None:
+                lines += ["The weights of the base here are those of the training, dequantised."]
+            else:
+                compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
+                lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]
+                lines += [
+                    "BitsAndBytesConfig(",
+                    '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,',
+                ]
+                lines += [f"    bnb_4bit_compute_dtype=torch.{compute},", ")", "```"]
+            (temporary / CARD).write_text("\n".join([*lines, ""]), encoding="utf-8")
         _write_tensors(wanted, temporary, "adapters")
     return "LoRA adapters"
-
-
-def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
-    """Return a model card that describes the base of the adapters."""
-    lines = ["---", "library_name: peft", f"base_model: {json.dumps(base, allow_nan=False)}", "---", ""]
-    lines += ["LoRA adapters that were trained on a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"]
-    lines += [
-        "QLoRA, arXiv:2305.14314). The matrices of the blocks were quantised; embedding, head and norms were not."
-    ]
-    if is_dequantised:
-        lines += ["The weights of the base here are those of the training, dequantised."]
-    else:
-        compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
-        lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]
-        lines += [
-            "BitsAndBytesConfig(",
-            '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,',
-        ]
-        lines += [f"    bnb_4bit_compute_dtype=torch.{compute},", ")", "```"]
-    return "\n".join([*lines, ""])
 
 
 def how_to_load(output: Path, format_: str = "hf") -> list[str]:

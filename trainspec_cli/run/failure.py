@@ -232,7 +232,17 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
-    detail = [first.detail, *_explain_others(first, others)]
+    ends = []
+    alike = [other for other in others if (other.summary, other.whole_node) == (first.summary, first.whole_node)]
+    lost = [other for other in others if other.consequence and other not in alike]
+    if alike:
+        ends.append(f"{_names(alike)} {'likewise' if first.never_came else 'ended in the same way'}.")
+    if lost:
+        ends.append(f"{_names(lost)} lost the connection to {first.who}, or ended with it.")
+    for other in others:
+        if other not in alike and other not in lost:
+            ends.append(_sentence(f"also {other.who}", other))
+    detail = [first.detail, *ends]
     return Explanation(
         _sentence(who, first),
         "\n\n".join(filter(None, detail)),
@@ -261,18 +271,6 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
         return Explanation("the workers were ended by a signal, but no stop of the run was requested")
     return Explanation("the workers ended without writing a result")
-
-
-def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:
-    alike = [other for other in others if (other.summary, other.whole_node) == (first.summary, first.whole_node)]
-    lost = [other for other in others if other.consequence and other not in alike]
-    if alike:
-        yield f"{_names(alike)} {'likewise' if first.never_came else 'ended in the same way'}."
-    if lost:
-        yield f"{_names(lost)} lost the connection to {first.who}, or ended with it."
-    for other in others:
-        if other not in alike and other not in lost:
-            yield _sentence(f"also {other.who}", other)
 
 
 def _sentence(who: str, failure: WorkerFailure) -> str:

@@ -57,7 +57,9 @@ class MemoryLimits:
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
     """Return what is known about `plan` on `machine`, which may be nothing."""
     known = read_figures(MemoryLimits, _path(plan, machine))
-    return known or MemoryLimits(plan.spec.model.name or plan.spec.model.family, _device(machine), _layout(plan))
+    return known or MemoryLimits(
+        plan.spec.model.name or plan.spec.model.family, _device(machine), plan.as_one_group.layout.describe()
+    )
 
 
 def list_limits() -> list[tuple[Path, MemoryLimits]]:
@@ -122,10 +124,6 @@ def _known(value: int | Absent | None) -> int | None:
 
 def _device(machine: Machine) -> str:
     return machine.gpu_names[0] if machine.gpu_names else machine.hostname
-
-
-def _layout(plan: Plan) -> str:
-    return plan.as_one_group.layout.describe()
 
 
 def _path(plan: Plan, machine: Machine) -> Path:

@@ -133,30 +133,43 @@ class SlowNodes:
             return []
         made = self._take_steps(self._events.read())
         try:
-            return self._process_reports(made)
+            report = self._mail.speeds
+            is_known = self._learnt is not None and self._learnt.report is report
+            if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
+                self._learn(report)
+            if not made or not self._is_on or self._learnt is None or len(self._times_s) < MEASURED_STEPS:
+                return []
+            plan = self._plan_without
+            gain: Gain | None = None
+            if plan is not None:
+                before = self._learnt.report.layout
+                work = added_work(before, before if plan is self._plan else plan.layout, self._learnt.samples)
+                step_s = median(self._times_s)
+                best_s = self._learnt.best_s
+                gain = gain_without_slowest(self._learnt.times, self._plan.devices_per_node, step_s, best_s, work)
+            gain = self._scheduler.note_steps(gain, made, self._plan.total_steps - self._step, self._restart_s)
+            if gain is None:
+                return []
+            node = self._job.nodes[gain.node]
+            host = self.hostnames[gain.node]
+            assert plan is not None, "there is a gain"
+            name = f"node {node} ({host})" if host else f"node {node}"
+            why = (
+                f"{name} computes {gain.pace:.1f} times as long as usual; "
+                f"a step takes {format_duration(gain.before_s)}, "
+                f"and {format_duration(gain.expected_s)} are expected without it"
+            )
+            if self._mode != "auto":
+                self._write_directive(gain, plan, applied=False)
+                self._report(f"advice: scheduler=auto would leave a node out: {why}")
+                return []
+            self._decided = gain
+            self._asked_s = time.monotonic()
+            return [NodeSlow(node, host, f"{why}: the run restarts without it")]
         except Exception as error:  # for example a damaged file
             self._report(f"no further node is left out: {type(error).__name__}: {error}")
             self._is_on = False
             return []
-
-    def _process_reports(self, made: int) -> list[NodeSlow]:
-        """Process the reports after `made` new steps."""
-        report = self._mail.speeds
-        is_known = self._learnt is not None and self._learnt.report is report
-        if report is not None and not is_known and report.layout.world_size == self._plan.world_size:
-            self._learn(report)
-        if not made or not self._is_on or self._learnt is None or len(self._times_s) < MEASURED_STEPS:
-            return []
-        plan = self._plan_without
-        gain: Gain | None = None
-        if plan is not None:
-            before = self._learnt.report.layout
-            work = added_work(before, before if plan is self._plan else plan.layout, self._learnt.samples)
-            step_s = median(self._times_s)
-            best_s = self._learnt.best_s
-            gain = gain_without_slowest(self._learnt.times, self._plan.devices_per_node, step_s, best_s, work)
-        gain = self._scheduler.note_steps(gain, made, self._plan.total_steps - self._step, self._restart_s)
-        return [] if gain is None else self._decide(gain)
 
     def leave_out(self, node: int) -> tuple[Job, Plan]:
         """Return the job and the plan of the next start, without this node. If a spare is connected, it replaces the
@@ -227,39 +240,19 @@ class SlowNodes:
         """Use the speeds confirmed by the workers; from now on, step times are measured anew."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
-        self._learnt = _Learnt(report, times, self._best_s(report, samples), samples)
+        # The slowest rank's compute time with the best sample shares that the scheduler may assign.
+        if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
+            best_s = math.inf
+        else:
+            of_samples = self._plan.spec.model.unit == "samples"
+            micro_batch = math.ceil(max(report.samples) / report.micro_batches)
+            even = even_division(report.layout, micro_batch, keeps_micro_batches=of_samples)
+            speeds = [Speed(*figures) for figures in zip(report.fixed_s, report.per_sample_s, strict=True)]
+            largest = max(micro_batch, self._plan.largest_micro_batch_size or 0)
+            best_s = best_shares_s(report.layout, even, samples, speeds, largest)
+        self._learnt = _Learnt(report, times, best_s, samples)
         # Earlier times belong to other speeds or another layout.
         self._times_s.clear()
-
-    def _best_s(self, report: SpeedsReport, samples: int) -> float:
-        """Return the slowest rank's compute time with the best sample shares that the scheduler may assign."""
-        if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
-            return math.inf
-        of_samples = self._plan.spec.model.unit == "samples"
-        micro_batch = math.ceil(max(report.samples) / report.micro_batches)
-        even = even_division(report.layout, micro_batch, keeps_micro_batches=of_samples)
-        speeds = [Speed(*figures) for figures in zip(report.fixed_s, report.per_sample_s, strict=True)]
-        largest = max(micro_batch, self._plan.largest_micro_batch_size or 0)
-        return best_shares_s(report.layout, even, samples, speeds, largest)
-
-    # Deciding
-
-    def _decide(self, gain: Gain) -> list[NodeSlow]:
-        plan = self._plan_without
-        node = self._job.nodes[gain.node]
-        host = self.hostnames[gain.node]
-        assert plan is not None, "there is a gain"
-        name = f"node {node} ({host})" if host else f"node {node}"
-        why = (
-            f"{name} computes {gain.pace:.1f} times as long as usual; a step takes {format_duration(gain.before_s)}, "
-            f"and {format_duration(gain.expected_s)} are expected without it"
-        )
-        if self._mode != "auto":
-            self._write_directive(gain, plan, applied=False)
-            self._report(f"advice: scheduler=auto would leave a node out: {why}")
-            return []
-        self._decided, self._asked_s = gain, time.monotonic()
-        return [NodeSlow(node, host, f"{why}: the run restarts without it")]
 
     # directives.jsonl
 
@@ -463,7 +456,27 @@ class Supervisor:
             case run_state.BeginGeneration():
                 self._begin_generation()
             case run_state.TakeSetting():
-                self._take_setting(action)
+                # Record the setting with which the next start uses less memory, so that its workers can read it.
+                shortage = action.shortage
+                alone = self.state.is_alone
+                step = newest_step(read_sound(self._job.run.events(0)))
+                directives = EventWriter(self._job.run.directives, SUPERVISOR)
+                directives.write(
+                    MemoryEvent(
+                        step=step,
+                        layout=shortage.layout,
+                        failed=shortage.failed,
+                        taken=action.taken,
+                        restarts=True,
+                        was_killed=shortage.was_killed,
+                        reason=action.reason,
+                        lost_steps=max(0, step - newest_checkpoint(self._job.run)) if alone else 0,
+                        used_bytes=shortage.used_bytes,
+                        limit_bytes=shortage.limit_bytes,
+                        group=ABSENT if alone else action.group,
+                    )
+                )
+                directives.close()
             case run_state.LeaveOut(node):
                 assert self._slow_nodes is not None, "it has found the node"
                 self._job, self._plan = self._slow_nodes.leave_out(node)
@@ -481,7 +494,21 @@ class Supervisor:
                     if path.exists():
                         path.rename(logs / path.name)
             case run_state.RecordLosses():
-                self._record_losses()
+                # Record the lost or unfit nodes, unless a newer start of the run has its own nodes.
+                run = self._job.run
+                for node, event in self._losses.items():
+                    if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
+                        continue
+                    lost = isinstance(event, run_state.NodeLost)
+                    record = NodeErrorRecord(
+                        node=node,
+                        host=event.hostname,
+                        message=event.why,
+                        lost=lost,
+                        time=time.time(),
+                        hint="" if isinstance(event, run_state.NodeLost) else event.hint,
+                    )
+                    write_error(run.node_error(node), record)
             case run_state.Expect(groups):
                 self._mail.send(ExpectGroups(groups))
             case run_state.Refuse(code, message, hint):
@@ -509,43 +536,3 @@ class Supervisor:
         command = torchrun_command(self._job.world_size, logs, worker) if worker else self._job.command
         self._job = replace(self._job, logs=logs, command=command)
         self.open()
-
-    def _take_setting(self, action: run_state.TakeSetting) -> None:
-        """Record the setting with which the next start uses less memory, so that its workers can read it."""
-        shortage = action.shortage
-        alone = self.state.is_alone
-        step = newest_step(read_sound(self._job.run.events(0)))
-        directives = EventWriter(self._job.run.directives, SUPERVISOR)
-        directives.write(
-            MemoryEvent(
-                step=step,
-                layout=shortage.layout,
-                failed=shortage.failed,
-                taken=action.taken,
-                restarts=True,
-                was_killed=shortage.was_killed,
-                reason=action.reason,
-                lost_steps=max(0, step - newest_checkpoint(self._job.run)) if alone else 0,
-                used_bytes=shortage.used_bytes,
-                limit_bytes=shortage.limit_bytes,
-                group=ABSENT if alone else action.group,
-            )
-        )
-        directives.close()
-
-    def _record_losses(self) -> None:
-        """Record the lost or unfit nodes, unless a newer start of the run has its own nodes."""
-        run = self._job.run
-        for node, event in self._losses.items():
-            if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
-                continue
-            lost = isinstance(event, run_state.NodeLost)
-            record = NodeErrorRecord(
-                node=node,
-                host=event.hostname,
-                message=event.why,
-                lost=lost,
-                time=time.time(),
-                hint="" if isinstance(event, run_state.NodeLost) else event.hint,
-            )
-            write_error(run.node_error(node), record)

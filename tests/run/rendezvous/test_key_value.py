@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.wire.rendezvous import OPERATIONS, AwaitKeys, GetKeys, KeyValues, MissingKey, SetKey
-from trainspec_cli.run.rendezvous import key_value
-from trainspec_cli.run.rendezvous.key_value import KeyValueStore
+from trainspec_cli.run.rendezvous import server
+from trainspec_cli.run.rendezvous.server import KeyValueStore
 
 
 def ask(store: KeyValueStore, op: str, **request: Any) -> Any:
@@ -17,7 +17,7 @@ def ask(store: KeyValueStore, op: str, **request: Any) -> Any:
 
 
 def test_a_key_that_is_deleted_or_set_anew_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_value, "STORE_BYTES", 8)
+    monkeypatch.setattr(server, "STORE_BYTES", 8)
     store = KeyValueStore()
     for _ in range(3):
         ask(store, op="set", key="key", value="12345")
@@ -59,7 +59,7 @@ def test_it_is_waited_for_all_keys_and_the_first_that_does_not_come_is_named() -
 
 
 def test_what_does_not_fit_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_value, "STORE_BYTES", 8)
+    monkeypatch.setattr(server, "STORE_BYTES", 8)
     store = KeyValueStore()
     ask(store, op="set", key="ab", value="cd")
     ask(store, op="set", key="x", value="yzz")

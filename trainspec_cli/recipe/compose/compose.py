@@ -125,7 +125,20 @@ class Selection:
         assert root is not None, "conf/trainspec.yaml ships with the package"
         self.options = {entry.key: [(entry.value, entry.origin)] for entry in root.defaults if entry.key}
         del self.options[RECIPE]
-        self._choose_recipe(next((argument for argument in arguments if argument.key == RECIPE), None))
+        # Set `recipe`. If a recipe is specified as a path, its folder becomes the first of the recipe folders.
+        argument = next((argument for argument in arguments if argument.key == RECIPE), None)
+        name = str(argument.value) if argument else ""
+        path = expand(name)
+        if path.suffix == SUFFIX and exists(self.cwd / path):
+            folder = (self.cwd / path).parent.resolve()
+            self.folders = replace(self.folders, recipes=tuple(dict.fromkeys((folder, *self.folders.recipes))))
+            self.recipe = path.stem
+        elif name and self.folders.find_config(f"{RECIPE}/{name}"):
+            self.recipe = name
+        else:
+            self.failed.add(RECIPE)
+            origin = argument.origin if argument else None
+            self.problems.append(self._unknown_recipe(name, origin))
         # Without a readable recipe, the arguments are still checked against the defaults.
         if self.recipe and not self._add_recipe(f"{RECIPE}/{self.recipe}", ()):
             self.recipe = ""
@@ -166,21 +179,6 @@ class Selection:
         which set values."""
         is_value = argument.deletes or isinstance(argument.value, dict)
         return argument.key in self.folders.groups and not is_value
-
-    def _choose_recipe(self, argument: Argument | None) -> None:
-        """Set `recipe`. If a recipe is specified as a path, its folder becomes the first of the recipe folders."""
-        name = str(argument.value) if argument else ""
-        path = expand(name)
-        if path.suffix == SUFFIX and exists(self.cwd / path):
-            folder = (self.cwd / path).parent.resolve()
-            self.folders = replace(self.folders, recipes=tuple(dict.fromkeys((folder, *self.folders.recipes))))
-            self.recipe = path.stem
-        elif name and self.folders.find_config(f"{RECIPE}/{name}"):
-            self.recipe = name
-        else:
-            self.failed.add(RECIPE)
-            origin = argument.origin if argument else None
-            self.problems.append(self._unknown_recipe(name, origin))
 
     def _unknown_recipe(self, name: str, origin: Origin | None) -> Problem:
         names = self.folders.recipe_names()

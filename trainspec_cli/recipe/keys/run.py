@@ -142,14 +142,6 @@ class DataSpec:
             return self.mixture
         return {"": PartSpec(self.source, self.path, self.text_field, options=self.options)}
 
-    @property
-    def own_parts(self) -> dict[str, PartSpec]:
-        """Return the sources that are user-defined code, keyed by the recipe key that names them."""
-        named = {f"data.mixture.{name}.source": part for name, part in self.mixture.items()}
-        main = named if self.source == "mixture" else {"data.source": self.parts[""]}
-        every = main | {f"data.validation.{name}.source": part for name, part in self.validation.items()}
-        return {key: part for key, part in every.items() if part.is_own}
-
     def with_part(self, part: PartSpec) -> DataSpec:
         """Return the same data settings for a single part."""
         one = {"source": part.source, "path": part.path, "text_field": part.text_field, "options": part.options}
@@ -283,11 +275,6 @@ class TrainSection:
     """User-defined classes that are notified of steps, evaluations and checkpoints: `FILE.py:NAME`,
     `package.module:NAME`, or a name registered by a package."""
 
-    @property
-    def counts_samples(self) -> bool:
-        """Return whether the recipe specifies the run length in samples instead of steps."""
-        return self.tokens is not None or self.epochs is not None
-
 
 @dataclass(frozen=True)
 class SampleSection:
@@ -410,4 +397,6 @@ class RunSpec:
     def ends_by_samples(self) -> bool:
         """Return whether the run ends once it has trained on its samples, regardless of the number of steps, instead of
         at `max_steps`. This is the case if the batch size changes, or if the recipe specifies the amount of data."""
-        return self.batching.schedule.kind != "constant" or self.train.counts_samples
+        return self.batching.schedule.kind != "constant" or (
+            self.train.tokens is not None or self.train.epochs is not None
+        )

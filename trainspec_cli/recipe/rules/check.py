@@ -97,10 +97,6 @@ class WingKeys:
     """Those of the keys that name a file. Relative paths are made absolute, so that every process of the run finds the
     file."""
 
-    @property
-    def paths_of_one_start(self) -> list[str]:
-        return [f"{self.section}.{name}" for name in self.of_one_start]
-
 
 WING_KEYS = (
     WingKeys(
@@ -172,11 +168,6 @@ def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """Return what is missing on this machine to run an otherwise correct recipe."""
     here: list[Rule] = [partial(rule, machine=machine) for rule in (gpus, matrix_units, check_kernels)]
     return apply([*here, packages, compiler, shared_memory], spec)
-
-
-def check_packages_of_data(spec: RunSpec) -> list[Problem]:
-    """Return the packages that this machine lacks to read the data, for any target machine."""
-    return [problem for problem in apply([packages], spec) if problem.path.startswith("data.")]
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:

@@ -51,7 +51,13 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
     verdicts = [_explain_common(evidence, one) for one in found if one.steadiness >= STEADY]
-    return _as_one([one for one in verdicts if one is not None])
+    # Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost.
+    verdicts = [one for one in verdicts if one is not None]
+    joined: dict[tuple[object, ...], RunVerdict] = {}
+    for one in verdicts:
+        known = joined.get(one.place)
+        joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
+    return list(joined.values())
 
 
 def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
@@ -103,15 +109,6 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
     return [replace(max(of_rank, key=lambda one: one.cost_s), rank=None)]
 
 
-def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
-    """Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost."""
-    joined: dict[tuple[object, ...], RunVerdict] = {}
-    for one in verdicts:
-        known = joined.get(one.place)
-        joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
-    return list(joined.values())
-
-
 # Avoidable time: waiting for data, garbage collection, recompilation and writing checkpoints, and uneven work across
 # pipeline stages or, because of sample lengths, across ranks.
 
@@ -129,16 +126,6 @@ TOGETHER = 0.6
 UNEVEN_SHARE = 0.05
 """Uneven lengths that cost less than this fraction of a step are not reported. It is below `LEAST_SHARE`, because the
 correlation rules out chance."""
-
-
-def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
-    """Return a counter averaged over `AVERAGED_STEPS`, with NaN counted as 0."""
-    series = np.nan_to_num(evidence.counter(name))
-    width = min(AVERAGED_STEPS, len(series))
-    sums = np.cumsum(np.concatenate([np.zeros((1, evidence.ranks)), series]), axis=0)
-    first = np.clip(np.arange(len(series)) - width // 2, 0, len(series) - width)
-    averaged: Figures = (sums[first + width] - sums[first]) / width
-    return averaged
 
 
 def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figures, what: str) -> list[RunVerdict]:
@@ -374,7 +361,14 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
     planned_s = sum(evidence.planned_s.values())
     beside = f"; {format_seconds(planned_s)} were planned" if planned_s else ""
     shares = ", ".join(f"{seconds / step_s:.0%} {name}" for name, seconds in bounds.items() if seconds >= 0.01 * step_s)
-    what_if = _what_if(parts_s, (*(outlook.changes if outlook.is_known else UNPLANNED), *ALWAYS))
+    # The changes that save enough time, best first.
+    changes = (*(outlook.changes if outlook.is_known else UNPLANNED), *ALWAYS)
+    found = []
+    for one in changes:
+        changed_s = sum(seconds * one.factors.get(part, 1.0) for part, seconds in parts_s.items())
+        if step_s - changed_s >= LEAST_SAVED * step_s:
+            found.append(WhatIf(one.change, changed_s, step_s - changed_s))
+    what_if = tuple(sorted(found, key=lambda one: -one.saved_s))
     return [
         RunVerdict(
             cause="as_planned",
@@ -397,17 +391,6 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
         yield name, share * parts_s["exposed_comm"]
     for part, name in BOUNDS.items():
         yield name, parts_s[part]
-
-
-def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -> tuple[WhatIf, ...]:
-    """Return the changes that save enough time, best first."""
-    step_s = sum(parts_s.values())
-    found = []
-    for one in changes:
-        changed_s = sum(seconds * one.factors.get(part, 1.0) for part, seconds in parts_s.items())
-        if step_s - changed_s >= LEAST_SAVED * step_s:
-            found.append(WhatIf(one.change, changed_s, step_s - changed_s))
-    return tuple(sorted(found, key=lambda one: -one.saved_s))
 
 
 LEAST_STEPS = 8
@@ -457,7 +440,29 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
     help.
 
     `look_ahead` asks the planner, which may take as long as a layout search."""
-    verdicts = _hang(evidence)
+    # Verdicts on the ranks that the others are waiting for, in a step that takes far longer than usual.
+    if not evidence.stalls:
+        verdicts = []
+    else:
+        late, why = _late_of(evidence)
+        longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
+        waits_in = next(
+            (one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None
+        )
+        text = f"step {longest.step} has taken {longest.waited_s:.3g} s; "
+        text += f"the longest one before took {longest.usual_s:.3g} s"
+        others = (f"the others wait in {waits_in}",) if waits_in else ()
+        found = RunVerdict(
+            cause="hang",
+            since_step=longest.step,
+            cost_s=longest.waited_s,
+            confidence=0.5,
+            evidence=(text, why, *others),
+        )
+        verdicts = [
+            replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank)))
+            for rank in late
+        ] or [found]
     # The first steps compile, connect and allocate, so they are ignored.
     warm = replace(
         evidence,
@@ -478,7 +483,13 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
         times = OwnTimes(warm)
         verdicts += _of_part(warm, times, "slow_loader", warm.parts_s["data_wait"], "waits for its batches")
-        verdicts += _of_part(warm, times, "garbage_collection", _averaged_counter(warm, "gc_s"), "collects garbage")
+        # A counter averaged over `AVERAGED_STEPS`, with NaN counted as 0.
+        series = np.nan_to_num(warm.counter("gc_s"))
+        width = min(AVERAGED_STEPS, len(series))
+        sums = np.cumsum(np.concatenate([np.zeros((1, warm.ranks)), series]), axis=0)
+        first = np.clip(np.arange(len(series)) - width // 2, 0, len(series) - width)
+        averaged: Figures = (sums[first + width] - sums[first]) / width
+        verdicts += _of_part(warm, times, "garbage_collection", averaged, "collects garbage")
         verdicts += _recompilation(warm, times) + _checkpoints(warm, times) + _stages(warm, times)
         verdicts += _lengths(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
         verdicts += find_retries(warm, steps_s) + find_memory(warm)
@@ -509,25 +520,6 @@ def with_evaluations(
         advice=ADVICE["evaluation"],
     )
     return heaviest_first([*verdicts, found])
-
-
-def _hang(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on the ranks that the others are waiting for, in a step that takes far longer than usual."""
-    if not evidence.stalls:
-        return []
-    late, why = _late_of(evidence)
-    longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
-    waits_in = next((one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None)
-    text = (
-        f"step {longest.step} has taken {longest.waited_s:.3g} s; the longest one before took {longest.usual_s:.3g} s"
-    )
-    others = (f"the others wait in {waits_in}",) if waits_in else ()
-    found = RunVerdict(
-        cause="hang", since_step=longest.step, cost_s=longest.waited_s, confidence=0.5, evidence=(text, why, *others)
-    )
-    return [
-        replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank))) for rank in late
-    ] or [found]
 
 
 def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:

@@ -291,6 +291,23 @@ class RunReader:
             nothing = np.zeros_like(counters["host_queued_s"])
             counters |= {"queued_s": nothing, "exposed_queued_s": nothing}
             counters.pop("cpu_s", None)
+        # The ranks' stall reports for the step after the newest completed one; empty as long as more reports may
+        # arrive. If no step hangs, return the reports for the hang that ended an earlier start.
+        last = max((history.newest for history in self.histories), default=0)
+        found = {
+            rank: history.stall
+            for rank, history in enumerate(self.histories)
+            if history.stall is not None
+            # Without a plan, each node identifies the hanging step by its own ranks.
+            and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
+        }
+        if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
+            stalls = {}
+        elif not found and now is None:
+            ended = {rank: history.ended_by for rank, history in enumerate(self.histories)}
+            stalls = {rank: stall for rank, stall in ended.items() if stall is not None}
+        else:
+            stalls = found
         return RunEvidence(
             steps=steps,
             parts_s=dict(zip(PARTS, rows, strict=False)),
@@ -298,7 +315,7 @@ class RunReader:
             nodes=self.shape.nodes,
             kinds=self.shape.kinds,
             connections=tuple(_connections(self.histories, steps)),
-            stalls=self._stalls(now),
+            stalls=stalls,
             link_changes=tuple(self._links),
             looks=tuple(self.looks),
             retried_steps=tuple(sorted(self._retried)),
@@ -310,7 +327,14 @@ class RunReader:
 
     def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
         if not self.shape.has_plan:
-            return self._readings(steps)
+            # The counters of a run without a plan, which are memory readings only.
+            series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
+            for rank, history in enumerate(self.histories):
+                for event in history.usage:
+                    place = np.searchsorted(steps, event.step)
+                    for name in READINGS if place < len(steps) else ():
+                        series[name][place, rank] = getattr(event, name)
+            return series
         if not any(history.counters for history in self.histories):
             return {}
         series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in COUNTERS if name != "queued_s"}
@@ -327,34 +351,6 @@ class RunReader:
                         series[name][where, rank] = value if name == "agreed_s" else value / event.steps
         return series
 
-    def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
-        """Return the counters of a run without a plan, which are memory readings only."""
-        series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
-        for rank, history in enumerate(self.histories):
-            for event in history.usage:
-                place = np.searchsorted(steps, event.step)
-                for name in READINGS if place < len(steps) else ():
-                    series[name][place, rank] = getattr(event, name)
-        return series
-
-    def _stalls(self, now: float | None) -> dict[int, StallEvent]:
-        """Return the ranks' stall reports for the step after the newest completed one; empty as long as more reports
-        may arrive. If no step hangs, return the reports for the hang that ended an earlier start."""
-        last = max((history.newest for history in self.histories), default=0)
-        found = {
-            rank: history.stall
-            for rank, history in enumerate(self.histories)
-            if history.stall is not None
-            # Without a plan, each node identifies the hanging step by its own ranks.
-            and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
-        }
-        if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
-            return {}
-        if not found and now is None:
-            ended = {rank: history.ended_by for rank, history in enumerate(self.histories)}
-            return {rank: stall for rank, stall in ended.items() if stall is not None}
-        return found
-
 
 def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
     """Return the rows of the steps in a counter window."""
@@ -367,7 +363,24 @@ CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
 
 def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
     """Yield the ranks' connections, with all connections from one rank to another merged."""
-    other_ends = _other_ends(histories)
+    # The rank at the other end of each connection, by its local and peer address.
+    seen = {
+        (one.local, one.peer): rank
+        for rank, history in enumerate(histories)
+        for event in history.counters
+        for one in event.connections
+    }
+    hosts: dict[str, set[int]] = defaultdict(set)
+    for (local, _), rank in seen.items():
+        hosts[_host(local)].add(rank)
+    other_ends = {}
+    for (local, peer), rank in seen.items():
+        there = hosts.get(_host(peer), set())
+        if (peer, local) in seen:
+            other_ends[local, peer] = seen[peer, local]
+        elif there and rank not in there:
+            # A rank counts only its busiest connections, so the other end may be missing. The node is still correct.
+            other_ends[local, peer] = min(there)
     of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
     for rank, history in enumerate(histories):
         for event in history.counters:
@@ -379,30 +392,6 @@ def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64])
                 series["rtt_s"][where] = np.fmax(series["rtt_s"][where], one.rtt_s)
     for ranks, series in sorted(of_pair.items()):
         yield Connection(ranks, **series)
-
-
-def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
-    """Return the rank at the other end of each connection, by its local and peer address. A rank counts only its
-    busiest connections. If the other end did not count a connection, the result is the first rank at that address,
-    which is at least on the right node. Connections to addresses that belong to no rank are omitted."""
-    seen = {
-        (one.local, one.peer): rank
-        for rank, history in enumerate(histories)
-        for event in history.counters
-        for one in event.connections
-    }
-    hosts: dict[str, set[int]] = defaultdict(set)
-    for (local, _), rank in seen.items():
-        hosts[_host(local)].add(rank)
-    ends = {}
-    for (local, peer), rank in seen.items():
-        there = hosts.get(_host(peer), set())
-        if (peer, local) in seen:
-            ends[local, peer] = seen[peer, local]
-        elif there and rank not in there:
-            # A rank counts only its busiest connections, so the other end may be missing. The node is still correct.
-            ends[local, peer] = min(there)
-    return ends
 
 
 def _host(address: str) -> str:

@@ -150,7 +150,16 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         share = resent / sum(path.segments for path in paths)
         text = f"{share:.2%} of segments were retransmitted, most of them between ranks {_names(losing.ranks)}"
         return _verdict(evidence, episode, "lossy_link", losing, paths, lambda path: path.resent, text)
-    if _is_of_processors(evidence, episode, paths):
+    # Whether transfers take long because ranks wait for a processor or are throttled. If data between nodes is delayed
+    # on the way, the link is the cause instead.
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one throttled rank delays all others
+    waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
+    if waiting_s + throttled_s <= OF_NOISE * episode.excess:
+        is_of_processors = False
+    else:
+        is_held = throttled_s > OF_NOISE * episode.excess
+        is_of_processors = not _is_queued_in_transit(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
+    if is_of_processors:
         return None
     if losing is None and _answers_later(evidence, episode, paths):
         return _delayed(evidence, episode, paths)
@@ -164,17 +173,6 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         return path.usual_rate / path.rate if path in measured else 0.0
 
     return _verdict(evidence, episode, "narrow_link", worst, paths, slowness, text)
-
-
-def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
-    """Return whether transfers take long because ranks wait for a processor or are throttled. If data between nodes is
-    delayed on the way, the link is the cause instead."""
-    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one throttled rank delays all others
-    waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
-    if waiting_s + throttled_s <= OF_NOISE * episode.excess:
-        return False
-    is_held = throttled_s > OF_NOISE * episode.excess
-    return not _is_queued_in_transit(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:

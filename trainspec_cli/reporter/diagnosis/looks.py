@@ -46,22 +46,19 @@ def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
         return verdict
     # A line with a small fraction of the time may have been sampled by chance.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
-    return replace(verdict, code=code, evidence=(*verdict.evidence, *_sentences(look, names_line=code is not None)))
-
-
-def _sentences(look: Look, *, names_line: bool) -> list[str]:
+    names_line = code is not None
     rank = look.order.looker
     made = look.last_step >= look.first_step
     where = f"in steps {look.first_step} to {look.last_step}" if made else f"in step {look.first_step}"
     said = []
     if names_line:
         top = look.lines[0]
-        code = f": {top.text}" if top.text else ""
-        said.append(f"rank {rank} {where}: {top.share:.0%} of its own time at {top.position}{code}")
+        line = f": {top.text}" if top.text else ""
+        said.append(f"rank {rank} {where}: {top.share:.0%} of its own time at {top.position}{line}")
     if look.operations and (not names_line or look.operations_share > 0.5):
         named = ", ".join(f"{one.name} {one.self_s * 1e3:.3g} ms" for one in look.operations)
         place = "on the GPU " if look.operations[0].on_device else ""
         said.append(f"rank {rank} {where}: the operations that take most {place}of a step are {named}")
     if look.file is not None and made:
         said.append(f"trace of these steps: {look.file}")
-    return [*said, *look.notes]
+    return replace(verdict, code=code, evidence=(*verdict.evidence, *said, *look.notes))

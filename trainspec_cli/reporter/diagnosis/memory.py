@@ -30,87 +30,7 @@ SWAPPED_BYTES = 16 * 2**20
 
 
 def find_memory(evidence: RunEvidence) -> list[RunVerdict]:
-    return [*_leaks(evidence), *_pressure(evidence)]
-
-
-def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
-    slopes: dict[int, tuple[int, float, float]] = {}
-    held = evidence.counter("rss_bytes")
-    grown = np.fmax.reduce(held, axis=0) - np.fmin.reduce(held, axis=0)
-    for rank in np.flatnonzero(grown > LEAST_GROWTH_BYTES).tolist():
-        if (leak := _leak_of(evidence, rank)) is not None:
-            slopes[rank] = leak
-    # A node's ranks share its memory, so their growth adds up.
-    of_node = defaultdict[int, float](float)
-    for rank, (_, slope, _) in slopes.items():
-        of_node[evidence.nodes[rank]] += slope
-    verdicts = []
-    for rank, (since, slope, grown_bytes) in slopes.items():
-        left = _last(evidence.counter("available_bytes")[:, rank])
-        full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
-        if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
-            continue
-        end = "" if full is None else f", and {format_bytes(left or 0)} are left: none at about step {full:,}"
-        verdicts.append(
-            RunVerdict(
-                cause="memory_leak",
-                rank=rank,
-                since_step=since,
-                confidence=0.9,
-                full_step=full,
-                evidence=(
-                    f"the memory of rank {rank} grows by {format_bytes(slope)} per step, "
-                    f"by {format_bytes(grown_bytes)} so far{end}",
-                ),
-            )
-        )
-    return verdicts
-
-
-def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
-    """Return (first step, bytes per step, bytes so far) of a leaking rank."""
-    steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
-    # Try the longest window first, because it separates a slow leak from noise; a short window finds a fast leak early.
-    for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
-        if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
-            continue
-        recent_steps = steps[-count:].tolist()
-        recent = held[-count:].tolist()
-        slope = slope_per_step(recent_steps, recent)
-        grown_bytes = recent[-1] - recent[0]
-        if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
-            base = float(held[0])
-            begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
-            leaking = slice(max(begun, len(held) - count), None)  # readings before its start would flatten the slope
-            if len(held[leaking]) >= LEAST_LEAKING:
-                slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
-            before = max(0, leaking.start - 1)
-            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # rules out a single jump
-                return int(steps[begun]), slope, float(held[-1] - base)
-    return None
-
-
-def _grows_evenly(held: Figures) -> bool:
-    grown = np.diff(held)
-    return len(held) >= EIGHTHS and bool((grown > ALIKE * np.median(grown)).all() and np.median(grown) > 0)
-
-
-def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
-    """Return (steps, readings) since the rank's work last changed, because different work needs a different amount of
-    memory."""
-    begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
-    known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
-    return evidence.steps[known].astype(np.float64), series[known]
-
-
-def _last(series: Figures) -> float | None:
-    known = series[np.isfinite(series)]
-    return float(known[-1]) if known.size else None
-
-
-def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on ranks whose memory is being swapped out, or whose GPU allocator has to release cached
-    memory."""
+    # Verdicts on ranks whose memory is being swapped out, or whose GPU allocator has to release cached memory.
     verdicts = []
     is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
     is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)
@@ -135,4 +55,73 @@ def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
                 evidence=(what,),
             )
         )
+    return [*_leaks(evidence), *verdicts]
+
+
+def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
+    slopes: dict[int, tuple[int, float, float]] = {}
+    held = evidence.counter("rss_bytes")
+    grown = np.fmax.reduce(held, axis=0) - np.fmin.reduce(held, axis=0)
+    for rank in np.flatnonzero(grown > LEAST_GROWTH_BYTES).tolist():
+        if (leak := _leak_of(evidence, rank)) is not None:
+            slopes[rank] = leak
+    # A node's ranks share its memory, so their growth adds up.
+    of_node = defaultdict[int, float](float)
+    for rank, (_, slope, _) in slopes.items():
+        of_node[evidence.nodes[rank]] += slope
+    verdicts = []
+    for rank, (since, slope, grown_bytes) in slopes.items():
+        series = evidence.counter("available_bytes")[:, rank]
+        known = series[np.isfinite(series)]
+        left = float(known[-1]) if known.size else None
+        full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
+        if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
+            continue
+        end = "" if full is None else f", and {format_bytes(left or 0)} are left: none at about step {full:,}"
+        verdicts.append(
+            RunVerdict(
+                cause="memory_leak",
+                rank=rank,
+                since_step=since,
+                confidence=0.9,
+                full_step=full,
+                evidence=(
+                    f"the memory of rank {rank} grows by {format_bytes(slope)} per step, "
+                    f"by {format_bytes(grown_bytes)} so far{end}",
+                ),
+            )
+        )
     return verdicts
+
+
+def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
+    """Return (first step, bytes per step, bytes so far) of a leaking rank."""
+    # (steps, readings) since the rank's work last changed, because different work needs a different amount of memory.
+    series = evidence.counter("rss_bytes")[:, rank]
+    begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
+    known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
+    steps = evidence.steps[known].astype(np.float64)
+    held = series[known]
+    # Try the longest window first, because it separates a slow leak from noise; a short window finds a fast leak early.
+    for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
+        if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
+            continue
+        recent_steps = steps[-count:].tolist()
+        recent = held[-count:].tolist()
+        slope = slope_per_step(recent_steps, recent)
+        grown_bytes = recent[-1] - recent[0]
+        if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
+            base = float(held[0])
+            begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
+            leaking = slice(max(begun, len(held) - count), None)  # readings before its start would flatten the slope
+            if len(held[leaking]) >= LEAST_LEAKING:
+                slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
+            before = max(0, leaking.start - 1)
+            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # rules out a single jump
+                return int(steps[begun]), slope, float(held[-1] - base)
+    return None
+
+
+def _grows_evenly(held: Figures) -> bool:
+    grown = np.diff(held)
+    return len(held) >= EIGHTHS and bool((grown > ALIKE * np.median(grown)).all() and np.median(grown) > 0)

@@ -157,14 +157,6 @@ class OwnTimes:
         loaded_s = np.median(self.load_s[episode.where]) + np.median(stolen_s)
         return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
 
-    def is_always_last(self, rank: int, episode: Episode) -> bool:
-        """Return whether this rank is last in an episode far more often than by chance, among ranks that do the same
-        work. Machine-wide load affects different ranks at different times."""
-        of_kind = np.flatnonzero(np.array(self.evidence.kinds) == self.evidence.kinds[rank])
-        took_s = (self.own_s + self.queued_s)[episode.where][:, of_kind]
-        more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
-        return more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
-
     def limit(self, series: Figures | None = None) -> Figures:
         """Return the limit above which a series of seconds (T,) counts as high: a fraction of the surrounding steps,
         and above the noise of single steps."""
@@ -197,10 +189,44 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         of_rank = [one for one in unexplained if one.rank == rank]
         episodes = [one.episode for one in of_rank]
         loaded = sum(times.is_loaded(episode) for episode in episodes)
-        if loaded > len(episodes) / 2 and not _came_to_stay(evidence, times, episodes):
+        # Whether a rank is still slow, or was slow for a long time and during most of the time since the first episode.
+        first = episodes[0]
+        last = episodes[-1]
+        span_s = times.step_s[first.first : last.last + 1].sum()
+        slow_s = sum(times.step_s[episode.where].sum() for episode in episodes)
+        if loaded > len(episodes) / 2 and not (
+            until(evidence, last) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
+        ):
             visits += of_rank
     slow = [replace(one, cause="noise") if one in visits else one for one in slow]
-    return _verdicts(evidence, times, slow + list(_stolen(evidence, times)))
+    # The ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short time.
+    stolen = []
+    of_all_peers_s = times.expect_queued()
+    found: list[tuple[int, Episode]] = []
+    for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
+        of_peers_s = of_all_peers_s[:, rank]
+        level_s = float(np.median(of_peers_s[episode.where]))
+        is_long = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
+        # Whether this rank is last in an episode far more often than by chance, among ranks that do the same work.
+        # Machine-wide load affects different ranks at different times.
+        of_kind = np.flatnonzero(np.array(times.evidence.kinds) == times.evidence.kinds[rank])
+        took_s = (times.own_s + times.queued_s)[episode.where][:, of_kind]
+        more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
+        is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or (
+            more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
+        )
+        if episode.steadiness >= STEADY and is_long and is_alone:
+            found.append((rank, episode))
+    last = dict(found)  # by rank
+    for rank, episode in found:
+        why = (
+            f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
+        )
+        span = slice(episode.first, last[rank].last + 1)
+        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
+        stolen.append(Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why))
+    return _verdicts(evidence, times, slow + stolen)
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
@@ -231,39 +257,6 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     span = slice(edges[0], edges[-1])
     comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
     return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
-
-
-def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
-    """Return whether a rank is still slow, or was slow for a long time and during most of the time since the first
-    episode."""
-    first = of_rank[0]
-    last = of_rank[-1]
-    span_s = times.step_s[first.first : last.last + 1].sum()
-    slow_s = sum(times.step_s[episode.where].sum() for episode in of_rank)
-    return until(evidence, last) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
-
-
-def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
-    """Yield the ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short
-    time."""
-    of_all_peers_s = times.expect_queued()
-    found: list[tuple[int, Episode]] = []
-    for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
-        of_peers_s = of_all_peers_s[:, rank]
-        level_s = float(np.median(of_peers_s[episode.where]))
-        lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
-        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
-        is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
-        if episode.steadiness >= STEADY and lasts and is_alone:
-            found.append((rank, episode))
-    last = dict(found)  # by rank
-    for rank, episode in found:
-        why = (
-            f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
-        )
-        span = slice(episode.first, last[rank].last + 1)
-        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
-        yield Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why)
 
 
 def _suspects(
@@ -372,7 +365,23 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
         # compared.
         if sizes[node] > 1 and len(sizes) > 1 and len({one.rank for one in shared}) == sizes[node]:
             of_nodes += shared
-            verdicts.append(_node_verdict(evidence, node, shared))
+            # The verdict on a node, based on the episodes that all of its ranks share.
+            causes = [one.cause for one in shared]
+            often: Cause = max(sorted(set(causes)), key=causes.count)
+            first = min(shared, key=lambda one: one.episode.first)
+            last = max(shared, key=lambda one: one.episode.last)
+            worst = max(shared, key=lambda one: one.episode.excess)
+            verdicts.append(
+                RunVerdict(
+                    cause="slow_node" if often in ("slow_device", "stolen_cores", "host_bound") else often,
+                    node=node,
+                    since_step=int(evidence.steps[first.episode.first]),
+                    until_step=until(evidence, last.episode),
+                    cost_s=worst.episode.excess,
+                    confidence=min(confidence(one.episode) for one in shared),
+                    evidence=(f"all {len({one.rank for one in shared})} ranks of node {node} are slow: {worst.why}",),
+                )
+            )
     if len(verdicts) == len(sizes) > 1:
         verdicts = []
     for one in slow:
@@ -384,21 +393,3 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
             rank = None if one.cause == "noise" else one.rank
             verdicts.append(verdict_of(evidence, one.episode, one.cause, text, one.why, rank=rank))
     return verdicts
-
-
-def _node_verdict(evidence: RunEvidence, node: int, shared: Sequence[Slow]) -> RunVerdict:
-    """Return the verdict on a node, based on the episodes that all of its ranks share."""
-    causes = [one.cause for one in shared]
-    often: Cause = max(sorted(set(causes)), key=causes.count)
-    first = min(shared, key=lambda one: one.episode.first)
-    last = max(shared, key=lambda one: one.episode.last)
-    worst = max(shared, key=lambda one: one.episode.excess)
-    return RunVerdict(
-        cause="slow_node" if often in ("slow_device", "stolen_cores", "host_bound") else often,
-        node=node,
-        since_step=int(evidence.steps[first.episode.first]),
-        until_step=until(evidence, last.episode),
-        cost_s=worst.episode.excess,
-        confidence=min(confidence(one.episode) for one in shared),
-        evidence=(f"all {len({one.rank for one in shared})} ranks of node {node} are slow: {worst.why}",),
-    )

@@ -60,16 +60,16 @@ class Episode:
         return max(0, common) / min(self.steps, other.steps)
 
 
-def smoothed(series: Figures, steps: int = SMOOTHED_STEPS) -> Figures:
-    """Return the running median over `steps` steps (an odd number) along the first axis; the values at the ends are
+def smoothed(series: Figures) -> Figures:
+    """Return the running median over `SMOOTHED_STEPS` steps along the first axis; the values at the ends are
     repeated."""
-    half = steps // 2
-    if len(series) < steps:
+    half = SMOOTHED_STEPS // 2
+    if len(series) < SMOOTHED_STEPS:
         return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
     # Repeat the ends so that a change in the newest steps is not lost.
     padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
     # This runs over all ranks and steps, so it uses a partition, which finds the median without a full sort.
-    middle: Figures = np.partition(sliding_window_view(padded, steps, axis=0), half, axis=-1)[..., half]
+    middle: Figures = np.partition(sliding_window_view(padded, SMOOTHED_STEPS, axis=0), half, axis=-1)[..., half]
     return middle
 
 

@@ -72,7 +72,14 @@ class DiagnosisWatch:
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
-                self._request_look(one, self._reader)
+                # Ask a rank to profile itself because of a new verdict.
+                if self._ask is not None:
+                    if self._orders is None:  # looks from earlier starts left traces, which name what was profiled
+                        traces = [read_object(path)["order"] for path in sorted(self._run.looks_folder.glob("*.json"))]
+                        self._orders = [read_record(LookOrder, order) for order in traces if isinstance(order, dict)]
+                    if (order := next_look(one, self._reader.shape.nodes, self._orders)) is not None:
+                        self._orders.append(order)
+                        self._ask(order)
             # Report the verdict again once a look has found the line of code.
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
@@ -81,17 +88,6 @@ class DiagnosisWatch:
             known = self._reported.pop(place)
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
-
-    def _request_look(self, verdict: RunVerdict, reader: RunReader) -> None:
-        """Ask a rank to profile itself because of a new verdict."""
-        if self._ask is None:
-            return
-        if self._orders is None:  # looks from earlier starts left traces, which name what was profiled
-            traces = [read_object(path)["order"] for path in sorted(self._run.looks_folder.glob("*.json"))]
-            self._orders = [read_record(LookOrder, order) for order in traces if isinstance(order, dict)]
-        if (order := next_look(verdict, reader.shape.nodes, self._orders)) is not None:
-            self._orders.append(order)
-            self._ask(order)
 
     def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
         assert self._reader is not None, "something was read"

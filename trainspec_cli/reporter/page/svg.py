@@ -115,8 +115,20 @@ def _chart(
 ) -> str:
     x_title, y_title = map(escape, titles)
     middle = (MARGIN_LEFT + CHART_WIDTH - MARGIN_RIGHT) / 2
+    left = MARGIN_LEFT
+    right = CHART_WIDTH - MARGIN_RIGHT
+    bottom = CHART_HEIGHT - MARGIN_BOTTOM
+    grid = []
+    for value, label in frame.y_ticks():
+        y = frame.y(value)
+        grid.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        grid.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for value, label in ticks:
+        x = frame.x(value)
+        grid.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(label)}</text>')
+    grid.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     parts = [
-        _grid(frame, ticks),
+        "".join(grid),
         *(_draw(line, frame) for line in lines),
         f'<text class="title" x="{middle}" y="{CHART_HEIGHT - 6}" text-anchor="middle">{x_title}</text>',
         f'<text class="title" x="{MARGIN_LEFT}" y="{MARGIN_TOP - 16}">{y_title}</text>',
@@ -156,22 +168,6 @@ class _Frame:
         digits = max(0, -math.floor(math.log10(step)))
         fits = digits < MOST_DIGITS and max(map(abs, values)) < 10**MOST_DIGITS
         return [(value, f"{value:,.{digits}f}" if fits else _short(value)) for value in values]
-
-
-def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
-    left = MARGIN_LEFT
-    right = CHART_WIDTH - MARGIN_RIGHT
-    bottom = CHART_HEIGHT - MARGIN_BOTTOM
-    parts = []
-    for value, label in frame.y_ticks():
-        y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for value, label in ticks:
-        x = frame.x(value)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(label)}</text>')
-    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-    return "".join(parts)
 
 
 def nice_ticks(low: float, high: float) -> list[float]:

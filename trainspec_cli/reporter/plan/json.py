@@ -19,6 +19,18 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
     one fit."""
     spec = plan.spec
     capacity = plan.capacity
+    cluster = plan.spec.cluster
+    sizes = {pool.devices_per_node for pool in cluster.pools} or {plan.capacity.world_size // cluster.num_nodes}
+    pools: list[JsonValue] = [
+        {
+            "name": pool.name,
+            "accelerator": pool.accelerator.name,
+            "num_nodes": pool.num_nodes,
+            "devices_per_node": pool.devices_per_node,
+        }
+        for pool in cluster.pools
+    ]
+    about: JsonObject = {"pools": pools} if pools else {}
     content: JsonObject = {
         "schema": SCHEMA,
         "model": {
@@ -29,7 +41,17 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
             "active_params": capacity.active_params,
             "flops_per_token": capacity.flops_per_token,
         },
-        "cluster": _cluster(plan),
+        "cluster": (
+            about
+            | {
+                "name": cluster.name,
+                "accelerator": plan.device,
+                "num_nodes": cluster.num_nodes,
+                "devices_per_node": sizes.pop() if len(sizes) == 1 else None,
+                "world_size": plan.capacity.world_size,
+                "site": cluster.site.name,
+            }
+        ),
         "batching": {"global_batch_size": spec.batching.global_batch_size, "seq_len": spec.data.seq_len},
         "best": _candidate(plan.best) if plan.best else None,
         "fastest": _candidate(capacity.fastest) if capacity.fastest else None,
@@ -64,29 +86,6 @@ def sweep_as_json(sweep: SweepReport) -> JsonObject:
             {"value": point.value, "values": {**point.values}, "plan": plan_as_json(point.plan)}
             for point in sweep.points
         ],
-    }
-
-
-def _cluster(plan: PlanReport) -> JsonObject:
-    cluster = plan.spec.cluster
-    sizes = {pool.devices_per_node for pool in cluster.pools} or {plan.capacity.world_size // cluster.num_nodes}
-    pools: list[JsonValue] = [
-        {
-            "name": pool.name,
-            "accelerator": pool.accelerator.name,
-            "num_nodes": pool.num_nodes,
-            "devices_per_node": pool.devices_per_node,
-        }
-        for pool in cluster.pools
-    ]
-    about: JsonObject = {"pools": pools} if pools else {}
-    return about | {
-        "name": cluster.name,
-        "accelerator": plan.device,
-        "num_nodes": cluster.num_nodes,
-        "devices_per_node": sizes.pop() if len(sizes) == 1 else None,
-        "world_size": plan.capacity.world_size,
-        "site": cluster.site.name,
     }
 
 

@@ -89,7 +89,20 @@ def body_of(plan: PlanReport) -> Iterator[str]:
             f"rule. What would fit:</p>{plain_list(plan.capacity.advice)}</section>"
         )
     if best and run:
-        yield _tiles(plan.spec.model.unit, best, run)
+        figures = [
+            (name, show(figure.value), labels.format_range(figure, show))
+            for name, figure, show in (
+                ("time to train", run.wall_time_s, format_duration),
+                ("goodput", run.goodput.goodput, labels.goodput_percent),
+                ("energy", run.energy_joules, labels.format_energy),
+                ("carbon (CO2e)", run.carbon_kg, labels.format_mass),
+                ("money", run.cost_usd, labels.format_money),
+            )
+            if figure is not None
+        ]
+        rate = f"MFU {percent(best.mfu, 1)}, HFU {percent(best.hfu, 1)}"
+        figures.insert(2, (f"{plan.spec.model.unit}/s/device", labels.format_rate(best.tokens_per_s_per_gpu), rate))
+        yield tiles(figures)
     yield _candidates(plan)
     if best:
         yield _memory(best)
@@ -120,27 +133,15 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     if run:
         yield _goodput(run)
     if plan.rejected:
-        yield _refusals(plan.rejected)
+        most = max(plan.rejected.values())
+        rows = [
+            (reason, render_bar([Segment("c-refused", reason, count, f"{count:,}")], most), f"{count:,}")
+            for reason, count in plan.rejected.items()
+        ]
+        yield section("Refused", "Layouts that are not in the list, by reason.", bar_rows(rows))
     if run:
         yield _run(plan.spec, run)
         yield _assumptions(run.assumptions, plan.capacity.assumptions)
-
-
-def _tiles(unit: str, best: Candidate, run: RunForecast) -> str:
-    figures = [
-        (name, show(figure.value), labels.format_range(figure, show))
-        for name, figure, show in (
-            ("time to train", run.wall_time_s, format_duration),
-            ("goodput", run.goodput.goodput, labels.goodput_percent),
-            ("energy", run.energy_joules, labels.format_energy),
-            ("carbon (CO2e)", run.carbon_kg, labels.format_mass),
-            ("money", run.cost_usd, labels.format_money),
-        )
-        if figure is not None
-    ]
-    rate = f"MFU {percent(best.mfu, 1)}, HFU {percent(best.hfu, 1)}"
-    figures.insert(2, (f"{unit}/s/device", labels.format_rate(best.tokens_per_s_per_gpu), rate))
-    return tiles(figures)
 
 
 def _candidates(plan: PlanReport) -> str:
@@ -222,15 +223,6 @@ def _losses(mode: Goodput) -> list[Segment]:
     ]
 
 
-def _refusals(rejected: Mapping[str, int]) -> str:
-    most = max(rejected.values())
-    rows = [
-        (reason, render_bar([Segment("c-refused", reason, count, f"{count:,}")], most), f"{count:,}")
-        for reason, count in rejected.items()
-    ]
-    return section("Refused", "Layouts that are not in the list, by reason.", bar_rows(rows))
-
-
 def _run(spec: RunSpec, run: RunForecast) -> str:
     rows = [
         f"<tr>{cell(name)}{cell(expected, 'name')}{cell(bounds, 'name')}{cell(detail)}</tr>"
@@ -268,7 +260,20 @@ def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> s
     # The point of a sweep is usually to find the largest value that fits.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
-    above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
+    # Draw the time and cost of each point as bars, because the values of a swept key need not be numbers.
+    outcomes = []
+    runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
+    times = [(value, run.wall_time_s) for value, run in runs]
+    costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
+    for title, figures, show in (("Time", times, format_duration), ("Money", costs, labels.format_money)):
+        if len(figures) > 1:
+            most = max(figure.value for _, figure in figures)
+            drawn = [(value, show(figure.value), figure.value) for value, figure in figures]
+            rows = [
+                (value, render_bar([Segment("c-used", title, size, text)], most), text) for value, text, size in drawn
+            ]
+            outcomes.append(section(f"{title} over {sweep.key}", "Of the best layout's whole run.", bar_rows(rows)))
+    above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *outcomes, chosen]
     return render_page(title_of(shown.plan), "".join([*above, *body_of(shown.plan)]), FOOTER)
 
 
@@ -296,21 +301,6 @@ def _scaling(sweep: SweepReport) -> str:
         "Throughput of the best layout at each point. Scaling: throughput per device relative to the first that fits."
     )
     return section(f"Scaling over {sweep.key}", text, chart + table(headings, rows))
-
-
-def _outcomes(sweep: SweepReport) -> Iterator[str]:
-    """Draw the time and cost of each point as bars, because the values of a swept key need not be numbers."""
-    runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
-    times = [(value, run.wall_time_s) for value, run in runs]
-    costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
-    for title, figures, show in (("Time", times, format_duration), ("Money", costs, labels.format_money)):
-        if len(figures) > 1:
-            most = max(figure.value for _, figure in figures)
-            drawn = [(value, show(figure.value), figure.value) for value, figure in figures]
-            rows = [
-                (value, render_bar([Segment("c-used", title, size, text)], most), text) for value, text, size in drawn
-            ]
-            yield section(f"{title} over {sweep.key}", "Of the best layout's whole run.", bar_rows(rows))
 
 
 def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from rich.console import Group, RenderableType
 
 from trainspec_cli.core.printable import format_bytes, format_duration, format_si
-from trainspec_cli.recipe.results.blueprint import Blueprint, Part, PlanesPlan, PoolChoice, PoolsPlan
+from trainspec_cli.recipe.results.blueprint import Blueprint, Part, PlanesPlan, PoolsPlan
 from trainspec_cli.recipe.results.forecast import Simulation
 from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.reporter.chart import render_chart
@@ -238,22 +238,20 @@ def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
             labels.layout_label(choice.layout) if choice.layout else "nothing fits",
             f"{choice.devices:,}",
         )
-        yield *how, *_figures(choice, whole)
-
-
-def _figures(choice: PoolChoice, whole: float | None) -> tuple[str, ...]:
-    if choice.step_time_s is None or choice.tokens_per_s is None or choice.wall_time_s is None:
-        return ("",) * 6
-    price = choice.usd_per_token
-    energy = choice.joules_per_token
-    return (
-        format_duration(choice.step_time_s),
-        labels.format_rate(choice.tokens_per_s),
-        percent(choice.tokens_per_s / whole) if whole else "",
-        format_duration(choice.wall_time_s),
-        "unknown" if price is None else labels.format_money(1e9 * price),
-        "unknown" if energy is None else labels.format_grouped(1e9 * energy / JOULES_PER_KWH),
-    )
+        if choice.step_time_s is None or choice.tokens_per_s is None or choice.wall_time_s is None:
+            figures = ("",) * 6
+        else:
+            price = choice.usd_per_token
+            energy = choice.joules_per_token
+            figures = (
+                format_duration(choice.step_time_s),
+                labels.format_rate(choice.tokens_per_s),
+                percent(choice.tokens_per_s / whole) if whole else "",
+                format_duration(choice.wall_time_s),
+                "unknown" if price is None else labels.format_money(1e9 * price),
+                "unknown" if energy is None else labels.format_grouped(1e9 * energy / JOULES_PER_KWH),
+            )
+        yield *how, *figures
 
 
 # A simulated disturbance: the speed without the scheduler, with it and in the ideal case, and the decisions.

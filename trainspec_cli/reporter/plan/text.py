@@ -58,7 +58,19 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
     if plan.capacity.advice:
         advice = plan.capacity.advice if verbose else plan.capacity.advice[:SHOWN_ADVICE]
         parts.append(Group(Text("What would fit", style="bold green"), _pairs([("→", text) for text in advice])))
-    parts.append(_header(plan))
+    unit = plan.spec.model.unit
+    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} per {unit[:-1]} (attention counted causal)"
+    lines = [("model", f"{labels.model_label(plan)}; {flops}"), ("cluster", labels.devices_label(plan))]
+    if run := plan.run:
+        step = f"{labels.batch_label(plan)} samples per step"
+        lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
+    if code := list(describe_code(plan.spec)):
+        lines.append(("code", "\n".join(code)))
+    if plan.profile:
+        lines.append(("profile", plan.profile))
+    if plan.defaults:
+        lines.append(("assumed", labels.defaults_label(plan)))
+    parts.append(_pairs(lines))
     asked = _asked_for(plan, width, verbose)
     # Show fewer layouts if the recipe or a flag requests other tables.
     shown = SHOWN_CANDIDATES if verbose else 1 if plan.trace else 3 if asked else 5
@@ -72,9 +84,16 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
     parts += asked
     # The reasons for rejecting layouts matter to the reader only if none is left.
     if plan.rejected and (verbose or not plan.best):
-        parts.append(_refusals(plan.rejected))
+        # List why the other layouts are not in the table.
+        reasons = list(plan.rejected.items())
+        lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
+        if len(reasons) > SHOWN_REASONS:
+            lines.append((f"{sum(count for _, count in reasons[SHOWN_REASONS:]):,}", "for other reasons"))
+        parts.append(Group(Text("Refused", style="bold"), _pairs(lines, justify="right")))
     if plan.run and verbose:
-        parts += [_run(plan, plan.run), _assumptions(plan, plan.run)]
+        rows = [assumption_row(assumption) for assumption in plan.run.assumptions]
+        rows += [("layouts", "", "", text) for text in plan.capacity.assumptions]
+        parts += [_run(plan, plan.run), text_table(("assumed", "#value", "#within", "source"), rows)]
     elif plan.run:
         if checks := _checks(plan, plan.run):
             parts.append(_pairs(checks))
@@ -210,22 +229,6 @@ def render_sweep(sweep: SweepReport) -> RenderableType:
     return Group(Text(f"Scaling over {sweep.key}", style="bold"), table)
 
 
-def _header(plan: PlanReport) -> RenderableType:
-    unit = plan.spec.model.unit
-    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} per {unit[:-1]} (attention counted causal)"
-    lines = [("model", f"{labels.model_label(plan)}; {flops}"), ("cluster", labels.devices_label(plan))]
-    if run := plan.run:
-        step = f"{labels.batch_label(plan)} samples per step"
-        lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
-    if code := list(describe_code(plan.spec)):
-        lines.append(("code", "\n".join(code)))
-    if plan.profile:
-        lines.append(("profile", plan.profile))
-    if plan.defaults:
-        lines.append(("assumed", labels.defaults_label(plan)))
-    return _pairs(lines)
-
-
 def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> RenderableType:
     """Render the first `most` layouts (in two lines each on a narrow terminal), and why the first one was chosen."""
     capacity = plan.capacity
@@ -299,15 +302,6 @@ def _time(best: Candidate) -> RenderableType:
     return _bars(title, rows, best.time.total_s)
 
 
-def _refusals(rejected: Mapping[str, int]) -> RenderableType:
-    """List why the other layouts are not in the table."""
-    reasons = list(rejected.items())
-    lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
-    if len(reasons) > SHOWN_REASONS:
-        lines.append((f"{sum(count for _, count in reasons[SHOWN_REASONS:]):,}", "for other reasons"))
-    return Group(Text("Refused", style="bold"), _pairs(lines, justify="right"))
-
-
 def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for style, no_wrap in (("bright_black", True), ("bold", True), ("", True), ("bright_black", False)):
@@ -379,12 +373,6 @@ def _figure_row(
 def _shares(parts: Mapping[str, float]) -> str:
     whole = sum(parts.values()) or 1.0
     return ", ".join(f"{name} {percent(value / whole)}" for name, value in parts.items())
-
-
-def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
-    rows = [assumption_row(assumption) for assumption in run.assumptions]
-    rows += [("layouts", "", "", text) for text in plan.capacity.assumptions]
-    return text_table(("assumed", "#value", "#within", "source"), rows)
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:

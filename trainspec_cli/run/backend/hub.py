@@ -204,7 +204,13 @@ class Hub:
         rejected."""
         hello, *others = received
         if isinstance(hello, messages.WorkerHello):
-            self._take_in(hello.rank, wire)
+            # Register a worker's connection. After a restart or a reconnect, it replaces the previous one.
+            if hello.rank in self._workers:
+                self._forget(hello.rank)
+            self._workers[hello.rank] = wire
+            self._ready.register(wire, selectors.EVENT_READ, hello.rank)
+            for message in self._for_later.values():
+                wire.send(message)
             self._handle(hello.rank, others)
             return []
         if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
@@ -215,15 +221,6 @@ class Hub:
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
         wire.send(messages.Beat())  # the agent waits for this message, or for a rejection
         return [(node, Came()), *self._take(node, others)]
-
-    def _take_in(self, rank: int, wire: Wire) -> None:
-        """Register a worker's connection. After a restart or a reconnect, it replaces the previous one."""
-        if rank in self._workers:
-            self._forget(rank)
-        self._workers[rank] = wire
-        self._ready.register(wire, selectors.EVENT_READ, rank)
-        for message in self._for_later.values():
-            wire.send(message)
 
     def _handle(self, rank: int, received: list[messages.Message]) -> None:
         for message in received:

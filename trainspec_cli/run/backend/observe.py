@@ -121,7 +121,12 @@ class GroupStart:
         own_error = any(failure.self_reported for failure in causes)
         from_outside = (bool(causes) or (exit_code or 0) < 0) and not own_error
         shortage = next((failure.shortage for failure in causes if failure.shortage), None)
-        headline = self._explain(failures, exit_code)
+        if self._is_alone:
+            headline = explain_end(self.job, exit_code, failures).headline
+        else:
+            headline = (
+                explain(failures).headline if failures else "it is alive, and the others had to continue without it"
+            )
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
@@ -147,11 +152,6 @@ class GroupStart:
             left_behind=tuple(self._left_behind),
             shortage=shortage,
         )
-
-    def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
-        if self._is_alone:
-            return explain_end(self.job, exit_code, failures).headline
-        return explain(failures).headline if failures else "it is alive, and the others had to continue without it"
 
     def failures(self) -> list[WorkerFailure]:
         """Return why the start failed, as reported by its workers if they could report it. If a node was lost, the

@@ -32,7 +32,15 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
     """Return every living process of the launch: torchrun, the workers, and their children. Waits for processes without
     an environment, for at most `wait_s` in total."""
     found: list[psutil.Process] = []
-    unsure = _candidates()
+    # This user's processes except for this one and its ancestors, because callers only look for launches to which they
+    # do not belong.
+    ancestors = _with_ancestors(psutil.Process())
+    unsure = []
+    for process in psutil.process_iter():
+        if process not in ancestors and process not in _without_environment:
+            with contextlib.suppress(psutil.Error):
+                if process.uids().real == os.getuid():
+                    unsure.append(process)
     deadline = time.monotonic() + wait_s
     while unsure:
         environs = [(process, environ(process)) for process in unsure]
@@ -128,19 +136,6 @@ def parent_id(process: psutil.Process) -> int | None:
         return process.ppid()
     except psutil.NoSuchProcess:
         return None
-
-
-def _candidates() -> list[psutil.Process]:
-    """Return this user's processes except for this one and its ancestors, because callers only look for launches to
-    which they do not belong."""
-    ancestors = _with_ancestors(psutil.Process())
-    found = []
-    for process in psutil.process_iter():
-        if process not in ancestors and process not in _without_environment:
-            with contextlib.suppress(psutil.Error):
-                if process.uids().real == os.getuid():
-                    found.append(process)
-    return found
 
 
 def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:

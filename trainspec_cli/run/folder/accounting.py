@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
-from trainspec_cli.core.reading.files import UnreadableFileError, unreadable
+from trainspec_cli.core.reading.files import unreadable
 from trainspec_cli.recipe.keys.run import Offload, Recompute
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
@@ -329,7 +329,9 @@ def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
     for event in found:
         if not (_is_known(event.failed) and _is_known(event.taken)):
             hint = f"to continue as the recipe says, remove {run.directives.name} from the run's folder"
-            raise _unfollowed(run, event, hint)
+            raise unreadable(
+                run.directives, f"has a memory directive (step {event.step}) that this version cannot follow", hint
+            )
     return [Relief(event.failed, event.taken) for event in found if event.layout == layout]
 
 
@@ -338,12 +340,6 @@ def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
     start."""
     found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
     return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
-
-
-def _unfollowed(run: RunDir, event: MemoryEvent, hint: str) -> UnreadableFileError:
-    return unreadable(
-        run.directives, f"has a memory directive (step {event.step}) that this version cannot follow", hint
-    )
 
 
 def _is_known(setting: MemorySetting) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import MachineError, Problem, WorkerError
-from trainspec_cli.core.node import create_private, read_private
+from trainspec_cli.core.node import PRIVATE_FILE, read_private
 from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
@@ -153,7 +153,12 @@ def create_secret(path: Path) -> bytes:
     """Write a new secret to a file that must not exist yet, and return the secret. Raises MachineError if the file
     system cannot keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    create_private(path, secrets.token_bytes(SECRET_BYTES))
+    # Write a new file, accessible only to this user, and flush it to disk. Raises OSError, also if the file exists.
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(SECRET_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
     return read_secret(path)
 
 

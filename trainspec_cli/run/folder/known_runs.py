@@ -34,10 +34,6 @@ class KnownRun:
     at: float
     """Unix time in seconds."""
 
-    def is_of(self, folder: Path) -> bool:
-        """Return whether the run is below `folder`, or was launched from it."""
-        return self.launched_from == str(folder) or Path(self.path).is_relative_to(folder)
-
 
 def remember_run(run: RunDir, name: str = "") -> None:
     """Add a run that was just recorded."""

@@ -26,7 +26,6 @@ from trainspec_cli.core.reading.files import VERSION_LINE, parse_json, read_obje
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.kernels import KernelTable
-from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import ABSENT, Absent, digest, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend import processes
@@ -108,7 +107,21 @@ def write_launch(
     check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
-    _keep_small_files(plan.spec, run)
+    # Keep the additional files that an export needs, because the originals may be deleted.
+    from trainspec_cli.data.corpus.chat import keep_template
+    from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
+
+    init = plan.spec.init
+    source = init.hugging_face or init.other or (init.run and RunDir(init.run).huggingface)
+    if source is not None and source.is_dir():
+        run.huggingface.mkdir(exist_ok=True)
+        for name in SMALL_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run.huggingface / name)
+    if plan.spec.data.chat_template is not None:
+        run.huggingface.mkdir(exist_ok=True)
+        (run.huggingface / CHAT_TEMPLATE).unlink(missing_ok=True)
+        keep_template(plan.spec.data, run.huggingface)
     _write_start(job, plan, kernels)
     record = RunRecord(
         recipe=origin.recipe,
@@ -129,26 +142,6 @@ def clear_end(run: RunDir) -> None:
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)
-
-
-def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
-    """Keep the additional files that an export needs, because the originals may be deleted. These are the chat template
-    named by the data, and the config and tokenizer of the Hugging Face folder from whose weights the run starts,
-    directly or through other runs."""
-    from trainspec_cli.data.corpus.chat import keep_template
-    from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
-
-    init = spec.init
-    source = init.hugging_face or init.other or (init.run and RunDir(init.run).huggingface)
-    if source is not None and source.is_dir():
-        run.huggingface.mkdir(exist_ok=True)
-        for name in SMALL_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, run.huggingface / name)
-    if spec.data.chat_template is not None:
-        run.huggingface.mkdir(exist_ok=True)
-        (run.huggingface / CHAT_TEMPLATE).unlink(missing_ok=True)
-        keep_template(spec.data, run.huggingface)
 
 
 def write_resume(
@@ -251,7 +244,9 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     # Links to a file outside the run are not followed, and a pipe with that name does not block opening it.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
-        if not _is_free(descriptor, run.pid_json):
+        if not (
+            _lock_within_glance(descriptor) and _is_same_file(descriptor, run.pid_json) and not _orphans(descriptor)
+        ):
             hint = "wait for it, or stop it with Ctrl-C where it runs (`trainspec runs` shows it)"
             raise RecipeError(Problem("still_running", f"the run in {run.root} is still running", hint=hint))
         job_id = os.environ.get("SLURM_JOB_ID") or ABSENT
@@ -303,12 +298,6 @@ def is_running(run: RunDir) -> bool:
         return not _lock(descriptor) or _orphans(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_free(descriptor: int, path: Path) -> bool:
-    """Acquire the lock. Return False if it is held, if its holder's workers are alive, or if its holder has exited and
-    removed the file in the meantime."""
-    return _lock_within_glance(descriptor) and _is_same_file(descriptor, path) and not _orphans(descriptor)
 
 
 def _lock_within_glance(descriptor: int) -> bool:

@@ -72,7 +72,19 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
             found = look(sys, dev)
             if found.gpus or found.notes:
                 return found
-        _refuse_others(sys, dev)
+        # Raise MachineError if an accelerator on which trainspec does not run is certainly present.
+        vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
+        names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
+        if not names and (dev / "neuron0").exists():
+            names.append("AWS Neuron")
+        pci = list((sys / "bus/pci/devices").glob("*"))
+        if not names and any(_text(one / "vendor") == "0x8086" and _text(one / "device") in INTEL_MAX for one in pci):
+            names.append("Intel Data Center GPU Max")
+        if names:
+            message = f"this node has accelerators ({names[0]}) on which trainspec does not run"
+            raise _unusable(
+                message, "trainspec plans such clusters (trainspec list shows them), and runs on NVIDIA and AMD"
+            )
     except MachineError as error:
         return FoundGpus(problem=error.problems[0])
     return FoundGpus()
@@ -269,6 +281,18 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
     memory_mhz = _ask(nvml, "nvmlDeviceGetMaxClockInfo", whole, nvml.NVML_CLOCK_MEM, default=0)
     lanes = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", whole, default=0)
     generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", whole, default=0)
+    # The total rate of the links that are up; 0 if all are down, None if the driver reports no links.
+    states = []
+    for link in range(MOST_NVLINKS):
+        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        if state is None:
+            break
+        states.append(int(state))
+    if not states:
+        nvlink_gb_per_s = None
+    else:
+        version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, 0, default=1)
+        nvlink_gb_per_s = sum(states) * NVLINK_GB_PER_S.get(int(version), NVLINK_GB_PER_S[max(NVLINK_GB_PER_S)])
     return Gpu(
         name=name,
         memory_bytes=memory_bytes,
@@ -278,23 +302,9 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         clock_mhz=_ask(nvml, "nvmlDeviceGetMaxClockInfo", whole, nvml.NVML_CLOCK_SM, default=0),
         memory_gb_per_s=2 * memory_mhz * 1e6 * bus_bits / 8 / 1e9 * part,
         power_w=_ask(nvml, "nvmlDeviceGetPowerManagementLimit", whole, default=0) / 1000,
-        nvlink_gb_per_s=_nvlink_gb_per_s(nvml, handle),
+        nvlink_gb_per_s=nvlink_gb_per_s,
         pcie_gb_per_s=lanes * PCIE_GB_PER_S.get(min(generation, max(PCIE_GB_PER_S)), 0.0),
     )
-
-
-def _nvlink_gb_per_s(nvml: Any, handle: Any) -> float | None:
-    """Return the total rate of the links that are up; 0 if all are down, None if the driver reports no links."""
-    states = []
-    for link in range(MOST_NVLINKS):
-        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
-        if state is None:
-            break
-        states.append(int(state))
-    if not states:
-        return None
-    version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, 0, default=1)
-    return sum(states) * NVLINK_GB_PER_S.get(int(version), NVLINK_GB_PER_S[max(NVLINK_GB_PER_S)])
 
 
 # AMD
@@ -317,23 +327,20 @@ def _amd_gpus(sys: Path, dev: Path) -> FoundGpus:
         entries = [part.strip() for part in visible.split(",") if part.strip()]
         if visible.strip() in HIDING:
             return FoundGpus(notes=(f"{variable}={visible!r} hides the {len(found)} GPUs of this node",))
-        shown = _amd_chosen(shown, entries, f"{variable}={visible}")
+        # The GPUs with these numbers or UUIDs (`GPU-<unique id>`).
+        said = f"{variable}={visible}"
+        chosen = []
+        for entry in entries:
+            if entry.isdigit():
+                named = shown[int(entry)] if int(entry) < len(shown) else None
+            else:
+                named = next((gpu for gpu in shown if entry.lower() in (gpu[0], f"gpu-{gpu[0]}")), None)
+            if named is None:
+                message = f"{said}: {entry} names none of the {len(shown)} AMD GPUs of this node"
+                raise _unusable(message, "rocm-smi lists them; unset the variable")
+            chosen.append(named)
+        shown = chosen
     return FoundGpus(tuple(gpu for _, gpu in shown), notes=(UNTESTED_AMD,))
-
-
-def _amd_chosen(gpus: list[tuple[str, Gpu]], entries: list[str], said: str) -> list[tuple[str, Gpu]]:
-    """Return the GPUs with these numbers or UUIDs (`GPU-<unique id>`)."""
-    chosen = []
-    for entry in entries:
-        if entry.isdigit():
-            named = gpus[int(entry)] if int(entry) < len(gpus) else None
-        else:
-            named = next((gpu for gpu in gpus if entry.lower() in (gpu[0], f"gpu-{gpu[0]}")), None)
-        if named is None:
-            message = f"{said}: {entry} names none of the {len(gpus)} AMD GPUs of this node"
-            raise _unusable(message, "rocm-smi lists them; unset the variable")
-        chosen.append(named)
-    return chosen
 
 
 def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
@@ -417,22 +424,6 @@ def _facts(path: Path) -> dict[str, int]:
 
 
 # Others
-
-
-def _refuse_others(sys: Path, dev: Path) -> None:
-    """Raise MachineError if an accelerator on which trainspec does not run is certainly present."""
-    vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
-    names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
-    if not names and (dev / "neuron0").exists():
-        names.append("AWS Neuron")
-    pci = list((sys / "bus/pci/devices").glob("*"))
-    if not names and any(_text(one / "vendor") == "0x8086" and _text(one / "device") in INTEL_MAX for one in pci):
-        names.append("Intel Data Center GPU Max")
-    if names:
-        message = f"this node has accelerators ({names[0]}) on which trainspec does not run"
-        raise _unusable(
-            message, "trainspec plans such clusters (trainspec list shows them), and runs on NVIDIA and AMD"
-        )
 
 
 def _text(path: Path) -> str:

@@ -118,15 +118,48 @@ def next_action(state: RunState, event: Event) -> Decision:
         case GroupEnded(group):
             return _count_groups(state, group, _group_ended(state, event))
         case WorkerFailed():
-            return _worker_failed(state, event)
+            # Kill the group, because the others hold its state. In a single-group run, workers may report and exit by
+            # themselves.
+            if state.groups[event.group].phase != "running":
+                return state, ()
+            if not state.is_alone:
+                return _change(state, event.group, phase="ending"), (Kill(event.group),)
+            return _kill_within(state, event.group, FAILURE_GRACE_S + LISTING_S)
         case Orphaned():
-            return _orphaned(state, event)
+            # Let workers that have lost their torchrun save their state.
+            if state.groups[event.group].phase != "running":
+                return state, ()
+            state, actions = _kill_within(state, event.group, FAILURE_GRACE_S)
+            return state, (*actions, Stop(event.group))
         case NodeLost():
-            return _node_lost(state, event)
+            # A single-group run cannot continue after losing a node. With several groups, the groups that ran on it
+            # become absent.
+            losses = (RecordLosses(),) if state.is_alone else ()
+            # A group that is already waiting or ending stays as it is, because it has no processes there or they are
+            # being killed.
+            hit = [number for number in event.groups if state.groups[number].phase == "running"]
+            groups = list(state.groups)
+            for number in hit:
+                groups[number] = groups[number]._replace(phase="ending")
+            state = state._replace(groups=tuple(groups))
+            return (_drop_waiting(state) if state.is_alone else state), (*losses, *map(Kill, hit))
         case NodeUnfit():
-            return _node_unfit(state, event)
+            name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
+            if state.is_alone:
+                return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
+            if not any(group.starts for group in state.groups):
+                return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
+            return state, (Inform(f"{name} came back but cannot take part: {event.why}"),)
         case NodeSlow():
-            return _node_slow(state, event)
+            # Drop a node from a healthy single-group run: ask its workers to write a checkpoint and exit, within the
+            # time allowed for a stop. Failures take precedence, and a run that is ending is not changed.
+            group = state.groups[0]
+            over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
+            over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
+            if over or not state.has_stepped or group.phase != "running" or group.kill_at_s < math.inf:
+                return state, ()
+            state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
+            return state._replace(leaving=event), (Inform(event.why), Stop())
         case AgentsFailed():
             return _agents_failed(state, event)
         case StopRequested() | NodeStopRequested() if state.is_over:  # a run that has ended cannot be stopped
@@ -223,24 +256,6 @@ def _start_if_due(state: RunState, number: int) -> Decision:
 
 
 # Workers and groups fail
-
-
-def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
-    """Kill the group, because the others hold its state. In a single-group run, workers may report and exit by
-    themselves."""
-    if state.groups[event.group].phase != "running":
-        return state, ()
-    if not state.is_alone:
-        return _change(state, event.group, phase="ending"), (Kill(event.group),)
-    return _kill_within(state, event.group, FAILURE_GRACE_S + LISTING_S)
-
-
-def _orphaned(state: RunState, event: Orphaned) -> Decision:
-    """Let workers that have lost their torchrun save their state."""
-    if state.groups[event.group].phase != "running":
-        return state, ()
-    state, actions = _kill_within(state, event.group, FAILURE_GRACE_S)
-    return state, (*actions, Stop(event.group))
 
 
 def _kill_within(state: RunState, number: int, seconds: float) -> Decision:
@@ -372,41 +387,6 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 
 
 # Nodes come and go
-
-
-def _node_lost(state: RunState, event: NodeLost) -> Decision:
-    """A single-group run cannot continue after losing a node. With several groups, the groups that ran on it become
-    absent."""
-    losses = (RecordLosses(),) if state.is_alone else ()
-    # A group that is already waiting or ending stays as it is, because it has no processes there or they are being
-    # killed.
-    hit = [number for number in event.groups if state.groups[number].phase == "running"]
-    groups = list(state.groups)
-    for number in hit:
-        groups[number] = groups[number]._replace(phase="ending")
-    state = state._replace(groups=tuple(groups))
-    return (_drop_waiting(state) if state.is_alone else state), (*losses, *map(Kill, hit))
-
-
-def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
-    name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
-    if state.is_alone:
-        return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
-    if not any(group.starts for group in state.groups):
-        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}", event.hint),)
-    return state, (Inform(f"{name} came back but cannot take part: {event.why}"),)
-
-
-def _node_slow(state: RunState, event: NodeSlow) -> Decision:
-    """Drop a node from a healthy single-group run: ask its workers to write a checkpoint and exit, within the time
-    allowed for a stop. Failures take precedence, and a run that is ending is not changed."""
-    group = state.groups[0]
-    over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
-    over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
-    if over or not state.has_stepped or group.phase != "running" or group.kill_at_s < math.inf:
-        return state, ()
-    state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
-    return state._replace(leaving=event), (Inform(event.why), Stop())
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:

@@ -20,7 +20,6 @@ from trainspec_cli.planner.calibration import (
     NINE_IN_TEN,
     PARTS,
     Observation,
-    Posterior,
     choose,
     infer,
     of_parts,
@@ -39,7 +38,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import Calibrated, ClusterProfile
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.recipe.rules.check import check, check_engine
-from trainspec_cli.reporter.collect import Report, collect
+from trainspec_cli.reporter.collect import collect
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import detect
@@ -69,6 +68,10 @@ def calibrate(measured: ClusterSteps) -> ClusterProfile:
     """Fit the parameters that the data determines; the others keep their shipped values and are marked."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
+    described = []
+    for name, mean, deviation, informed in zip(found.names, found.means, found.deviations, found.informed, strict=True):
+        reach = NINE_IN_TEN * deviation
+        described.append((name, Calibrated(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), informed)))
     return ClusterProfile(
         cluster=measured.cluster or UNNAMED,
         device=measured.device,
@@ -80,14 +83,8 @@ def calibrate(measured: ClusterSteps) -> ClusterProfile:
         error_before=_error(measured.observations, {}),
         error_after=_error(measured.observations, found.factors),
         known_within=max(found.known_within(row, spread) for row in slopes_of(measured.observations, names)),
-        parameters=dict(_described(found)),
+        parameters=dict(described),
     )
-
-
-def _described(found: Posterior) -> Iterator[tuple[str, Calibrated]]:
-    for name, mean, deviation, informed in zip(found.names, found.means, found.deviations, found.informed, strict=True):
-        reach = NINE_IN_TEN * deviation
-        yield name, Calibrated(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), informed)
 
 
 def _error(observations: Sequence[Observation], factors: dict[str, float]) -> float:
@@ -166,7 +163,10 @@ def _measure_run(folder: Path) -> ClusterSteps:
         hint = "train it on: trainspec resume " + str(folder) + f" train.max_steps={2 * LEAST_STEPS}"
         raise RecipeError(Problem("too_few_steps", message, hint=hint))
     parts = {part.name: part.mean_s for part in speed.parts}
-    machine = _machine_of(planned, report)
+    if planned.device == "cuda":
+        machine = Machine("", 1, 0, gpu_names=(report.device_name,) * planned.devices_per_node)
+    else:
+        machine = detect(look_for_gpus=False)
     probe = known_probe(planned, machine) if is_predictable(planned) else None
     observations = _observe(planned, machine, probe, parts, f"run {folder}")
     if not observations:
@@ -176,12 +176,6 @@ def _measure_run(folder: Path) -> ClusterSteps:
         ("gpu", chip.name if chip else report.device_name) if planned.device == "cuda" else ("cpu", cpu_name())
     )
     return ClusterSteps(planned.spec.cluster.name, device, kind, tuple(observations), 1)
-
-
-def _machine_of(planned: Plan, report: Report) -> Machine:
-    if planned.device == "cuda":
-        return Machine("", 1, 0, gpu_names=(report.device_name,) * planned.devices_per_node)
-    return detect(look_for_gpus=False)
 
 
 def _observe(

@@ -125,7 +125,12 @@ def join(
     run = RunDir(Path(run_dir).absolute())
     served = 0
     deadline = time.monotonic() + wait_s
-    refusal = _no_first_node(run, wait_s, joined)
+    # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
+    message = f"no first node was found in {run.root} within {wait_s:g} s"
+    first = "see what task 0 of srun printed" if joined.of_slurm else "start the first node too: --node-rank 0"
+    same = f"{joined.folder} must be the same folder, on a file system that all nodes share"
+    hint = f"{first}; {same}; {joined.join_key} waits longer"
+    refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
     where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
@@ -186,13 +191,3 @@ def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole
     finally:
         ended.set()
         thread.join(RESULT_TIMEOUT_S)
-
-
-def _no_first_node(run: RunDir, wait_s: float, joined: Joined) -> MachineError:
-    """Return the error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or
-    srun."""
-    message = f"no first node was found in {run.root} within {wait_s:g} s"
-    first = "see what task 0 of srun printed" if joined.of_slurm else "start the first node too: --node-rank 0"
-    same = f"{joined.folder} must be the same folder, on a file system that all nodes share"
-    hint = f"{first}; {same}; {joined.join_key} waits longer"
-    return MachineError(Problem("no_first_host", message, hint=hint, environment=True))

@@ -116,7 +116,17 @@ def prepare_resume(
     and MachineError if this node lacks something."""
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
-    reach = _reach(run, loaded.spec, changes, nodes)
+    # How the run's nodes are reached; None for a single node. Raises RecipeError.
+    if _is_of_slurm_alone(run, nodes):
+        message = f"the run in {run.root} was made for Slurm, on {loaded.spec.cluster.num_nodes} nodes"
+        again = command_to_resume(run)
+        if changes:  # changes need options that a job does not have
+            again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
+        raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
+    reach = nodes.reach(loaded.spec, str(run.root))
+    if reach and changes:
+        message = f"a run on several nodes keeps its values: `{changes[0]}` cannot be changed"
+        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
     if reach:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
@@ -185,23 +195,11 @@ def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
     os.environ[HOSTFILE] = str(run.hosts_txt.absolute())
 
 
-def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:
-    """Return how the run's nodes are reached; None for a single node. Raises RecipeError."""
-    if _is_of_slurm_alone(run, nodes):
-        message = f"the run in {run.root} was made for Slurm, on {spec.cluster.num_nodes} nodes"
-        again = command_to_resume(run)
-        if changes:  # changes need options that a job does not have
-            again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
-        raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
-    reach = nodes.reach(spec, str(run.root))
-    if reach and changes:
-        message = f"a run on several nodes keeps its values: `{changes[0]}` cannot be changed"
-        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
-    return reach
-
-
-def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
-    """Return the run's own spec with `changes` applied. Raises RecipeError with all problems."""
+def _change_values_and_data(
+    run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
+) -> tuple[Loaded, Path | None]:
+    """Return the changed recipe, and the folder of its data if the data changes. Raises RecipeError."""
+    # The run's own spec with `changes` applied. Raises RecipeError with all problems.
     from trainspec_cli.recipe.compose.compose import amend  # it loads hydra, which a command's help does not need
     from trainspec_cli.session.recipe.complete import (  # the same
         absolute_code,  # the same
@@ -212,7 +210,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     values = to_plain(old.spec)
     complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
     recipe = read_run_record(run).recipe
-    composed = amend(recipe, values, changes, (*absolute_code(), complete, complete_warmup))
+    composed = amend(recipe, values, count_more_steps(old.spec, changes), (*absolute_code(), complete, complete_warmup))
     draft, mistyped = build(RunSpec, composed.data)
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(close_axes(draft)), *check_engine(draft)]
@@ -221,14 +219,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
         broken = [problem for problem in broken if not problem.path.startswith("data.")]
     problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
-    return Loaded(draft, composed)
-
-
-def _change_values_and_data(
-    run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
-) -> tuple[Loaded, Path | None]:
-    """Return the changed recipe, and the folder of its data if the data changes. Raises RecipeError."""
-    loaded = _change(run, old, count_more_steps(old.spec, changes))
+    loaded = Loaded(draft, composed)
     check_unfinished(run, loaded.spec)
     if loaded.spec.data != old.spec.data:
         return prepare_changed_data(run, loaded, console)
@@ -242,25 +233,19 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
     if plan.spec.kernels == old.spec.kernels:
         require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
         plan = replace(plan, kernels=old.kernels)
-    plan = _keep_memory(plan, old)
+    # Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
+    # run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it.
+    asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
+    is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
+    if plan.spec.scheduler.mode != "off" and asks_the_same and is_alike:
+        if rank_setting(old.memory_setting) > rank_setting(plan.memory_setting):
+            plan = with_reliefs(plan, [Relief(plan.memory_setting, old.memory_setting)])
+        if plan.spec.scheduler == old.spec.scheduler and plan.memory_setting == old.memory_setting:
+            plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
     has_saved = run.newest_step or newest_copy(run)
     if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
         hint = f"set layout.tp={old.layout.tp}, which the run has saved"
         require(loaded.composed.locate([Problem("unsupported", message, "layout.tp", hint)]))
-    return plan
-
-
-def _keep_memory(plan: Plan, old: Plan) -> Plan:
-    """Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
-    run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it."""
-    asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
-    is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
-    if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
-        return plan
-    if rank_setting(old.memory_setting) > rank_setting(plan.memory_setting):
-        plan = with_reliefs(plan, [Relief(plan.memory_setting, old.memory_setting)])
-    if plan.spec.scheduler == old.spec.scheduler and plan.memory_setting == old.memory_setting:
-        plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
     return plan
 
 

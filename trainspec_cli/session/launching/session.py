@@ -278,7 +278,13 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
         job = _build(session, plan, root)
         # Two resumes may run concurrently, so the run is read only once it is claimed.
         with claim(job.run, job.launch_id), nullcontext() if is_new else _restoring(job.run):
-            console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
+            adapters = []
+            if trained := plan.adapter_params:
+                of = f"{format_count(trained)} of {format_count(plan.params + trained)} parameters are trained"
+                adapters.append(
+                    f"{of} ({trained / (plan.params + trained):.2%}): adapters of rank {plan.spec.lora.rank}"
+                )
+            console.report_each(adapters, _describe_other_runs(job.run))
             if isinstance(begins, Loaded):
                 write_launch(job, plan, begins.origin, data_folder, kernels)
                 console.report_each(describe_code(plan.spec))
@@ -290,7 +296,21 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
                 from_step = job.run.newest_step if goes_on else None
                 write_resume(job, plan, sys.argv[1:], from_step, kernels, data_folder)
                 if goes_on:
-                    console.report_each(_describe_start(job.run, before, plan), changed_code)
+                    starts = []
+                    step = job.run.newest_step
+                    if plan.spec.checkpoint.memory_interval_steps and newest_copy(job.run):
+                        starts.append(f"continues from the newest complete copy in memory, else from step {step}")
+                    else:
+                        starts.append(
+                            f"continues from step {step}" if step else "no checkpoint: starts from the first step again"
+                        )
+                    for name in MACHINE_BOUND:
+                        if getattr(before, name) != getattr(plan, name):
+                            starts.append(
+                                f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
+                            )
+                    starts += describe_changes(before.spec, plan.spec, step, trained_samples(job.run, plan.spec, step))
+                    console.report_each(starts, changed_code)
             console.report_each(describe_tracking(plan.spec, job.root))
             yield job, plan, examination
 
@@ -344,12 +364,6 @@ def _build(session: Session, plan: Plan, root: Path) -> Job:
     return build_nodes_job(plan, root, session.reach) if session.reach else build_job(plan, root, session.machine)
 
 
-def _describe_adapters(plan: Plan) -> Iterator[str]:
-    if trained := plan.adapter_params:
-        of = f"{format_count(trained)} of {format_count(plan.params + trained)} parameters are trained"
-        yield f"{of} ({trained / (plan.params + trained):.2%}): adapters of rank {plan.spec.lora.rank}"
-
-
 def _describe_other_runs(run: RunDir) -> Iterator[str]:
     """Yield a line for each other known run of this user that is training on this machine."""
     for known in known_runs()[:MOST_KNOWN]:
@@ -357,18 +371,6 @@ def _describe_other_runs(run: RunDir) -> Iterator[str]:
         owner = None if other.root == run.root.resolve() else find_owner(other)
         if owner and owner.host == socket.gethostname():
             yield f"the run in {other.root} trains on this machine too; on the same devices both are slower"
-
-
-def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
-    step = run.newest_step
-    if plan.spec.checkpoint.memory_interval_steps and newest_copy(run):
-        yield f"continues from the newest complete copy in memory, else from step {step}"
-    else:
-        yield f"continues from step {step}" if step else "no checkpoint: starts from the first step again"
-    for name in MACHINE_BOUND:
-        if getattr(before, name) != getattr(plan, name):
-            yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
-    yield from describe_changes(before.spec, plan.spec, step, trained_samples(run, plan.spec, step))
 
 
 # `--detach`: the run continues in a separate process session, without its terminal.

@@ -53,7 +53,19 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
     Raises RecipeError for mistakes and missing prices, and PlanError if a run does not fit."""
     first, *others = arguments or ("",)
     if first.endswith(SUFFIXES) and "=" not in first:
-        portfolio = read_portfolio(Path(first))
+        # Read a file of runs. Raises RecipeError with every mistake and its line number.
+        file = Path(first)
+        if not exists(file):
+            raise RecipeError(Problem("missing_file", f"no such file: {file}", file=str(file)))
+        read = read_yaml(file, Path.cwd())
+        portfolio, problems = build(Portfolio, read.values())
+        if not problems:
+            problems = _out_of_range(portfolio)
+        if not problems and not portfolio.runs:
+            hint = "give at least one: {plan: recipe=llama3_8b, per_year: [2]}"
+            problems = [Problem("missing_value", "`runs` has no run", "runs", hint)]
+        if problems:
+            raise RecipeError(locate(problems, read.origins, (), Path.cwd()))
         entries = [(entry, [*entry.plan.split(), *others]) for entry in portfolio.runs]
     else:
         portfolio, problems = build(Portfolio, {"runs": [{"plan": "", "per_year": [per_year]}], "years": years})
@@ -65,27 +77,18 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
     for _, plan in planned:
         require_fit(plan)
     clusters = [plan.spec.cluster for _, plan in planned]
-    if problems := [*_prices(clusters[0]), *_unlike(clusters, [entry.plan for entry, _ in entries])]:
+    plans = [entry.plan for entry, _ in entries]
+    unlike = []
+    for cluster, plan in zip(clusters[1:], plans[1:], strict=True):
+        for part in SAME:
+            if getattr(cluster, part) != getattr(clusters[0], part):
+                message = f"`{plan}` has another `cluster.{part}` than the first run, with which it shares machines"
+                unlike.append(Problem("conflict", message, f"cluster.{part}", "make a budget for each kind of machine"))
+    if problems := [*_prices(clusters[0]), *unlike]:
         raise RecipeError(problems)
     runs = [_portfolio_run(entry, plan) for entry, plan in planned]
     capacity = planned[0][1].capacity
     return make_budget(clusters[0], capacity.world_size // clusters[0].num_nodes, runs, portfolio.years)
-
-
-def read_portfolio(file: Path) -> Portfolio:
-    """Read a file of runs. Raises RecipeError with every mistake and its line number."""
-    if not exists(file):
-        raise RecipeError(Problem("missing_file", f"no such file: {file}", file=str(file)))
-    read = read_yaml(file, Path.cwd())
-    portfolio, problems = build(Portfolio, read.values())
-    if not problems:
-        problems = _out_of_range(portfolio)
-    if not problems and not portfolio.runs:
-        hint = "give at least one: {plan: recipe=llama3_8b, per_year: [2]}"
-        problems = [Problem("missing_value", "`runs` has no run", "runs", hint)]
-    if problems:
-        raise RecipeError(locate(problems, read.origins, (), Path.cwd()))
-    return portfolio
 
 
 def _out_of_range(portfolio: Portfolio) -> list[Problem]:
@@ -120,15 +123,6 @@ def _prices(cluster: ClusterSpec) -> Iterator[Problem]:
     if not cluster.accelerator or not cluster.accelerator.tdp_w:
         path = "cluster.accelerator.tdp_w"
         yield Problem("missing_value", f"the power of {chip} is unknown", path, f"set {path}=<watts>")
-
-
-def _unlike(clusters: Sequence[ClusterSpec], plans: Sequence[str]) -> Iterator[Problem]:
-    first = clusters[0]
-    for cluster, plan in zip(clusters[1:], plans[1:], strict=True):
-        for part in SAME:
-            if getattr(cluster, part) != getattr(first, part):
-                message = f"`{plan}` has another `cluster.{part}` than the first run, with which it shares machines"
-                yield Problem("conflict", message, f"cluster.{part}", "make a budget for each kind of machine")
 
 
 def _portfolio_run(entry: PortfolioEntry, plan: PlanReport) -> PortfolioRun:

@@ -17,7 +17,6 @@ from trainspec_cli.recipe.compose.folders import (
     COMMAND_LINE,
     DISTURB,
     SUFFIX,
-    Folders,
     Origins,
     find_folders,
     locate,
@@ -69,9 +68,19 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
         return None
     cwd = (cwd or Path.cwd()).resolve()
     name = str(given.value)
-    file = _find(name, cwd)
+    path = expand(name)
+    if path.suffix == SUFFIX and exists(cwd / path):
+        file = cwd / path
+    else:
+        file = find_folders(cwd).find_config(f"{DISTURB}/{name}") if name else None
     if file is None:
-        problem = _unknown(name, find_folders(cwd), given.number)
+        names = find_folders(cwd).options(DISTURB)
+        near = closest(name, names)
+        hint = f"there are: {', '.join(names)}; or name a {SUFFIX} file"
+        if near:
+            hint = f"did you mean {DISTURB}={near}? `trainspec list {DISTURB}` shows all"
+        message = f"there is no disturbance `{name}`" if name else "no disturbance is named"
+        problem = Problem("unknown_option", message, DISTURB, hint, COMMAND_LINE, given.number)
         raise RecipeError(locate([problem], {}, arguments, cwd))
     read = read_yaml(file, cwd)
     origins = {f"{DISTURB}.{path}": origin for path, origin in read.origins.items()}
@@ -84,23 +93,6 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 def disturbance_schema() -> JsonObject:
     """Return the JSON Schema of a file in conf/disturb."""
     return plain_schema(DISTURB, Disturbance)
-
-
-def _find(name: str, cwd: Path) -> Path | None:
-    path = expand(name)
-    if path.suffix == SUFFIX and exists(cwd / path):
-        return cwd / path
-    return find_folders(cwd).find_config(f"{DISTURB}/{name}") if name else None
-
-
-def _unknown(name: str, folders: Folders, number: int) -> Problem:
-    names = folders.options(DISTURB)
-    near = closest(name, names)
-    hint = f"there are: {', '.join(names)}; or name a {SUFFIX} file"
-    if near:
-        hint = f"did you mean {DISTURB}={near}? `trainspec list {DISTURB}` shows all"
-    message = f"there is no disturbance `{name}`" if name else "no disturbance is named"
-    return Problem("unknown_option", message, DISTURB, hint, COMMAND_LINE, number)
 
 
 def _for_a_file(problem: Problem) -> Problem:

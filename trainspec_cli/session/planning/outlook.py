@@ -23,15 +23,11 @@ def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
     except TrainspecError as error:
         return Outlook(f"{error.problems[0].message}: {ALONE}")
     if plan.device == "cuda":
-        return look_ahead(plan, _machine_of(plan, reader.device_name), None)
+        # A machine with the GPUs reported by the workers.
+        gpu_names = (reader.device_name,) * plan.devices_per_node if reader.device_name else ()
+        return look_ahead(plan, Machine(hostname="", cpu_cores=1, memory_bytes=0, gpu_names=gpu_names), None)
     machine = detect(look_for_gpus=False)
     return look_ahead(plan, machine, known_probe(plan, machine))
-
-
-def _machine_of(plan: Plan, device_name: str) -> Machine:
-    """Return a machine with the GPUs reported by the workers."""
-    gpu_names = (device_name,) * plan.devices_per_node if device_name else ()
-    return Machine(hostname="", cpu_cores=1, memory_bytes=0, gpu_names=gpu_names)
 
 
 def _in_force(plan: Plan, change: DirectiveEvent | None) -> Plan:

@@ -64,7 +64,21 @@ def plan_loaded(
             message = f"{asked} needs one kind of node, and `cluster.pools` has several"
             hint = f"leave out {asked}, or name one cluster: cluster=h100"
             raise RecipeError(Problem("unsupported", message, "cluster.pools", hint))
-        return _plan_on_pools(loaded, defaults)
+        # Plan a cluster with several pools, and each pool alone for comparison.
+        # this loads a separate search, which other plans do not need
+        from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
+
+        spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
+        try:
+            capacity = plan_pools(spec)
+            compared = compare_pools(spec, capacity)
+        except TrainspecError as error:
+            raise type(error)(loaded.composed.locate(error.problems)) from error
+        best = capacity.best
+        if best is None:
+            capacity = replace(capacity, advice=tuple(advise_pools(spec, compared)))
+        run = forecast_run(spec, capacity, best) if best else None
+        return PlanReport(spec, capacity, run, defaults=defaults, pools=compared)
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     machine = None
     if spec.cluster.accelerator is None:  # a cluster without an accelerator means this machine
@@ -100,24 +114,6 @@ def plan_loaded(
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,
     )
-
-
-def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
-    """Plan a cluster with several pools, and each pool alone for comparison."""
-    # this loads a separate search, which other plans do not need
-    from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
-
-    spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
-    try:
-        capacity = plan_pools(spec)
-        compared = compare_pools(spec, capacity)
-    except TrainspecError as error:
-        raise type(error)(loaded.composed.locate(error.problems)) from error
-    best = capacity.best
-    if best is None:
-        capacity = replace(capacity, advice=tuple(advise_pools(spec, compared)))
-    run = forecast_run(spec, capacity, best) if best else None
-    return PlanReport(spec, capacity, run, defaults=defaults, pools=compared)
 
 
 def require_fit(planned: PlanReport) -> Candidate:

@@ -77,7 +77,14 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         console.report("this processor has no bf16 instructions, so bf16 is many times slower; set precision=fp32")
     predictor = _predictor(plan, machine, console)
     is_measured = predictor is not None and predictor.is_measured
-    plan = _with_probed_peak(plan, machine)
+    # The plan with the peak from this machine's probe, so that workers need not measure it at every start. The plan
+    # stays unchanged without a probe, and on several nodes, which may differ.
+    if not (plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1):
+        probe = known_probe(plan.as_one_group, machine)
+        if probe is not None:
+            plan = replace(
+                plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul that the probe measured"
+            )
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor if is_measured else None))
     # The ladder is built even without a prediction, because the run may then try each setting in turn.
     if predictor is None:
@@ -90,7 +97,15 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} per process"
         console.report(f"{UNMEASURED}{later}: {tensors}, and its time is not predicted")
     if prediction.needed_bytes > predictor.limit_bytes:
-        problem = _does_not_fit(plan, prediction, predictor)
+        change = suggest(plan, predictor.predict, predictor.limit_bytes)
+        causes = prediction.memory | prediction.beside
+        most = max(causes, key=lambda cause: causes[cause])
+        message = (
+            f"the plan does not fit: {plan.devices_per_node} x {format_bytes(prediction.needed_bytes)} are needed, "
+            f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} per process)"
+        )
+        fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
+        problem = Problem("does_not_fit", message, hint=f"{fitting}; --force launches anyway")
         if not force:
             raise PlanError(problem)
         console.report(f"{problem.message}; forced")
@@ -103,17 +118,6 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         largest_stage_layers=_largest_stage(plan, predictor),
         changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
     )
-
-
-def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
-    """Return the plan with the peak from this machine's probe, so that workers need not measure it at every start. The
-    plan stays unchanged without a probe, and on several nodes, which may differ."""
-    if plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1:
-        return plan
-    probe = known_probe(plan.as_one_group, machine)
-    if probe is None:
-        return plan
-    return replace(plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul that the probe measured")
 
 
 def _check_changes(
@@ -297,15 +301,3 @@ def describe_load(probe: MachineProbe | None) -> Iterator[str]:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
         later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours after it measures again"
         yield f"{taken}: predictions are for such a load, and {later}"
-
-
-def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor) -> Problem:
-    change = suggest(plan, predictor.predict, predictor.limit_bytes)
-    causes = prediction.memory | prediction.beside
-    most = max(causes, key=lambda cause: causes[cause])
-    message = (
-        f"the plan does not fit: {plan.devices_per_node} x {format_bytes(prediction.needed_bytes)} are needed, "
-        f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} per process)"
-    )
-    fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
-    return Problem("does_not_fit", message, hint=f"{fitting}; --force launches anyway")

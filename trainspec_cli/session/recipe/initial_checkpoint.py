@@ -39,11 +39,30 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
         del asked["family"]
     left_open = {key: value for key, value in found.items() if key not in asked} if is_open else {}
     found_model: JsonObject = {"model": left_open} if is_open else {}
+    # A problem for each key where the recipe's model differs from the checkpoint's.
+    mine = _build(left_open | asked)
+    theirs = _build(found)
+    if mine is None or theirs is None:
+        contradictions = []
+    else:
+        if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
+            differing = differences(mine, theirs)
+        else:
+            differing = {} if mine == theirs else {"family": (mine.family, theirs.family)}
+        contradictions = [
+            Problem(
+                code="contradiction",
+                message=f"`model.{key}` is {ours}, and {source} says {its}",
+                path=f"model.{key}",
+                hint=f"set model.{key}={its}, or model=auto to take the checkpoint's whole model",
+            )
+            for key, (ours, its) in differing.items()
+        ]
     return Completion(
         values=found_model | _tokenizer(data, tokenizer),
         source=source,
         replaced=frozenset({"model"}) if unchosen else frozenset(),
-        problems=tuple(_contradictions(left_open | asked, found, source)),
+        problems=tuple(contradictions),
     )
 
 
@@ -93,45 +112,21 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
                 )
             open_other(folder, spec.model)
         elif spec.init.run is not None:
-            _check_run(RunDir(spec.init.run), spec)
+            run = RunDir(spec.init.run)
+            if not run.checkpoint_steps():
+                raise RecipeError(Problem("missing_file", f"{run.root} has no complete checkpoint", "init.from"))
+            lora = read_section(run, "lora")
+            if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
+                message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"
+                hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
+                raise RecipeError(Problem("contradiction", message, "lora", hint))
     except TrainspecError as error:
         return error.problems
     return []
 
 
-def _check_run(run: RunDir, spec: RunSpec) -> None:
-    if not run.checkpoint_steps():
-        raise RecipeError(Problem("missing_file", f"{run.root} has no complete checkpoint", "init.from"))
-    lora = read_section(run, "lora")
-    if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
-        message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"
-        hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
-        raise RecipeError(Problem("contradiction", message, "lora", hint))
-
-
 def _if_there(file: Path) -> Path | None:
     return file.absolute() if file.is_file() else None
-
-
-def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
-    """Return a problem for each key where the recipe's model differs from the checkpoint's."""
-    mine = _build(asked)
-    theirs = _build(found)
-    if mine is None or theirs is None:
-        return []
-    if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
-        differing = differences(mine, theirs)
-    else:
-        differing = {} if mine == theirs else {"family": (mine.family, theirs.family)}
-    return [
-        Problem(
-            code="contradiction",
-            message=f"`model.{key}` is {ours}, and {source} says {its}",
-            path=f"model.{key}",
-            hint=f"set model.{key}={its}, or model=auto to take the checkpoint's whole model",
-        )
-        for key, (ours, its) in differing.items()
-    ]
 
 
 def _build(section: JsonObject) -> ModelSpec | None:

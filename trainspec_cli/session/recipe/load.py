@@ -16,7 +16,7 @@ from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, OwnModel
+from trainspec_cli.recipe.keys.model import DecoderModel, OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import UNKNOWN, UnknownTouched, build
 from trainspec_cli.recipe.results.plan import Plan
@@ -93,9 +93,9 @@ def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = Tr
     return Loaded(examined.draft, examined.composed)
 
 
-def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+def load_for_planning(arguments: Sequence[str]) -> Loaded:
     """Like `load`, for a recipe that is planned but not started."""
-    return load(arguments, cwd, to_run=False)
+    return load(arguments, to_run=False)
 
 
 def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
@@ -302,28 +302,27 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         if len(counted) > len(named):  # the default number of tokens depends on the parameters
             named = counted
             examined = examine(named, to_run=False)
-        usual = _usual(examined.draft.model, arguments)
+        # Typical values: samples of 4,096 tokens (or the model's maximum), 4 million tokens per step, and 20 tokens per
+        # parameter; for images, 90 epochs of ImageNet's 1.28 million.
+        if examined.draft.model.unit == "samples":
+            usual = {"data.seq_len": "1", "train.tokens": "1.15e8"}
+        else:
+            learnt = examined.draft.model.learned_positions if isinstance(examined.draft.model, DecoderModel) else 0
+            asked = next(
+                (value for key, _, value in (one.partition("=") for one in arguments) if key == "data.seq_len"), ""
+            )
+            seq_len = int(asked) if asked.isdecimal() and int(asked) else min(SEQ_LEN, learnt or SEQ_LEN)
+            usual = {
+                "data.seq_len": f"{seq_len}",
+                "batching.global_batch_size": f"{max(1, TOKENS_A_STEP // seq_len)}",
+                "train.tokens": f"{float(f'{TOKENS_A_PARAMETER * count_params(examined.draft.model):.3g}'):g}",
+            }
     except UnknownTouched:  # the model is invalid, which the plan reports
         return named, ()
     if given & {STEPS, TOKENS, EPOCHS}:
         del usual[TOKENS]
     overrides = tuple(f"{key}={value}" for key, value in usual.items() if key not in given)
     return [*named, *overrides], overrides
-
-
-def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
-    """Return typical values: samples of 4,096 tokens (or the model's maximum), 4 million tokens per step, and 20 tokens
-    per parameter; for images, 90 epochs of ImageNet's 1.28 million."""
-    if model.unit == "samples":
-        return {"data.seq_len": "1", "train.tokens": "1.15e8"}
-    learnt = model.learned_positions if isinstance(model, DecoderModel) else 0
-    asked = next((value for key, _, value in (one.partition("=") for one in arguments) if key == "data.seq_len"), "")
-    seq_len = int(asked) if asked.isdecimal() and int(asked) else min(SEQ_LEN, learnt or SEQ_LEN)
-    return {
-        "data.seq_len": f"{seq_len}",
-        "batching.global_batch_size": f"{max(1, TOKENS_A_STEP // seq_len)}",
-        "train.tokens": f"{float(f'{TOKENS_A_PARAMETER * count_params(model):.3g}'):g}",
-    }
 
 
 # A cluster's calibrated efficiencies, stored in the cache under its name and applied to each plan and launch.

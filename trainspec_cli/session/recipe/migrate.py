@@ -64,7 +64,18 @@ def migrated_head(path: Path, form: Form) -> Head:
     """Return the old and the new start of a file. Raises RecipeError for a version that cannot be migrated, and
     UnreadableFileError for a damaged file."""
     if form.notation == "jsonl":
-        return _head_of_events(path, form)
+        # The head up to the first complete event, which states the version.
+        old = b""
+        with open_regular(path) as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                if (event := _event(line)) is not None:
+                    version = _checked(path, event.get(VERSION_KEY, UNSTATED_VERSION))
+                    new = json_text(bring_to_current(form, event), indent=None).encode() + b"\n"
+                    return Head(version, old + line, old + (line if version == CURRENT_VERSION else new))
+                old += line
+                if len(old) > MAX_LINE_BYTES:
+                    break
+        return Head(CURRENT_VERSION, b"", b"")  # without events there is nothing to migrate
     return _head_of_yaml(path) if form.notation == "yaml" else _head_of_json(path, form)
 
 
@@ -78,21 +89,6 @@ def _head_of_json(path: Path, form: Form) -> Head:
         )
     new = old if version == CURRENT_VERSION else (json_text(bring_to_current(form, content)) + "\n").encode()
     return Head(version, old, new)
-
-
-def _head_of_events(path: Path, form: Form) -> Head:
-    """Return the head up to the first complete event, which states the version."""
-    old = b""
-    with open_regular(path) as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            if (event := _event(line)) is not None:
-                version = _checked(path, event.get(VERSION_KEY, UNSTATED_VERSION))
-                new = json_text(bring_to_current(form, event), indent=None).encode() + b"\n"
-                return Head(version, old + line, old + (line if version == CURRENT_VERSION else new))
-            old += line
-            if len(old) > MAX_LINE_BYTES:
-                break
-    return Head(CURRENT_VERSION, b"", b"")  # without events there is nothing to migrate
 
 
 def _event(line: bytes) -> JsonObject | None:
@@ -186,7 +182,17 @@ class Migration:
 def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> list[Migration]:
     """Return the migrations of the files and run folders at `paths`, including those without changes. Raises
     RecipeError or MachineError with all problems before any file is written."""
-    _check_target(version)
+    # Raise RecipeError unless this is the current version.
+    if version != CURRENT_VERSION:
+        if version in VERSIONS:
+            message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
+            hint = f"restore the backup next to the file: mv FILE.{version}.bak FILE"
+            raise RecipeError(Problem("downgrade", message, "--to", hint))
+        fault = find_fault(version)
+        assert fault is not None, "all versions that are read are known"
+        message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
+        hint = fault.hint if fault.code == NEWER_VERSION else f"pass --to {CURRENT_VERSION}, or leave it out"
+        raise RecipeError(Problem(fault.code, message, "--to", hint))
     found: list[Migration] = []
     problems: list[Problem] = []
     for path in dict.fromkeys(map(Path, paths)):
@@ -209,26 +215,13 @@ def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
         return {migration.path: _replace(migration) for migration in changing}
 
 
-def _check_target(version: str) -> None:
-    """Raise RecipeError unless this is the current version."""
-    if version == CURRENT_VERSION:
-        return
-    if version in VERSIONS:
-        message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
-        hint = f"restore the backup next to the file: mv FILE.{version}.bak FILE"
-        raise RecipeError(Problem("downgrade", message, "--to", hint))
-    fault = find_fault(version)
-    assert fault is not None, "all versions that are read are known"
-    message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
-    hint = fault.hint if fault.code == NEWER_VERSION else f"pass --to {CURRENT_VERSION}, or leave it out"
-    raise RecipeError(Problem(fault.code, message, "--to", hint))
-
-
 def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
     """Yield the migrations at a path; problems with files of a run folder are added to `problems`."""
     if not path.is_dir():
         _check_own_file(path)
-        run = _run_of(path)
+        # The run whose folder contains a file.
+        above = itertools.islice(path.absolute().parents, 3)
+        run = next((RunDir(folder) for folder in above if RunDir(folder).run_json.is_file()), None)
         if run is not None:
             _check_free(run)
         form = _form_of_file(path)
@@ -249,12 +242,6 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
                     yield Migration(file, form, migrated_head(file, form), run)
                 except TrainspecError as error:
                     problems += error.problems
-
-
-def _run_of(file: Path) -> RunDir | None:
-    """Return the run whose folder contains a file."""
-    above = itertools.islice(file.absolute().parents, 3)
-    return next((RunDir(folder) for folder in above if RunDir(folder).run_json.is_file()), None)
 
 
 def _check_free(run: RunDir) -> None:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 FOLLOW_S = 0.5
 
 
-def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, ...]:
+def diagnose_run(name: str) -> tuple[RunVerdict, ...]:
     """Return the current verdicts on a run, most severe first. Raises the errors of `find_run`."""
     run = find_run(name)
     with refusing_closed(name):
-        return verdicts_of(run, asks_planner=asks_planner)
+        return verdicts_of(run, asks_planner=True)
 
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:

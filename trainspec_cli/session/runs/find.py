@@ -81,14 +81,11 @@ def runs_here() -> list[RunLine]:
     launched from it."""
     here = Path.cwd()
     inside = (here / RUNS).resolve()
-    known = (Path(run.path) for run in known_runs() if run.is_of(here))
+    known = (
+        Path(run.path) for run in known_runs() if run.launched_from == str(here) or Path(run.path).is_relative_to(here)
+    )
     others = [RunDir(show_path(path, here)) for path in known if not path.is_relative_to(inside)]
     return list_runs(RUNS, is_running, Queue().holds, others)
-
-
-def runs_below() -> list[RunLine]:
-    """Return only the runs below ./runs, newest first."""
-    return list_runs(RUNS, is_running, Queue().holds)
 
 
 def collect_run(name: str) -> Report:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.reporter.runs import ALIVE, DAMAGED, RunLine
+from trainspec_cli.reporter.runs import ALIVE, DAMAGED, RunLine, list_runs
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import best_checkpoint
 from trainspec_cli.run.folder.memory import find_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_section
-from trainspec_cli.run.job.folder import claim
-from trainspec_cli.session.runs.find import find_own_run, runs_below, runs_here, status_of_run
+from trainspec_cli.run.job.folder import RUNS, claim, is_running
+from trainspec_cli.run.slurm.queue import Queue
+from trainspec_cli.session.runs.find import find_own_run, runs_here, status_of_run
 
 BLOCK_BYTES = 512
 """Unit of `st_blocks`, in bytes."""
@@ -60,7 +61,7 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
 def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: bool) -> Iterator[Removal]:
     """Yield the removals for pruning the runs below ./runs that have one of these statuses and at least this age: the
     runs themselves or, with `checkpoints`, all of their checkpoints except the newest and the best."""
-    lines = runs_below()
+    lines = list_runs(RUNS, is_running, Queue().holds)
     for line in lines:
         if (
             line.status not in statuses

@@ -38,7 +38,13 @@ def folders_read(plan: Plan, data_folder: Path | None) -> list[Path]:
     Empty without a container."""
     if plan.spec.cluster.slurm.container_image is None:
         return []
-    return [cache_dir().absolute(), *_data(plan, data_folder), *_weights(plan)]
+    weights = []
+    init = plan.spec.init
+    if (folder := init.hugging_face) is not None:
+        weights.append((folder.parent.parent if folder.parent.name == SNAPSHOTS else folder).absolute())
+    elif (folder := init.other or init.run) is not None:
+        weights.append(folder.absolute())
+    return [cache_dir().absolute(), *_data(plan, data_folder), *weights]
 
 
 def _data(plan: Plan, data_folder: Path | None) -> Iterator[Path]:
@@ -52,14 +58,6 @@ def _data(plan: Plan, data_folder: Path | None) -> Iterator[Path]:
             # Shards written by other programs stay in place, and the manifest refers to them.
             shards = [shard for split in SPLITS for shard in folder.manifest.split(split).shards]
             yield from (Path(shard.file).parent for shard in shards if Path(shard.file).is_absolute())
-
-
-def _weights(plan: Plan) -> Iterator[Path]:
-    init = plan.spec.init
-    if (folder := init.hugging_face) is not None:
-        yield (folder.parent.parent if folder.parent.name == SNAPSHOTS else folder).absolute()
-    elif (folder := init.other or init.run) is not None:
-        yield folder.absolute()
 
 
 def unseen_image(slurm: SlurmSpec) -> Iterator[str]:

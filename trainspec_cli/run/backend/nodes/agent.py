@@ -180,7 +180,21 @@ class Agent:
         try:
             while self._listen():
                 while self._received:
-                    self._obey(self._received.popleft(), running)
+                    message = self._received.popleft()
+                    if isinstance(message, messages.StartGroup):
+                        self._numbers[message.group] = message.number
+                        running.start(message.group, message.number)
+                    elif isinstance(message, messages.KillGroup):
+                        if self._numbers.get(message.group) == message.number:
+                            running.kill(message.group)
+                        else:  # an agent that has reconnected does not know about this start
+                            self._wire.send(messages.GroupExited(message.group, message.number, None))
+                    elif isinstance(message, messages.HangFound):
+                        running.record_hang(message.late)
+                    elif isinstance(message, messages.StopWorkers) and message.group is not None:
+                        running.stop(message.group)
+                    elif isinstance(message, messages.StopWorkers):
+                        self._stop(running)
                 if self._requests.count and not self._is_stopping:
                     self._wire.send(messages.StopAsked())
                     self._stop(running)
@@ -202,22 +216,6 @@ class Agent:
             return CUT_OFF
         self._wire.send(messages.Goodbye())
         return 0
-
-    def _obey(self, message: messages.Message, running: RunningNode) -> None:
-        if isinstance(message, messages.StartGroup):
-            self._numbers[message.group] = message.number
-            running.start(message.group, message.number)
-        elif isinstance(message, messages.KillGroup):
-            if self._numbers.get(message.group) == message.number:
-                running.kill(message.group)
-            else:  # an agent that has reconnected does not know about this start
-                self._wire.send(messages.GroupExited(message.group, message.number, None))
-        elif isinstance(message, messages.HangFound):
-            running.record_hang(message.late)
-        elif isinstance(message, messages.StopWorkers) and message.group is not None:
-            running.stop(message.group)
-        elif isinstance(message, messages.StopWorkers):
-            self._stop(running)
 
     def _stop(self, running: RunningNode) -> None:
         """Ask the workers to stop, but only once, because both Slurm and the hub may request it."""

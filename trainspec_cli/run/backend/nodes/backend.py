@@ -252,11 +252,29 @@ class NodesBackend:
             self._agents_failed = True
             events.append(run_state.AgentsFailed(self._starter.returncode))
         for group in range(self._num_groups):
-            presence = self._presence_of(group)
+            nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
+            if all(node.admitted and not node.is_gone for node in nodes):
+                presence = "there"
+            else:
+                now_s = time.monotonic()
+                may_come = [not node.is_gone or now_s < node.lost_at_s + self._reach.return_timeout_s for node in nodes]
+                presence = "awaited" if all(may_come) else "away"
             if presence != self._presence.get(group):
                 self._presence[group] = presence
                 events.append(run_state.PresenceChanged(group, presence))
-        events += self._find_nodes()
+        hostnames = tuple(node.hostname if node.is_connected else "" for node in self._hub.nodes)
+        if hostnames != self._hostnames and self._places:
+            self._hostnames = hostnames
+            missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
+            waiting = ""
+            # The agent of node 0 is started by this process's job, and may connect later than another node's agent.
+            if missing and self._hub.nodes[0].is_connected:
+                waiting = (
+                    f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
+                    f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
+                    f"(up to {format_duration(self._join_timeout_s)} after the start; {self._kind.join_key})"
+                )
+            events += [run_state.NodesSeen(hostnames, waiting)]
         events += poll_starts(self._starts)
         return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
 
@@ -342,30 +360,6 @@ class NodesBackend:
         node.refusal = str(error)
         node.send(messages.EndAgent())
         return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
-
-    def _find_nodes(self) -> list[run_state.Event]:
-        hostnames = tuple(node.hostname if node.is_connected else "" for node in self._hub.nodes)
-        if hostnames == self._hostnames or not self._places:
-            return []
-        self._hostnames = hostnames
-        missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
-        waiting = ""
-        # The agent of node 0 is started by this process's job, and may connect later than another node's agent.
-        if missing and self._hub.nodes[0].is_connected:
-            waiting = (
-                f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
-                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
-                f"(up to {format_duration(self._join_timeout_s)} after the start; {self._kind.join_key})"
-            )
-        return [run_state.NodesSeen(hostnames, waiting)]
-
-    def _presence_of(self, group: int) -> run_state.Presence:
-        nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
-        if all(node.admitted and not node.is_gone for node in nodes):
-            return "there"
-        now_s = time.monotonic()
-        may_come = [not node.is_gone or now_s < node.lost_at_s + self._reach.return_timeout_s for node in nodes]
-        return "awaited" if all(may_come) else "away"
 
     # Opening and closing
 
