@@ -44,7 +44,18 @@ def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress
     """Prepare one of several sources. Problems in its user-defined code are reported at the key that names the code."""
     part = data.parts[name] if group == "mixture" else data.validation[name]
     try:
-        return prepare_one(data.with_part(part), on_progress)
+        one = data.with_part(part)
+        if one.source == "tokens":
+            folder = _token_folder(one)
+        else:
+            check_options(one)
+            folder = cached_folder(one, source_files(one) if one.is_own else find_files(one))
+            if not folder.exists():
+                make_cache()
+                with suppress(FileExistsError):  # another process created the same folder in the meantime
+                    prepare_into(one, folder, on_progress)
+        _check_length(TokenFolder.open(folder), one)
+        return folder
     except RecipeError as error:
         if not name or not part.is_own:
             raise
@@ -58,25 +69,6 @@ def _at_part(problem: Problem, where: str) -> Problem:
         return problem
     key = f"{where}{problem.path.removeprefix('data')}"
     return replace(problem, path=key, message=problem.message.replace(f"`{problem.path}`", f"`{key}`"))
-
-
-def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, which is
-    created if it is missing.
-
-    Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`) and MachineError
-    (disk full, damaged folder). Several processes may request the same data at the same time."""
-    if data.source == "tokens":
-        folder = _token_folder(data)
-    else:
-        check_options(data)
-        folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
-        if not folder.exists():
-            make_cache()
-            with suppress(FileExistsError):  # another process created the same folder in the meantime
-                prepare_into(data, folder, on_progress)
-    _check_length(TokenFolder.open(folder), data)
-    return folder
 
 
 # Prepared data in the cache. The name of a folder is a digest of everything that its tokens depend on.

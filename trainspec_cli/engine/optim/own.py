@@ -11,7 +11,7 @@ entries are allocated here, with a flag that shows whether the optimizer has sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,21 @@ def build_own_optimizer(
         return made
 
     device = shares[0].local.device if shares else torch.device("cpu")
-    trial = try_out(make, extension, {2} | {share.parameter.dim() for share in shares}, device)
+    # Make a few updates of small tensors with each number of dimensions, once complete and once split into two parts,
+    # because an optimizer that is not elementwise would train differently when sharded.
+    forms = {}
+    for dim in sorted({2} | {share.parameter.dim() for share in shares}):
+        whole, forms[dim] = _train(make, extension, dim, 1, device)
+        cut, _ = _train(make, extension, dim, 2, device)
+        if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
+            message = (
+                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
+                "elementwise, and the engine shards parameters"
+            )
+            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
+            raise RecipeError(Problem("unsupported", message, extension.path, hint))
+    shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
+    trial = Trial(forms, float(sum(shaped)))
     if optim.state_bytes != trial.state_bytes:
         path = "optim.state_bytes"
         found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
@@ -169,7 +183,16 @@ class OwnOptimizer(torch.optim.Optimizer):
                 if before.get(name) != value:
                     raise self._refuse(f"changed `{name}` of its parameter groups, which no checkpoint holds", name)
         for parameter in parameters:
-            self._take_over(parameter)
+            # Save the optimizer's current state, whose form must be the same as during the trial.
+            saved = {STARTED: torch.ones(())}
+            forms = self._forms(parameter)
+            for name, value in _kept(self._inner.state[parameter]).items():
+                if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
+                    raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
+                saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            if lost := forms.keys() - saved.keys():
+                raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
+            self.state[parameter] = saved
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
         """Pass the saved state, which may have been loaded, to the optimizer. Before the first update, pass nothing."""
@@ -181,18 +204,6 @@ class OwnOptimizer(torch.optim.Optimizer):
             return
         for name, form in self._forms(parameter).items():
             own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
-
-    def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save the optimizer's current state. Raises WorkerError if its form differs from that during the trial."""
-        saved = {STARTED: torch.ones(())}
-        forms = self._forms(parameter)
-        for name, value in _kept(self._inner.state[parameter]).items():
-            if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
-                raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
-            saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        if lost := forms.keys() - saved.keys():
-            raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
-        self.state[parameter] = saved
 
     def _refuse(self, what: str, name: str) -> WorkerError:
         message = f"`{self._extension.path}`: {self._extension.text} {what}"
@@ -224,30 +235,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
 # The trial
 
 
-def try_out(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    extension: Extension,
-    dims: Iterable[int],
-    device: torch.device,
-) -> Trial:
-    """Make a few updates of small tensors with each number of dimensions, once complete and once split into two parts.
-    Raises RecipeError if the values of the parts differ from those of the full tensor, or if the state cannot be
-    saved."""
-    forms = {}
-    for dim in sorted(dims):
-        whole, forms[dim] = _train(make, extension, dim, 1, device)
-        cut, _ = _train(make, extension, dim, 2, device)
-        if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
-            message = (
-                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
-                "elementwise, and the engine shards parameters"
-            )
-            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
-            raise RecipeError(Problem("unsupported", message, extension.path, hint))
-    shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
-    return Trial(forms, float(sum(shaped)))
-
-
 def _train(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     extension: Extension,
@@ -271,27 +258,23 @@ def _train(
             parameter.grad = gradient
         with user_code_errors(extension, "in an update of small tensors before the run", RecipeError), torch.no_grad():
             optimizer.step()
-        entries = _forms_of(extension, optimizer, parameters[0])
+        parameter = parameters[0]
+        entries = {}
+        for name, value in _kept(optimizer.state.get(parameter, {})).items():
+            is_saved = isinstance(value, (bool, int, float)) or (
+                isinstance(value, Tensor) and value.shape in (parameter.shape, torch.Size())
+            )
+            if not is_saved:
+                got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                message = (
+                    f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
+                    f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
+                )
+                raise RecipeError(Problem("unsupported", message, extension.path))
+            entries[name] = StateForm.of(value)
         if update and entries != found:
             message = f"`{extension.path}`: {extension.text} keeps other entries of state from update to update"
             hint = "make all of them in the first update"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
         found = entries
     return torch.cat([parameter.detach().flatten() for parameter in parameters]), found
-
-
-def _forms_of(extension: Extension, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, StateForm]:
-    found = {}
-    for name, value in _kept(optimizer.state.get(parameter, {})).items():
-        is_saved = isinstance(value, (bool, int, float)) or (
-            isinstance(value, Tensor) and value.shape in (parameter.shape, torch.Size())
-        )
-        if not is_saved:
-            got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            message = (
-                f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
-                f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
-            )
-            raise RecipeError(Problem("unsupported", message, extension.path))
-        found[name] = StateForm.of(value)
-    return found

@@ -118,7 +118,18 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._exchanged(func, args)
+            # Record, under `axis kind`, the size in bytes of the larger side, which a rank holds before or after
+            # the exchange.
+            kind = COLLECTIVES.get(func._overloadpacket.__name__)
+            if kind:
+                sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
+                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+                axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "all")
+                self.comm_bytes[f"{axis} {kind}"] += max(sides, default=0)
+                if axis in EXCHANGING_STATE:
+                    for tensor in _tensors(args):
+                        if self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
+                            self.name([tensor], "collectives")
         else:
             packet = func._overloadpacket
             if packet in _CPU_ATTENTION:
@@ -170,20 +181,6 @@ class Ledger(TorchDispatchMode):
         size = self._sizes.pop(key, 0)
         self.live_bytes -= size
         self.by_cause[self._causes.pop(key)] -= size
-
-    def _exchanged(self, func: Any, args: Any) -> None:
-        """Record, under `axis kind`, the size in bytes of the larger side, which a rank holds before or after the
-        exchange."""
-        kind = COLLECTIVES.get(func._overloadpacket.__name__)
-        if kind:
-            sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "all")
-            self.comm_bytes[f"{axis} {kind}"] += max(sides, default=0)
-            if axis in EXCHANGING_STATE:
-                for tensor in _tensors(args):
-                    if self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
-                        self.name([tensor], "collectives")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

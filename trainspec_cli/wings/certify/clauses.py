@@ -119,7 +119,19 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
     finding = Finding(clause, case, passed=False, figures=dict(figures))
     if clause in LEVELS:
         levels = LEVELS[clause]
-        value = _level(clause, case, numbers, levels)
+        if clause == "PERF-1":
+            ratio = _divide(numbers["step_s"], numbers["planned_s"])
+            value = max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))
+        elif clause == "PERF-2":
+            processes = _PROCESSES.match(case)
+            alone = numbers["alone_per_s"] * (int(processes.group(1)) if processes else math.nan)
+            value = _divide(numbers["together_per_s"], alone)
+        elif clause == "PERF-5":
+            value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
+        else:
+            value = numbers[levels.figure]
+        # A missing figure grades as the worst, also where higher is better.
+        value = value if math.isfinite(value) or not levels.rises else 0.0
         grade = levels.grade(value)
         ordered = {levels.figure: value, **{name: one for name, one in figures.items() if name != levels.figure}}
         return replace(finding, passed=grade != "-", figures=ordered, bound=levels.bounds[-1], grade=grade)
@@ -191,22 +203,6 @@ def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: b
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)
-
-
-def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:
-    """Return the value of a graded clause; 0 if it is missing and higher is better."""
-    if clause == "PERF-1":
-        ratio = _divide(numbers["step_s"], numbers["planned_s"])
-        return max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))
-    if clause == "PERF-2":
-        processes = _PROCESSES.match(case)
-        alone = numbers["alone_per_s"] * (int(processes.group(1)) if processes else math.nan)
-        value = _divide(numbers["together_per_s"], alone)
-    elif clause == "PERF-5":
-        value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
-    else:
-        value = numbers[levels.figure]
-    return value if math.isfinite(value) or not levels.rises else 0.0
 
 
 def _divide(value: float, by: float) -> float:

@@ -74,36 +74,34 @@ class VolumeFolder:
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Read a crop. Raises MachineError, which names the pair, if its data cannot be read."""
         try:
-            return self._read_part(pair, start)
+            image = open_array(pair[0])
+            if image.ndim == len(self.model.input_size):
+                image = image[None]
+            elif pair[0].suffix != ".npy":
+                image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
+            label = open_array(pair[1])
+            # Air (0) fills most of a scan and would determine the scale, so only tissue counts. For this, each file is
+            # read completely once.
+            path = pair[0]
+            if path not in self._moments:
+                voxels = np.asarray(image, dtype=np.float32)
+                tissue = voxels[voxels != 0]
+                self._moments[path] = (float(tissue.mean()), float(tissue.std()) + 1e-6) if tissue.size else (0.0, 1.0)
+            mean, std = self._moments[path]
+            part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
+            voxels = (np.asarray(image[(slice(None), *part)], dtype=np.float32) - mean) / std
+            classes = np.asarray(label[part]).astype(np.int64)
+            if classes.size and not 0 <= classes.min() <= classes.max() < self.model.num_classes:
+                message = f"{pair[1]} labels voxels {classes.min()} to {classes.max()}"
+                known = self.model.num_classes - 1
+                hint = f"the model has classes 0 to {known}: set model.num_classes={classes.max() + 1}"
+                raise MachineError(message, code="wrong_classes", hint=hint)
+            return self._pad(voxels), self._pad(classes[None])[0]
         except MachineError:
             raise
         except ANY_DAMAGE as error:
             message = f"{pair[0]} or its label cannot be read as a volume: {error}"
             raise MachineError(message, code="unreadable_file") from error
-
-    def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        image = open_array(pair[0])
-        if image.ndim == len(self.model.input_size):
-            image = image[None]
-        elif pair[0].suffix != ".npy":
-            image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
-        label = open_array(pair[1])
-        # Air (0) fills most of a scan and would determine the scale, so only tissue counts. For this, each file is read
-        # completely once.
-        path = pair[0]
-        if path not in self._moments:
-            voxels = np.asarray(image, dtype=np.float32)
-            tissue = voxels[voxels != 0]
-            self._moments[path] = (float(tissue.mean()), float(tissue.std()) + 1e-6) if tissue.size else (0.0, 1.0)
-        mean, std = self._moments[path]
-        part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
-        voxels = (np.asarray(image[(slice(None), *part)], dtype=np.float32) - mean) / std
-        classes = np.asarray(label[part]).astype(np.int64)
-        if classes.size and not 0 <= classes.min() <= classes.max() < self.model.num_classes:
-            message = f"{pair[1]} labels voxels {classes.min()} to {classes.max()}"
-            hint = f"the model has classes 0 to {self.model.num_classes - 1}: set model.num_classes={classes.max() + 1}"
-            raise MachineError(message, code="wrong_classes", hint=hint)
-        return self._pad(voxels), self._pad(classes[None])[0]
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
         """Pad with zeros at the end if a volume is smaller than the model's input."""

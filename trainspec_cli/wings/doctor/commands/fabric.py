@@ -30,7 +30,6 @@ from trainspec_cli.wings.doctor.discover import (
     render_group,
     topology_here,
 )
-from trainspec_cli.wings.doctor.found_fabric import FoundFabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
 GROUP = Path("conf/fabric")
@@ -103,7 +102,24 @@ def fabric(
     if as_json:
         print(json_text(found.as_json()))
         return
-    PrintableConsole(highlight=False, soft_wrap=True).show(render_fabric(found))
+    facts = _table(found.host, "found", "source")
+    for fact in found.facts:
+        facts.add_row(Text(fact.about), Text(fact.found), Text(fact.source))
+    tiers = _table("tier", "devices", "Gbit/s", "latency us", "kind", "source")
+    not_found: dict[tuple[str, str], list[str]] = {}
+    for index, tier in enumerate(found.tiers):
+        spec = tier.spec
+        size = "all" if index == len(found.tiers) - 1 else "a node's" if index == 0 else "?"
+        rate = "?" if spec.gbit_per_s is None else f"{spec.gbit_per_s:g}"
+        latency = "?" if spec.latency_us is None else f"{spec.latency_us:g}"
+        row = (spec.name, str(spec.devices or size), rate, latency, spec.kind or "", tier.source)
+        tiers.add_row(*map(Text, row))
+        for key, advice in tier.left_out.items():
+            not_found.setdefault((key, advice), []).append(spec.name)
+    notes = [f"not found: {key} of {', '.join(names)}; {advice}" for (key, advice), names in not_found.items()]
+    notes += [f"note: {remark}" for remark in found.remarks]
+    parts: list[RenderableType] = [facts, Text(), tiers]
+    PrintableConsole(highlight=False, soft_wrap=True).show(Group(*parts, *map(Text, notes)))
     print(_next_command(write))
 
 
@@ -161,27 +177,6 @@ def _next_command(file: Path | None) -> str:
     if file.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
         return f"wrote {file}: trainspec plan ... fabric={file.stem}"
     return f"wrote {file}: to use fabric={file.stem}, put it into ./{GROUP} of the folder where you plan"
-
-
-def render_fabric(found: FoundFabric) -> RenderableType:
-    facts = _table(found.host, "found", "source")
-    for fact in found.facts:
-        facts.add_row(Text(fact.about), Text(fact.found), Text(fact.source))
-    tiers = _table("tier", "devices", "Gbit/s", "latency us", "kind", "source")
-    not_found: dict[tuple[str, str], list[str]] = {}
-    for index, tier in enumerate(found.tiers):
-        spec = tier.spec
-        size = "all" if index == len(found.tiers) - 1 else "a node's" if index == 0 else "?"
-        rate = "?" if spec.gbit_per_s is None else f"{spec.gbit_per_s:g}"
-        latency = "?" if spec.latency_us is None else f"{spec.latency_us:g}"
-        row = (spec.name, str(spec.devices or size), rate, latency, spec.kind or "", tier.source)
-        tiers.add_row(*map(Text, row))
-        for key, advice in tier.left_out.items():
-            not_found.setdefault((key, advice), []).append(spec.name)
-    notes = [f"not found: {key} of {', '.join(names)}; {advice}" for (key, advice), names in not_found.items()]
-    notes += [f"note: {remark}" for remark in found.remarks]
-    parts: list[RenderableType] = [facts, Text(), tiers]
-    return Group(*parts, *map(Text, notes))
 
 
 def _table(*names: str) -> Table:
