@@ -138,24 +138,21 @@ class OwnOptimizer(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
         for parameter in self._parameters():
-            self.state[parameter] = self._saved(parameter, zeros)
+            # Before the first update.
+            saved = {STARTED: torch.zeros(())}
+            own = self._inner.state.get(parameter, {})
+            for name, form in self._forms(parameter).items():
+                value = own.get(name)
+                if isinstance(value, Tensor):
+                    saved[name] = value
+                elif form.shaped:
+                    saved[name] = zeros(parameter.detach().to(form.dtype))
+                else:
+                    saved[name] = torch.tensor(value or 0, dtype=form.dtype, device=form.device)
+            self.state[parameter] = saved
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _saved(self, parameter: nn.Parameter, zeros: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the saved entries of a parameter's state before the first update."""
-        saved = {STARTED: torch.zeros(())}
-        own = self._inner.state.get(parameter, {})
-        for name, form in self._forms(parameter).items():
-            value = own.get(name)
-            if isinstance(value, Tensor):
-                saved[name] = value
-            elif form.shaped:
-                saved[name] = zeros(parameter.detach().to(form.dtype))
-            else:
-                saved[name] = torch.tensor(value or 0, dtype=form.dtype, device=form.device)
-        return saved
 
     def _forms(self, parameter: nn.Parameter) -> Mapping[str, StateForm]:
         return self._trial.forms[parameter.dim()]

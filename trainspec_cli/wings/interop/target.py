@@ -268,7 +268,23 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
         ready = ready or waiting[:1]
         waiting = [line for line in waiting if line not in ready]
         for line in ready:
-            _read_line(line, keys[line.theirs], known, why)
+            run = RunValues("", known)
+            if not all(condition.holds(run) for condition in _conditions(line)):
+                continue
+            value = keys[line.theirs]
+            try:
+                ours = line.conversion.read(value, run)
+            except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
+                allowed = (
+                    error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
+                )
+                if line.ours not in known:
+                    why[line.theirs] = f"{show(value)} is not read; allowed: {allowed}"
+                continue
+            if known.setdefault(line.ours, ours) != ours:
+                why[line.theirs] = f"it means {line.ours}={show(ours)}, but another key means {show(known[line.ours])}"
+            else:
+                why.pop(line.theirs, None)
     read = {line.theirs for line in lines if line.theirs not in why}
     fixed = {one.theirs for one in target.fixed if one.theirs in keys and show(keys[one.theirs]) == show(one.value)}
     derived = {line.theirs for line in lines if line.ours.startswith(DERIVED)}
@@ -281,23 +297,6 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
     if target.complete:
         values = target.complete(values, keys)
     return ReadBack(values, tuple(sorted((fixed | derived) - unread.keys())), unread)
-
-
-def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[str, str]) -> None:
-    run = RunValues("", known)
-    if not all(condition.holds(run) for condition in _conditions(line)):
-        return
-    try:
-        ours = line.conversion.read(value, run)
-    except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
-        allowed = error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
-        if line.ours not in known:
-            why[line.theirs] = f"{show(value)} is not read; allowed: {allowed}"
-        return
-    if known.setdefault(line.ours, ours) != ours:
-        why[line.theirs] = f"it means {line.ours}={show(ours)}, but another key means {show(known[line.ours])}"
-    else:
-        why.pop(line.theirs, None)
 
 
 def _conditions(line: Line) -> list[OneOf]:

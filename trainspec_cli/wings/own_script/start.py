@@ -143,13 +143,12 @@ class OwnStart:
             late, why = name_late(list(ranks.values()))
             waited_s = min(node.waited_s for node in stands)
             who = "rank" if len(late) == 1 else "ranks"
-            names = ", ".join(map(str, late))
             stacks = [
                 f"rank {number} ({rank.host}) is at\n{rank.stack.rstrip()}"
                 for number, rank in sorted(ranks.items())
                 if not rank.ended
             ]
-            message = f"no step for {waited_s:.0f} s, and no sign of work; {who} {names}: {why}"
+            message = f"no step for {waited_s:.0f} s, and no sign of work; {who} {', '.join(map(str, late))}: {why}"
             step = None if ranks[late[0]].ended else max(rank.step for rank in ranks.values()) + 1
             self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
             self._name_hang(tuple(late))

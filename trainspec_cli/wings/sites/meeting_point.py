@@ -143,7 +143,13 @@ class MeetingPoint:
         while record := self._meeting.decide(time.monotonic()):
             sent = {number: self._sent[number] for number in record.included}
             payloads = {number: {rank: part for rank, (_, part) in parts.items()} for number, parts in sent.items()}
-            self._forget()
+            # Delete rounds that no site can still request.
+            schedule = self._meeting.schedule
+            newest = self._meeting.state.round
+            saved = min(self._saved.values(), default=0)
+            before = max(saved, newest - KEPT_INTERVALS * schedule.fragments)
+            self._meeting.forget(before)
+            self._rounds.forget(before)
             self._rounds.keep(self._meeting.state, payloads)
             for number, site in self._sites.items():
                 site.sent.clear()
@@ -171,15 +177,6 @@ class MeetingPoint:
     def abort(self) -> None:
         for site in self._sites.values():
             site.abort()
-
-    def _forget(self) -> None:
-        """Delete rounds that no site can still request."""
-        schedule = self._meeting.schedule
-        newest = self._meeting.state.round
-        saved = min(self._saved.values(), default=0)
-        before = max(saved, newest - KEPT_INTERVALS * schedule.fragments)
-        self._meeting.forget(before)
-        self._rounds.forget(before)
 
     # One connection
 
@@ -211,24 +208,22 @@ class MeetingPoint:
         site.ranks[hello.rank] = connection
         site.hellos[hello.rank] = hello
         if site.is_complete:
-            self._welcome(hello.site, site)
-
-    def _welcome(self, number: int, site: ConnectedSite) -> None:
-        is_member = self._meeting.connect(number, min(hello.batch for hello in site.hellos.values()))
-        site.is_welcome = True
-        state = self._meeting.state
-        records = {record.round: record for record in state.records}
-        for rank, connection in site.ranks.items():
-            applied = site.hellos[rank].applied
-            of_applied = records.get(applied)
-            connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
-            for missed in range(applied + 1, state.round + 1):
-                connection.send(*_decided(records[missed], self._rounds.read(missed, rank)))
-        self._log(f"site {number} is connected" + ("" if is_member else " and catches up"))
-        inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
-        for other in self._sites.values():
-            for connection in other.ranks.values() if other.is_welcome else ():
-                connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
+            number = hello.site
+            is_member = self._meeting.connect(number, min(hello.batch for hello in site.hellos.values()))
+            site.is_welcome = True
+            state = self._meeting.state
+            records = {record.round: record for record in state.records}
+            for rank, connection in site.ranks.items():
+                applied = site.hellos[rank].applied
+                of_applied = records.get(applied)
+                connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
+                for missed in range(applied + 1, state.round + 1):
+                    connection.send(*_decided(records[missed], self._rounds.read(missed, rank)))
+            self._log(f"site {number} is connected" + ("" if is_member else " and catches up"))
+            inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
+            for other in self._sites.values():
+                for connection in other.ranks.values() if other.is_welcome else ():
+                    connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
 
     def handle(self, hello: SiteHello, message: Message, payload: bytes) -> None:
         site = self._sites.get(hello.site)

@@ -60,16 +60,11 @@ class VolumeFolder:
         if len(space) != dims:
             message = f"{label} has shape {space}; the model takes {dims} dimensions (model.input_size)"
             raise RecipeError(Problem("wrong_shape", message, "data.path"))
-        if self._full_shape(image) != (channels, *space):
-            message = f"{image} has shape {shape_of(image)}, but its label {space}, with model.in_channels={channels}"
-            raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
-
-    def _full_shape(self, image: Path) -> tuple[int, ...]:
-        """Return the shape as (C, ...), regardless of the order of dimensions in the file."""
         shape = shape_of(image)
-        if len(shape) == len(self.model.input_size):
-            return (1, *shape)
-        return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
+        full = shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])  # NIfTI has its contrasts last
+        if ((1, *shape) if len(shape) == dims else full) != (channels, *space):
+            message = f"{image} has shape {shape}, but its label {space}, with model.in_channels={channels}"
+            raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Read a crop. Raises MachineError, which names the pair, if its data cannot be read."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.wings.own_script.attachment import torch_state
@@ -142,7 +142,7 @@ class StepLoop:
         if path is not None:
             state = torch_state.read_state(path)
             # Ranks that are missing from the checkpoint start at its position and keep their random state.
-            places = state["places"]
+            places: Any = state["places"]
             ranks = self._ranks.count
             was = len(places)
             if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):

@@ -142,27 +142,24 @@ def _open(before):
 def _write_header():
     import struct
 
+    ranks = _state["ranks"]
+    if not ranks:
+        # torch.distributed knows them, also where RANK is not set (Lightning); otherwise the environment may.
+        try:
+            distributed = sys.modules["torch"].distributed
+            ranks = distributed.get_rank(), distributed.get_world_size()
+        except Exception:
+            rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
+            ranks = int(rank) if rank.isdigit() else -1, int(size) if size.isdigit() else 0
     about = (
         os.getpid(),
-        *(_state["ranks"] or _find_ranks()),
+        *ranks,
         _state["answers"],
         max(-1, _state["before"]),
         _state["time"](),
         _state["main"],
     )
     os.pwrite(_state["file"], struct.pack(HEADER, _state["magic"], *about), 0)
-
-
-def _find_ranks():
-    """Return this process's rank and the world size, from torch.distributed (Lightning does not set RANK) or from the
-    environment."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    try:
-        return distributed.get_rank(), distributed.get_world_size()
-    except Exception:
-        pass
-    rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
-    return int(rank) if rank.isdigit() else -1, int(size) if size.isdigit() else 0
 
 
 def _updates(optimizer):

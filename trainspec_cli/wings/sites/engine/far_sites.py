@@ -321,7 +321,15 @@ class FarSites(Coordinator):
         began_s = time.perf_counter()
         warned = False
         while True:
-            seen = self._look(number)
+            link = self._link
+            # A rank without a connection reports everything as done, because the minimum over all ranks is used.
+            heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
+            has = [*heard, not self._run.stop.requested]
+            least = torch.tensor([float(each) for each in has])
+            if dist.get_world_size() > 1:
+                dist.all_reduce(least, dist.ReduceOp.MIN)
+            answered, decided, follows, goes_on = (bool(each) for each in least)
+            seen = Seen(answered, decided, follows, stop=not goes_on)
             if is_enough(seen):
                 self._waited_s += time.perf_counter() - began_s
                 return seen
@@ -336,18 +344,6 @@ class FarSites(Coordinator):
                 warned = True
                 self._warn(f"cannot reach the meeting point {self._sites.endpoint} ({trouble}): this site waits for it")
             time.sleep(WAIT_S)
-
-    def _look(self, number: int) -> Seen:
-        """Return the state that every rank of this site has reached. Called collectively by all ranks."""
-        link = self._link
-        # A rank without a connection reports everything as done, because the minimum over all ranks is used.
-        heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
-        has = [*heard, not self._run.stop.requested]
-        least = torch.tensor([float(each) for each in has])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-        answered, decided, follows, goes_on = (bool(each) for each in least)
-        return Seen(answered, decided, follows, stop=not goes_on)
 
     def _warn(self, message: str) -> None:
         self._run.journal.write(WarningEvent(step=self._progress.step, message=message))
