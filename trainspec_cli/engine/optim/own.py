@@ -171,7 +171,15 @@ class OwnOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], grad_scale)
         for parameter in parameters:
-            self._hand_over(parameter)
+            # The saved state, which may have been loaded; nothing before the first update.
+            saved = self.state[parameter]
+            own = self._inner.state[parameter]
+            if saved[STARTED].item():
+                for name, form in self._forms(parameter).items():
+                    own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
+            else:
+                for name in set(own) - self._made_at_once[parameter]:
+                    del own[name]
         settings = _settings(self._inner)
         with user_code_errors(self._extension, "in an update", passes=is_no_fault):
             self._inner.step()
@@ -184,32 +192,18 @@ class OwnOptimizer(torch.optim.Optimizer):
             saved = {STARTED: torch.ones(())}
             forms = self._forms(parameter)
             for name, value in _kept(self._inner.state[parameter]).items():
-                if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
+                shape = value.shape if isinstance(value, Tensor) else torch.Size()
+                if forms.get(name) != StateForm.of(value) or (forms[name].shaped and shape != parameter.shape):
                     raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
                 saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if lost := forms.keys() - saved.keys():
                 raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
             self.state[parameter] = saved
 
-    def _hand_over(self, parameter: nn.Parameter) -> None:
-        """Pass the saved state, which may have been loaded, to the optimizer. Before the first update, pass nothing."""
-        saved = self.state[parameter]
-        own = self._inner.state[parameter]
-        if not saved[STARTED].item():
-            for name in set(own) - self._made_at_once[parameter]:
-                del own[name]
-            return
-        for name, form in self._forms(parameter).items():
-            own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
-
     def _refuse(self, what: str, name: str) -> WorkerError:
         message = f"`{self._extension.path}`: {self._extension.text} {what}"
         hint = f"keep {name} in `self.state[parameter]`, made in the first update"
         return WorkerError(Problem("own_code", message, self._extension.path, hint))
-
-
-def _shape(value: Entry) -> torch.Size:
-    return value.shape if isinstance(value, Tensor) else torch.Size()
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Entry]:

@@ -134,7 +134,21 @@ class FarSites(Coordinator):
             outer.begin()
         self._is_open = True
         if self._speaks:
-            self._link = self._connect()
+            plan = self._run.plan
+            sites = self._sites
+            assert sites.endpoint and sites.secret, "the launcher has checked them"
+            hello = SiteHello(
+                site=self.site,
+                rank=self._speakers.index(dist.get_rank()),
+                ranks=len(self._speakers),
+                batch=plan.spec.batching.global_batch_size,
+                applied=outer.applied,
+                recipe=agreement_of(plan),
+                listen=sites.listen or "",
+            )
+            secret = read_secret(Path(sites.secret))
+            silence_s = plan.spec.resilience.heartbeat_timeout_s
+            self._link = SiteLink(sites.endpoint, secret, hello, lambda: outer.applied, silence_s)
         seen = self._wait(outer.applied + 1, lambda seen: seen.answered, heeds_stop=heeds_stop)
         if seen is None:
             return False
@@ -151,23 +165,6 @@ class FarSites(Coordinator):
         if outer.sent_round:
             self._post(outer.sent_round, outer.sent)
         return True
-
-    def _connect(self) -> SiteLink:
-        plan = self._run.plan
-        sites = self._sites
-        assert sites.endpoint and sites.secret, "the launcher has checked them"
-        hello = SiteHello(
-            site=self.site,
-            rank=self._speakers.index(dist.get_rank()),
-            ranks=len(self._speakers),
-            batch=plan.spec.batching.global_batch_size,
-            applied=self._outer.applied,
-            recipe=agreement_of(plan),
-            listen=sites.listen or "",
-        )
-        secret = read_secret(Path(sites.secret))
-        silence_s = plan.spec.resilience.heartbeat_timeout_s
-        return SiteLink(sites.endpoint, secret, hello, lambda: self._outer.applied, silence_s)
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
         """Send and apply the exchanges that are due at this step; return False if the run was asked to stop in the
