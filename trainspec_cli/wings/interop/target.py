@@ -11,7 +11,7 @@ import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.wings.interop.not_carried import OFF, governed_by, not_carried_as
+from trainspec_cli.wings.interop.not_carried import NOT_CARRIED, OFF, governed_by, nearest
 from trainspec_cli.wings.interop.table import (
     DERIVED,
     Destination,
@@ -102,15 +102,20 @@ def translate(target: Target, run: RunValues) -> Translation:
         translated.append(
             TranslatedKey(line.ours, run[line.ours], line.theirs, their_value, line.destination, line.approximate)
         )
-    left = []
+    table = {**NOT_CARRIED, **target.not_carried}
+    not_carried: dict[str, NotCarried] = {}
     for key in run.keys if not target.carries_recipe else ():
         condition = governed_by(key)
         has_no_effect = (key in OFF and run[key] == OFF[key]) or (condition is not None and condition.holds(run))
-        if key not in accounted and not has_no_effect:
-            left.append(key)
-    listed = {key: not_carried_as(key, target.not_carried) for key in left}
-    problems += [_unsupported(target, key, run) for key, name in listed.items() if name is None]
-    not_carried = {ours: NotCarried(ours, why, run[ours]) for ours, why in filter(None, listed.values())}
+        if key in accounted or has_no_effect:
+            continue
+        name = nearest(key, table)
+        if name is None:
+            problems.append(_unsupported(target, key, run))
+        else:
+            # A section that only trainspec uses is listed as a whole.
+            ours = name if name in NOT_CARRIED and name not in target.not_carried else key
+            not_carried[ours] = NotCarried(ours, table[name], run[ours])
     problems += [problem for rule in target.rules for problem in rule(run)]
     if not target.carries_recipe and (unequal := batch_problem(run)):
         problems.append(unequal)

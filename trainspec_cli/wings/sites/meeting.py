@@ -272,11 +272,23 @@ class Meeting:
     def decide(self, now_s: float) -> RoundRecord | None:
         """Return the record of the next round if it is due."""
         self.opened_s = now_s if self.opened_s is None else self.opened_s
-        if self.is_over or not self._is_time(now_s):
+        if self.is_over:
             return None
         if self.state.round < 0:
+            if len(self.connected) < self.rules.sites:
+                return None
             record = self._record(RoundRecord(BEGINNING, self.schedule.after(BEGINNING)), dict(self.connected), {})
         else:
+            if len(self.came) < min(self.rules.quorum, len(self.members)):
+                self.quorum_since_s = None
+                return None
+            if self.quorum_since_s is None:
+                self.quorum_since_s = now_s
+            missing = set(self.members) - self.came.keys()
+            if missing - self.seen and now_s < self.opened_s + self.rules.return_s:
+                return None  # members of a restarted meeting are still returning
+            if missing & self.connected.keys() and now_s < self.quorum_since_s + self.rules.grace_s:
+                return None
             newest = self.state.records[-1]
             exchange = newest.following
             assert exchange is not None, "the meeting is not over"
@@ -311,21 +323,6 @@ class Meeting:
         self.came = {}
         self.quorum_since_s = None
         return record
-
-    def _is_time(self, now_s: float) -> bool:
-        if self.state.round < 0:
-            return len(self.connected) >= self.rules.sites
-        if len(self.came) < min(self.rules.quorum, len(self.members)):
-            self.quorum_since_s = None
-            return False
-        if self.quorum_since_s is None:
-            self.quorum_since_s = now_s
-        missing = set(self.members) - self.came.keys()
-        assert self.opened_s is not None, "`decide` sets it"
-        returning = now_s < self.opened_s + self.rules.return_s
-        if returning and missing - self.seen:
-            return False
-        return not missing & self.connected.keys() or now_s >= self.quorum_since_s + self.rules.grace_s
 
     def _record(self, record: RoundRecord, batches: Mapping[int, int], misses: Mapping[int, int]) -> RoundRecord:
         """Plan the window after a round, and record the round as decided."""

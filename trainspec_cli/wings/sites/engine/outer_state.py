@@ -151,7 +151,7 @@ class OuterState:
             gradient = torch.zeros_like(one.shared)
             sent = None
             for site, weight in enumerate(weights):
-                decoded = self._decode(parts[site][place], one)
+                decoded = self._codec.decode(parts[site][place][None], one.values)[0].view_as(one.shared)
                 gradient += decoded * weight
                 sent = decoded if site == own else sent
             # Nesterov momentum as in torch's SGD: m' = factor m + g, weights -= rate (g + factor m').
@@ -198,9 +198,6 @@ class OuterState:
 
     def _of(self, fragments: Sequence[int]) -> list[OuterShare]:
         return [one for fragment in fragments for one in self.shares if one.fragment == fragment]
-
-    def _decode(self, row: Tensor, one: OuterShare) -> Tensor:
-        return self._codec.decode(row[None], one.values)[0].view_as(one.shared)
 
     def _bytes_of(self, one: OuterShare) -> int:
         """Return the size of a share's encoded gradient in bytes."""
