@@ -24,31 +24,25 @@ def main() -> None:
 
         work(run_dir, stop)
     except Exception as error:
-        leave_error(run_dir, error)
+        if Fence.of_worker(run_dir).is_closed():  # a newer start owns the run
+            raise
+        group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
+        rank = group * size + int(os.environ.get("RANK", "0"))
+        problem = error.problems[0] if isinstance(error, TrainspecError) else None
+        record = WorkerErrorRecord(
+            rank=rank,
+            host=socket.gethostname(),
+            time=time.time(),
+            type=type(error).__name__,
+            message=str(error),
+            code=problem.code if problem else None,
+            exit_code=error.exit_code if isinstance(error, TrainspecError) else None,
+            hint=problem.hint if problem else None,
+            traceback=traceback.format_exc(),
+            shortage=getattr(error, "shortage", None),
+        )
+        write_error(run_dir.error(rank), record)
         raise
-
-
-def leave_error(run_dir: RunDir, error: Exception) -> None:
-    """Write this worker's error to a file for its supervisor, unless a newer start owns the run."""
-    if Fence.of_worker(run_dir).is_closed():
-        return
-    group, size = (int(os.environ.get(name, "0")) for name in (GROUP, "WORLD_SIZE"))
-    rank = group * size + int(os.environ.get("RANK", "0"))
-    shortage = getattr(error, "shortage", None)
-    problem = error.problems[0] if isinstance(error, TrainspecError) else None
-    record = WorkerErrorRecord(
-        rank=rank,
-        host=socket.gethostname(),
-        time=time.time(),
-        type=type(error).__name__,
-        message=str(error),
-        code=problem.code if problem else None,
-        exit_code=error.exit_code if isinstance(error, TrainspecError) else None,
-        hint=problem.hint if problem else None,
-        traceback=traceback.format_exc(),
-        shortage=shortage,
-    )
-    write_error(run_dir.error(rank), record)
 
 
 if __name__ == "__main__":

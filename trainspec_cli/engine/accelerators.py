@@ -62,23 +62,6 @@ class DevicePlugin(Protocol):
 DEVICES: Point[DevicePlugin] = Point("devices")
 
 
-def _plugged_in(device_type: str) -> str:
-    """Return the kind of device that this process uses: the plan's, or one that a plug-in provides. Raises RecipeError
-    if there is no such plug-in."""
-    wanted = os.environ.get(DEVICE)
-    if wanted is None:
-        return device_type
-    plugins = {plugin.name: plugin for plugin in parts_of(DEVICES)}
-    if wanted not in plugins:
-        known = ", ".join(sorted(plugins)) or "none is installed"
-        message = f"{DEVICE}: `{wanted}` is not the name of a device plugin"
-        raise RecipeError(Problem("unknown_value", message, DEVICE, f"unset it, or name one of: {known}"))
-    plugin = plugins[wanted]
-    plugin.register()
-    KINDS[plugin.name] = plugin.kind
-    return plugin.name
-
-
 def on_chip(device: torch.device) -> bool:
     """Return True if the device is an accelerator, which runs asynchronously."""
     return device.type != "cpu"
@@ -86,7 +69,17 @@ def on_chip(device: torch.device) -> bool:
 
 def enter(device_type: str) -> torch.device:
     """Return this process's device, according to its number on the node, and make it this thread's current device."""
-    device_type = _plugged_in(device_type)
+    wanted = os.environ.get(DEVICE)
+    if wanted is not None:  # a device that a plug-in provides replaces the plan's
+        plugins = {plugin.name: plugin for plugin in parts_of(DEVICES)}
+        if wanted not in plugins:
+            known = ", ".join(sorted(plugins)) or "none is installed"
+            message = f"{DEVICE}: `{wanted}` is not the name of a device plugin"
+            raise RecipeError(Problem("unknown_value", message, DEVICE, f"unset it, or name one of: {known}"))
+        plugin = plugins[wanted]
+        plugin.register()
+        KINDS[plugin.name] = plugin.kind
+        device_type = plugin.name
     number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
     device = torch.device(device_type) if number is None else torch.device(device_type, number)
     make_current(device)

@@ -27,7 +27,9 @@ from trainspec_cli.recipe.keys.run import DataSpec
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     """Return the folder from which to read `data`: a token folder, or a collection of several (see sources.py).
 
-    Raises the errors of `prepare_one`, and RecipeError if the tokenizers of the parts differ."""
+    Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`, or parts with
+    different tokenizers) and MachineError (disk full, damaged folder). Several processes may request the same data at
+    the same time."""
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
@@ -41,42 +43,33 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
 
 
 def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress | None) -> Path:
-    """Prepare one of several sources. Problems in its user-defined code are reported at the key that names the code."""
+    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, which is
+    created if it is missing. Problems in user-defined code are reported at the key that names the code."""
     part = data.parts[name] if group == "mixture" else data.validation[name]
     try:
-        return prepare_one(data.with_part(part), on_progress)
+        one = data.with_part(part)
+        if one.source == "tokens":
+            folder = _token_folder(one)
+        else:
+            check_options(one)
+            folder = cached_folder(one, source_files(one) if one.is_own else find_files(one))
+            if not folder.exists():
+                make_cache()
+                with suppress(FileExistsError):  # another process created the same folder in the meantime
+                    prepare_into(one, folder, on_progress)
+        _check_length(TokenFolder.open(folder), one)
+        return folder
     except RecipeError as error:
         if not name or not part.is_own:
             raise
-        raise RecipeError([_at_part(problem, f"data.{group}.{name}") for problem in error.problems]) from error
-
-
-def _at_part(problem: Problem, where: str) -> Problem:
-    """Return a source's problem with its paths changed to those of one among several sources."""
-    keys = ("data.source", "data.options", "data.text_field")
-    if problem.path not in keys:
-        return problem
-    key = f"{where}{problem.path.removeprefix('data')}"
-    return replace(problem, path=key, message=problem.message.replace(f"`{problem.path}`", f"`{key}`"))
-
-
-def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
-    """Return the token folder of one source: the user's own folder for `tokens`, otherwise one in the cache, which is
-    created if it is missing.
-
-    Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`) and MachineError
-    (disk full, damaged folder). Several processes may request the same data at the same time."""
-    if data.source == "tokens":
-        folder = _token_folder(data)
-    else:
-        check_options(data)
-        folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
-        if not folder.exists():
-            make_cache()
-            with suppress(FileExistsError):  # another process created the same folder in the meantime
-                prepare_into(data, folder, on_progress)
-    _check_length(TokenFolder.open(folder), data)
-    return folder
+        problems = []
+        for problem in error.problems:
+            if problem.path in ("data.source", "data.options", "data.text_field"):
+                key = f"data.{group}.{name}{problem.path.removeprefix('data')}"
+                message = problem.message.replace(f"`{problem.path}`", f"`{key}`")
+                problem = replace(problem, path=key, message=message)
+            problems.append(problem)
+        raise RecipeError(problems) from error
 
 
 # Prepared data in the cache. The name of a folder is a digest of everything that its tokens depend on.
@@ -214,23 +207,19 @@ def _check_length(folder: TokenFolder, data: DataSpec) -> None:
     if folder.manifest.learns_parts:  # documents are packed into as many rows as they need
         rows = Packed(folder, "train", seq_len)
         if rows.is_empty:
-            raise _all_silenced(data, rows.silenced, _silenced_of(folder, data))
+            silenced: list[tuple[str, int]] = []
+            if data.source == "chat":  # a token folder does not record where its text came from
+                tokenizer = load(folder.path / TOKENIZER_FILE)
+                for one in documents(data, find_files(data)):
+                    before = tokens_before_reply(one.conversation, tokenizer) if one.conversation else None
+                    if before is not None and before > seq_len:
+                        silenced.append((one.name, before))
+            raise _all_silenced(data, rows.silenced, silenced)
         return
     tokens = folder.num_tokens("train")
     if tokens <= seq_len:  # the last target is the next sample's first input
         got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} tokens and its last target"
         raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or add text"))
-
-
-def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
-    """Return the conversations whose replies start beyond `data.seq_len`, each with the number of tokens before its
-    first reply; empty for a token folder, which does not record where its text came from."""
-    if data.source != "chat":
-        return []
-    tokenizer = load(folder.path / TOKENIZER_FILE)
-    read = (one for one in documents(data, find_files(data)) if one.conversation)
-    found = [(one.name, tokens_before_reply(one.conversation, tokenizer)) for one in read if one.conversation]
-    return [(name, before) for name, before in found if before is not None and before > data.seq_len]
 
 
 def _all_silenced(data: DataSpec, count: int, silenced: list[tuple[str, int]]) -> RecipeError:

@@ -373,7 +373,14 @@ def publishing(folder: Path) -> Iterator[Path]:
                     pass  # the process is alive and belongs to another user
         temporary.mkdir(0o700)
         yield temporary
-        _flush(temporary)
+        # Flush everything in the folder, then the folder itself, so that a power failure after the rename cannot
+        # leave an empty file.
+        for path in (*temporary.rglob("*"), temporary):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         mask = os.umask(0)  # reading the umask requires setting it
         os.umask(mask)
         temporary.chmod(0o777 & ~mask)  # so far only its owner can read it
@@ -388,14 +395,3 @@ def publishing(folder: Path) -> Iterator[Path]:
 
 def _suffix() -> str:
     return f"@{socket.gethostname()}.tmp"
-
-
-def _flush(folder: Path) -> None:
-    """Flush everything in the folder, then the folder itself, so that a power failure after the rename cannot leave an
-    empty file."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

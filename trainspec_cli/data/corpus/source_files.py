@@ -48,38 +48,30 @@ def find_files(data: DataSpec) -> list[Path]:
                 hint="train on your own text: data=text data.path=FOLDER",
             )
     elif data.path:
-        files = _files_at(data.path, suffix=_SUFFIXES.get(data.source, ""))
+        # The file itself, the files below the folder (except hidden ones), or those that match the glob.
+        suffix = _SUFFIXES.get(data.source, "")
+        place = expand(data.path)
+        if exists(place):
+            files = [place]
+        elif os.path.isdir(place):  # noqa: PTH112 - False for a name that no folder can have
+            files = list(_walk(place, suffix))
+        elif glob.has_magic(data.path):
+            matches = sorted(glob.glob(str(place), recursive=True))  # noqa: PTH207 - pathlib's takes no absolute pattern
+            files = [file for file in map(Path, matches) if not file.is_dir()]
+        else:
+            remote = how_to_copy(data.path)
+            got = f"{data.path} is not on this machine" if remote else f"{place.absolute()} does not exist"
+            raise _path_error(got, remote or "data.path takes a file, a folder or a glob")
+        if not files:
+            kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
+            got = f"{place.absolute()} has no {kind or 'visible'} file"
+            example = ".json" if ".jsonl" in suffix else ".txt"
+            raise _path_error(got, f"name the files with a glob: data.path='FOLDER/**/*{example}'")
     else:
         raise _path_error(f"source {data.source} needs a path", "data.path=FILE, FOLDER or 'FOLDER/**/*.txt'")
     for file in files:
         if not file.is_file():
             raise MachineError(f"{file} is not a regular file (a broken link, a pipe?)", code="unreadable_file")
-    return files
-
-
-def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
-    """Return the file itself, the files below the folder (except hidden ones), or those that match the glob."""
-    place = expand(path)
-    if exists(place):
-        return [place]
-    try:
-        is_folder = place.is_dir()
-    except OSError:  # not a possible folder name
-        is_folder = False
-    if is_folder:
-        files = list(_walk(place, suffix))
-    elif glob.has_magic(path):
-        matches = sorted(glob.glob(str(place), recursive=True))  # noqa: PTH207 - pathlib's takes no absolute pattern
-        files = [file for file in map(Path, matches) if not file.is_dir()]
-    else:
-        remote = how_to_copy(path)
-        got = f"{path} is not on this machine" if remote else f"{place.absolute()} does not exist"
-        raise _path_error(got, remote or "data.path takes a file, a folder or a glob")
-    if not files:
-        kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
-        got = f"{place.absolute()} has no {kind or 'visible'} file"
-        example = ".json" if ".jsonl" in suffix else ".txt"
-        raise _path_error(got, f"name the files with a glob: data.path='FOLDER/**/*{example}'")
     return files
 
 

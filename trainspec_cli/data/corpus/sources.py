@@ -228,7 +228,13 @@ class Collection:
         file = expand(folder) / COLLECTION
         if not file.is_file():
             return cls({"": CorpusPart(TokenFolder.open(folder), 1.0)}, {})
-        record = _read(file)
+        try:
+            record = read_record(CollectionRecord, read_object(file))
+            if not record.parts:
+                raise ValueError("it has no parts")
+        except ValueError as error:
+            message = f"{file} is damaged: {error}"
+            raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {file.parent}") from error
         parts = {name: CorpusPart(TokenFolder.open(part.folder), part.weight) for name, part in record.parts.items()}
         return cls(parts, {name: TokenFolder.open(path) for name, path in record.validation.items()})
 
@@ -273,13 +279,10 @@ class Collection:
             name: EvaluationText(open_rows(part.folder, "heldout", data), part.folder.num_bytes("heldout"))
             for name, part in self.parts.items()
         }
-        found |= {name: _whole(folder, data) for name, folder in self.validation.items()}
+        for name, folder in self.validation.items():
+            rows = JoinedRows([open_rows(folder, split, data, keeps_rest=True) for split in ("train", "heldout")])
+            found[name] = EvaluationText(rows, folder.num_bytes("train") + folder.num_bytes("heldout"))
         return {name: text for name, text in found.items() if len(text.rows)}
-
-
-def _whole(folder: TokenFolder, data: DataSpec) -> EvaluationText:
-    rows = JoinedRows([open_rows(folder, split, data, keeps_rest=True) for split in ("train", "heldout")])
-    return EvaluationText(rows, folder.num_bytes("train") + folder.num_bytes("heldout"))
 
 
 def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mapping[str, Path]) -> Path:
@@ -305,14 +308,3 @@ def check_tokenizers(folders: list[Path]) -> None:
         message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"
         hint = "set data.tokenizer.path=FILE to use one for all; prepare token folders made with another one again"
         raise RecipeError(Problem("contradiction", message, "data.tokenizer.path", hint))
-
-
-def _read(file: Path) -> CollectionRecord:
-    try:
-        record = read_record(CollectionRecord, read_object(file))
-        if not record.parts:
-            raise ValueError("it has no parts")
-        return record
-    except ValueError as error:
-        message = f"{file} is damaged: {error}"
-        raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {file.parent}") from error

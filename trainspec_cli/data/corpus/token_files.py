@@ -66,9 +66,18 @@ def _summary(shards: Sequence[Shard]) -> SplitSummary:
 
 def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Shard], list[Shard]]:
     """Hold out the files with `val` in their name or, if there are none, the end of the last file."""
-    shards = [(file, _nanogpt_shard(file)) for file in files]
-    heldout = [shard for file, shard in shards if "val" in file.stem]
-    train = [shard for file, shard in shards if "val" not in file.stem]
+    heldout: list[Shard] = []
+    train: list[Shard] = []
+    for file in files:
+        with open_regular(file) as content:
+            begin = content.read(4)
+        # Both programs name these files .bin, so only the first bytes distinguish them.
+        header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
+        size = file.stat().st_size - header
+        if size % TOKEN_BYTES["uint16"]:
+            raise MachineError(f"{file} has {size:,} bytes, not a whole number of uint16 ids", code="bad_token_file")
+        shard = Shard(str(file.absolute()), size // TOKEN_BYTES["uint16"], "", header)
+        (heldout if "val" in file.stem else train).append(shard)
     if not train:
         raise RecipeError(Problem("missing_file", f"{data.path} has no file to train on", "data.path"))
     if not heldout:
@@ -78,17 +87,6 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Sh
         train = [*train, first]
         heldout = [rest]
     return "uint16", train, heldout
-
-
-def _nanogpt_shard(file: Path) -> Shard:
-    with open_regular(file) as content:
-        begin = content.read(4)
-    # Both programs name these files .bin, so only the first bytes distinguish them.
-    header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
-    size = file.stat().st_size - header
-    if size % TOKEN_BYTES["uint16"]:
-        raise MachineError(f"{file} has {size:,} bytes, not a whole number of uint16 ids", code="bad_token_file")
-    return Shard(str(file.absolute()), size // TOKEN_BYTES["uint16"], "", header)
 
 
 def _split(shard: Shard, at: int, dtype: Dtype) -> tuple[Shard, Shard]:

@@ -65,7 +65,17 @@ def write_tokens(
     `described`: the manifest's description of the source; if None, it is derived from `data`."""
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
-    encoder = _build_encoder(data, files, scan, rule, on_progress)
+    if data.tokenizer.code:
+        own = OwnTokenizer(data)
+        encoder = Encoder(lambda texts: [own.encode(text) for text in texts], own.vocab_size, own.end_of_document, None)
+    else:
+        tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
+
+        def encode_batch(texts: list[str]) -> list[list[int]]:
+            return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+        end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
+        encoder = Encoder(encode_batch, bpe.count_vocab(tokenizer), end_id, tokenizer)
     if encoder.tokenizer is not None:
         (folder / TOKENIZER_FILE).write_text(encoder.tokenizer.to_str(), encoding="utf-8")
     read = _read(data, files, "encoding", scan.bytes, on_progress)
@@ -140,21 +150,6 @@ class Encoder:
     end_id: int
     tokenizer: Tokenizer | None
     """The library's tokenizer; None for a user-defined one."""
-
-
-def _build_encoder(
-    data: DataSpec, files: list[Path], scan: SplitScan, rule: HeldoutRule, on_progress: OnProgress
-) -> Encoder:
-    if data.tokenizer.code:
-        own = OwnTokenizer(data)
-        return Encoder(lambda texts: [own.encode(text) for text in texts], own.vocab_size, own.end_of_document, None)
-    tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
-
-    def encode_batch(texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-    end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
-    return Encoder(encode_batch, bpe.count_vocab(tokenizer), end_id, tokenizer)
 
 
 def _build_tokenizer(

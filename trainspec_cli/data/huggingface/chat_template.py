@@ -94,29 +94,29 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
     older = _read_config(folder / SPECIAL_TOKENS) if folder else {}
     special = {key: value for key in SPECIAL_KEYS if (value := config.get(key) or older.get(key))}
     tokens = {key: str(t.get("content", "") if isinstance(t, Mapping) else t) for key, t in special.items()}
-    if wanted is not None:
-        return ChatTemplate(_read_wanted(wanted), tokens)
-    source = None
-    if folder is not None:
-        beside = folder / CHAT_TEMPLATE
-        source = _read_template(beside) if exists(beside) else _default(config.get("chat_template"))
-    if source is None:
+    source: JsonValue = None
+    if wanted == "chatml":
+        source = CHATML
+    elif wanted is not None:
+        file = expand(wanted)
+        if not exists(file):
+            hint = how_to_copy(wanted) or _HINT
+            raise RecipeError(Problem("missing_file", f"no such file: {file.absolute()}", "data.chat_template", hint))
+        source = _read_template(file)
+    elif folder is not None and exists(folder / CHAT_TEMPLATE):
+        source = _read_template(folder / CHAT_TEMPLATE)
+    else:
+        source = config.get("chat_template")
+        if isinstance(source, list):  # some tokenizers have several named templates, for tools or retrieval
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
+    if not isinstance(source, str):
         got = f"no chat template in the folder of {tokenizer}" if tokenizer else "no tokenizer with a chat template"
         raise RecipeError(Problem("missing_file", got, "data.chat_template", _HINT))
     return ChatTemplate(source, tokens)
 
 
 _HINT = "set data.chat_template=chatml, or name a Jinja file; or start from a chat model's folder (init.from)"
-
-
-def _read_wanted(wanted: str) -> str:
-    if wanted == "chatml":
-        return CHATML
-    file = expand(wanted)
-    if not exists(file):
-        hint = how_to_copy(wanted) or _HINT
-        raise RecipeError(Problem("missing_file", f"no such file: {file.absolute()}", "data.chat_template", hint))
-    return _read_template(file)
 
 
 def _read_template(file: Path) -> str:
@@ -133,14 +133,6 @@ def _read_config(file: Path) -> JsonObject:
         return read_object(file)
     except UnreadableFileError as error:
         raise _bad_template(str(error)) from error
-
-
-def _default(template: JsonValue) -> str | None:
-    """Return the default template; some tokenizers have several named ones, for tools or retrieval."""
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
 
 
 def _bad_template(message: str) -> RecipeError:

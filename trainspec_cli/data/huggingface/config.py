@@ -226,9 +226,40 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
     rope = _read_keys(RopeConfig, read.rope_parameters or read.rope_scaling or {}, where)
     name = config.get("_name_or_path")
     heads = read.num_attention_heads
-    is_moe = kind in ("mixtral", "qwen3_moe")
     window = read.sliding_window if kind in ("mistral", "mixtral") else None
+    scaling: JsonObject | None = None
+    experts: JsonObject | None = None
+    scaled_by = rope.rope_type or rope.type or "default"
+    if scaled_by not in ("default", "llama3", "yarn"):
+        raise _unsupported(f"{where} scales its rotary positions by {scaled_by!r}; supported are default, llama3, yarn")
     try:
+        if scaled_by == "llama3":
+            scaling = {
+                "kind": "llama3",
+                "factor": _needed(rope.factor, "factor"),
+                "original_seq_len": _needed(rope.original_max_position_embeddings, "original_max_position_embeddings"),
+                "low_freq_factor": _needed(rope.low_freq_factor, "low_freq_factor"),
+                "high_freq_factor": _needed(rope.high_freq_factor, "high_freq_factor"),
+            }
+        elif scaled_by == "yarn":
+            original = rope.original_max_position_embeddings or read.max_position_embeddings
+            scaling = {
+                "kind": "yarn",
+                "factor": _needed(rope.factor, "factor"),
+                "original_seq_len": _needed(original, "max_position_embeddings"),
+                "beta_fast": rope.beta_fast or 32.0,
+                "beta_slow": rope.beta_slow or 1.0,
+                "whole_bounds": rope.truncate,
+            }
+        if kind in ("mixtral", "qwen3_moe"):
+            is_qwen = kind == "qwen3_moe"
+            width = _needed(read.moe_intermediate_size, "moe_intermediate_size") if is_qwen else read.intermediate_size
+            experts = {
+                "num_experts": read.num_local_experts or _needed(read.num_experts, "num_experts"),
+                "top_k": _needed(read.num_experts_per_tok, "num_experts_per_tok"),
+                "expert_ffn_size": width,
+                "normalise_weights": bool(read.norm_topk_prob) if is_qwen else True,
+            }
         return {
             "family": "decoder",
             "name": name if name and isinstance(name, str) else kind,
@@ -246,8 +277,8 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
             "sliding_window": window,
             "global_attention_every": 1 if window is None else 0,
             "rope_theta": float(rope.rope_theta or read.rope_theta or 10_000.0),
-            "rope_scaling": _read_scaling(rope, read, where),
-            "experts": _read_experts(read, is_qwen=kind == "qwen3_moe") if is_moe else None,
+            "rope_scaling": scaling,
+            "experts": experts,
         }
     except KeyError as error:
         raise _unsupported(f"{where} has no {error}") from error
@@ -280,42 +311,6 @@ def _needed(value: T | None, key: str) -> T:
     if value is None:
         raise KeyError(key)
     return value
-
-
-def _read_scaling(rope: RopeConfig, config: DecoderConfig, where: str) -> JsonObject | None:
-    kind = rope.rope_type or rope.type or "default"
-    if kind == "default":
-        return None
-    if kind == "llama3":
-        return {
-            "kind": "llama3",
-            "factor": _needed(rope.factor, "factor"),
-            "original_seq_len": _needed(rope.original_max_position_embeddings, "original_max_position_embeddings"),
-            "low_freq_factor": _needed(rope.low_freq_factor, "low_freq_factor"),
-            "high_freq_factor": _needed(rope.high_freq_factor, "high_freq_factor"),
-        }
-    if kind != "yarn":
-        raise _unsupported(f"{where} scales its rotary positions by {kind!r}; supported are default, llama3, yarn")
-    original = rope.original_max_position_embeddings or config.max_position_embeddings
-    return {
-        "kind": "yarn",
-        "factor": _needed(rope.factor, "factor"),
-        "original_seq_len": _needed(original, "max_position_embeddings"),
-        "beta_fast": rope.beta_fast or 32.0,
-        "beta_slow": rope.beta_slow or 1.0,
-        "whole_bounds": rope.truncate,
-    }
-
-
-def _read_experts(config: DecoderConfig, *, is_qwen: bool) -> JsonObject:
-    """Return the experts of mixtral or qwen3_moe."""
-    width = _needed(config.moe_intermediate_size, "moe_intermediate_size") if is_qwen else config.intermediate_size
-    return {
-        "num_experts": config.num_local_experts or _needed(config.num_experts, "num_experts"),
-        "top_k": _needed(config.num_experts_per_tok, "num_experts_per_tok"),
-        "expert_ffn_size": width,
-        "normalise_weights": bool(config.norm_topk_prob) if is_qwen else True,
-    }
 
 
 def _unsupported(message: str) -> RecipeError:

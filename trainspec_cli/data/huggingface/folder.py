@@ -34,28 +34,22 @@ def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
     """Read a JSON file in the folder. Raises RecipeError if it is missing or not JSON."""
     file = folder / name
     if not file.is_file():
-        raise RecipeError(_missing(folder, name))
+        got = f"{folder} has no {name}" if folder.is_dir() else f"{folder.absolute()} does not exist"
+        hint = "set init.from=hf:<a checkpoint's folder>"
+        if not folder.is_dir() and (named := hub_name(str(folder))):
+            got += f", and the Hub's cache {hub_cache()} does not have {named.name} ({named.revision})"
+            revision = "" if named.revision == "main" else f" --revision {named.revision}"
+            hint = (
+                f"where there is a network, run hf download {named.name}{revision}; HF_HOME names another cache, "
+                f"{HUB_MIRROR} a folder that holds {named.name}"
+            )
+        raise RecipeError(Problem("missing_file", got, "init.from", hint))
     try:
         return read_object(file)
     except UnreadableFileError as error:
         found = error.problems[0]
         problem = Problem("bad_checkpoint", found.message, "init.from", file=found.file, line=found.line)
         raise RecipeError(problem) from error
-
-
-def _missing(folder: Path, name: str) -> Problem:
-    hint = "set init.from=hf:<a checkpoint's folder>"
-    if folder.is_dir():
-        return Problem("missing_file", f"{folder} has no {name}", "init.from", hint)
-    got = f"{folder.absolute()} does not exist"
-    if named := hub_name(str(folder)):
-        got += f", and the Hub's cache {hub_cache()} does not have {named.name} ({named.revision})"
-        revision = "" if named.revision == "main" else f" --revision {named.revision}"
-        hint = (
-            f"where there is a network, run hf download {named.name}{revision}; HF_HOME names another cache, "
-            f"{HUB_MIRROR} a folder that holds {named.name}"
-        )
-    return Problem("missing_file", got, "init.from", hint)
 
 
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:

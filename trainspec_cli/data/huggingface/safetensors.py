@@ -22,7 +22,7 @@ from trainspec_cli.core.reading.files import (
     read_object,
     show_kind,
 )
-from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
@@ -237,7 +237,25 @@ def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
     yield from _attention(model, ours, f"{theirs}.self_attn")
     yield _whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
     if model.experts is not None:
-        yield from _experts(model, model.experts, f"{ours}.ffn", theirs)
+        # Qwen3's names if queries and keys are normalised, otherwise Mixtral's.
+        ours = f"{ours}.ffn"
+        theirs = f"{theirs}.mlp" if model.qk_norm else f"{theirs}.block_sparse_moe"
+        gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
+        count = model.experts.num_experts
+        hidden = model.hidden_size
+        width = model.experts.expert_ffn_size
+
+        def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
+            return Piece(
+                f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True
+            )
+
+        rows = range(count)
+        halves = [piece(e, name, at, (hidden, width)) for e in rows for name, at in ((gate, 0), (up, width))]
+        downs = [piece(e, down, 0, (width, hidden)) for e in rows]
+        yield _whole(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden))
+        yield Parameter(f"{ours}.experts.up", (count, hidden, 2 * width), tuple(halves))
+        yield Parameter(f"{ours}.experts.down", (count, width, hidden), tuple(downs))
         return
     wide = (model.ffn_size, hidden)
     tall = (hidden, model.ffn_size)
@@ -259,26 +277,6 @@ def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Paramete
     if model.qk_norm:
         for norm in ("q_norm", "k_norm"):
             yield _whole(f"{ours}.attention.{norm}.weight", f"{theirs}.{norm}.weight", (head,))
-
-
-def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
-    """Yield the experts' parameters, with Qwen3's names if queries and keys are normalised, otherwise with
-    Mixtral's."""
-    theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
-    gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
-    count = experts.num_experts
-    hidden = model.hidden_size
-    width = experts.expert_ffn_size
-
-    def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
-        return Piece(f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True)
-
-    rows = range(count)
-    halves = [piece(e, name, at, (hidden, width)) for e in rows for name, at in ((gate, 0), (up, width))]
-    downs = [piece(e, down, 0, (width, hidden)) for e in rows]
-    yield _whole(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden))
-    yield Parameter(f"{ours}.experts.up", (count, hidden, 2 * width), tuple(halves))
-    yield Parameter(f"{ours}.experts.down", (count, width, hidden), tuple(downs))
 
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:

@@ -61,16 +61,6 @@ def render(template: Any, messages: Sequence[Message], values: Mapping[str, obje
     return text
 
 
-def find_replies(template: Any, text: str, messages: Sequence[Message], values: Mapping[str, object]) -> list[Span]:
-    """Return the spans of the assistant's replies in `text`: the parts that change with the content of the replies."""
-    spans = []
-    for number, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content"):
-            changed = [*messages[:number], {**message, "content": OTHER_CONTENT}, *messages[number + 1 :]]
-            spans.append(difference(text, render(template, changed, values)))
-    return [span for span in spans if span[0] < span[1]]
-
-
 def difference(text: str, other: str) -> Span:
     """Return the span of `text` that differs from `other`."""
     shortest = min(len(text), len(other))
@@ -86,8 +76,13 @@ def answer(
     """Return {text, spans}, or {fault} with the template's own message."""
     try:
         text = render(template, messages, values)
-        spans = find_replies(template, text, messages, values) if replies else []
-        return {"text": text, "spans": spans}
+        spans = []
+        # A reply's span is the part of the text that changes with its content.
+        for number, message in enumerate(messages if replies else ()):
+            if isinstance(message, dict) and message.get("role") == "assistant" and message.get("content"):
+                changed = [*messages[:number], {**message, "content": OTHER_CONTENT}, *messages[number + 1 :]]
+                spans.append(difference(text, render(template, changed, values)))
+        return {"text": text, "spans": [span for span in spans if span[0] < span[1]]}
     except TemplateError as error:
         return {"fault": str(error)}
     except MemoryError:

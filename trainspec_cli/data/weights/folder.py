@@ -130,30 +130,22 @@ def select(
 def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
     """Yield the parts of another project's tensor that contain `rows`."""
     for part in parts:
-        found = part if rows.layer is None else _unstack(part, rows.layer)
-        if found is None:
-            continue
-        begin = found.start[0]
-        extent = found.held.shape[0]
-        low = max(0, -(-(begin - rows.at) // rows.step))
-        high = min(rows.count, -(-(begin + extent - rows.at) // rows.step))
+        held = part.held
+        start = part.start
+        element = DTYPE_BYTES[held.dtype]
+        if rows.layer is not None:  # a part of a stack of layers
+            at = rows.layer - start[0]
+            if not 0 <= at < held.shape[0]:
+                continue
+            begins = held.start + at * held.strides[0] * element
+            held = StridedTensor(held.file, held.dtype, held.shape[1:], begins, held.strides[1:])
+            start = start[1:]
+        low = max(0, -(-(start[0] - rows.at) // rows.step))
+        high = min(rows.count, -(-(start[0] + held.shape[0] - rows.at) // rows.step))
         if low < high:
-            skipped = rows.at + low * rows.step - begin
-            yield Part((rows.start + low, *found.start[1:]), _stride(found.held, skipped, high - low, rows.step))
-
-
-def _unstack(part: Part, layer: int) -> Part | None:
-    """Return the part that belongs to one layer, from a part of a stack."""
-    at = layer - part.start[0]
-    if not 0 <= at < part.held.shape[0]:
-        return None
-    held = part.held
-    start = held.start + at * held.strides[0] * DTYPE_BYTES[held.dtype]
-    return Part(part.start[1:], StridedTensor(held.file, held.dtype, held.shape[1:], start, held.strides[1:]))
-
-
-def _stride(held: StridedTensor, skipped: int, count: int, step: int) -> StridedTensor:
-    """Return every `step`-th row, `count` of them, after the first `skipped` rows."""
-    start = held.start + skipped * held.strides[0] * DTYPE_BYTES[held.dtype]
-    strides = (held.strides[0] * step, *held.strides[1:])
-    return StridedTensor(held.file, held.dtype, (count, *held.shape[1:]), start, strides)
+            # Every `step`-th row from `low` to `high`.
+            skipped = rows.at + low * rows.step - start[0]
+            strides = (held.strides[0] * rows.step, *held.strides[1:])
+            begins = held.start + skipped * held.strides[0] * element
+            shape = (high - low, *held.shape[1:])
+            yield Part((rows.start + low, *start[1:]), StridedTensor(held.file, held.dtype, shape, begins, strides))

@@ -64,21 +64,15 @@ def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
     shapes = tensor_shapes(model)
     if naming == "hf":
         return [_whole(name, name, shape) for name, shape in shapes.items()]
-    problem = _misfit(model, kind, naming)
-    if problem is not None:
-        raise RecipeError(problem)
-    return list(_TABLES[naming](model, shapes))
-
-
-def _misfit(model: DecoderModel, kind: str, naming: Naming) -> Problem | None:
+    hint = "use Hugging Face's names or format"
     if kind not in SUPPORTED[naming]:
         known = ", ".join(SUPPORTED[naming])
         message = f"the model is of type {kind}; {naming}'s names are known only for {known}"
-        return Problem("unsupported", message, "model", "use Hugging Face's names or format")
+        raise RecipeError(Problem("unsupported", message, "model", hint))
     if model.attention_bias == "all":
         message = f"`model.attention_bias` is all, which {naming}'s {kind} does not have"
-        return Problem("unsupported", message, "model.attention_bias", "use Hugging Face's names or format")
-    return None
+        raise RecipeError(Problem("unsupported", message, "model.attention_bias", hint))
+    return list(_TABLES[naming](model, shapes))
 
 
 def _whole(name: str, tensor: str, shape: Shape, *, is_copy: bool = False) -> OtherTensor:

@@ -340,7 +340,17 @@ def _move(
     if reason := agree_on_failure(failure):
         target.give_back(names)
         return reason
-    _exchange(outgoing, incoming)
+    # torch can only batch messages of the same device type.
+    operations = defaultdict[str, list[dist.P2POp]](list)
+    for message in outgoing:
+        sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
+        operations[message.buffer.device.type].append(sent)
+    for message in incoming:
+        received = dist.P2POp(dist.irecv, message.buffer, message.moves[0].source)
+        operations[message.buffer.device.type].append(received)
+    for batch in operations.values():
+        for work in dist.batch_isend_irecv(batch) if batch else ():
+            work.wait()
     for move in moves:
         if move.stays and move.target == dist.get_rank():
             _slice(target.parts[move.name], move).copy_(_slice(source.parts[move.name], move))
@@ -369,20 +379,6 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
             content.copy_(_slice(source.parts[move.name], move))
         sent.append(message)
     return sent, [_Message.allocate(group, target) for _, group in sorted(incoming.items())]
-
-
-def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
-    """Exchange messages separately for each device type, because torch can only batch messages of the same type."""
-    operations = defaultdict[str, list[dist.P2POp]](list)
-    for message in outgoing:
-        sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
-        operations[message.buffer.device.type].append(sent)
-    for message in incoming:
-        received = dist.P2POp(dist.irecv, message.buffer, message.moves[0].source)
-        operations[message.buffer.device.type].append(received)
-    for batch in operations.values():
-        for work in dist.batch_isend_irecv(batch) if batch else ():
-            work.wait()
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:

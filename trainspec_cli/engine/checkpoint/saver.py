@@ -42,7 +42,6 @@ from trainspec_cli.engine.checkpoint.files import (
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
     CheckpointManifest,
-    Chunk,
     WrittenPart,
     read_manifest,
     refused,
@@ -413,26 +412,24 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
                 there = f"{entry.dtype} {list(entry.shape)}"
                 here = f"{dtype} {list(part.full_shape)}"
                 raise refused(folder, f"{part.name} is {there} there, and {here} in this run", OTHER_STATE)
-            filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in entry.chunks)
+            filled = 0
+            for chunk in entry.chunks:
+                spans = overlap(part, chunk)
+                if spans is None:
+                    continue
+                try:
+                    if chunk.file not in opened:
+                        opened[chunk.file] = stack.enter_context(safe_open(folder / chunk.file, framework="pt"))
+                    source = opened[chunk.file].get_slice(part.name)
+                    found = source[slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
+                except (SafetensorError, OSError) as error:
+                    raise refused(folder, f"{folder / chunk.file} cannot be read: {error}") from error
+                if not is_finite(found):
+                    count = count_not_finite(opened[chunk.file].get_tensor(part.name))
+                    raise refused(folder, f"{folder / chunk.file} holds {count:,} {NOT_FINITE} in {part.name}")
+                target = part.tensor[slices(spans, part.offsets)] if spans else part.tensor
+                target.copy_(found)
+                filled += found.numel()
+                del source, found  # a mapped slice of a large tensor
             if filled != part.tensor.numel():
                 raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
-
-
-def _copy_chunk(folder: Path, opened: dict[str, safe_open], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
-    """Copy the overlap of a chunk and a part, and return its number of elements."""
-    spans = overlap(part, chunk)
-    if spans is None:
-        return 0
-    try:
-        if chunk.file not in opened:
-            opened[chunk.file] = stack.enter_context(safe_open(folder / chunk.file, framework="pt"))
-        source = opened[chunk.file].get_slice(part.name)
-        found = source[slices(spans, chunk.offsets)] if spans else opened[chunk.file].get_tensor(part.name)
-    except (SafetensorError, OSError) as error:
-        raise refused(folder, f"{folder / chunk.file} cannot be read: {error}") from error
-    if not is_finite(found):
-        count = count_not_finite(opened[chunk.file].get_tensor(part.name))
-        raise refused(folder, f"{folder / chunk.file} holds {count:,} {NOT_FINITE} in {part.name}")
-    target = part.tensor[slices(spans, part.offsets)] if spans else part.tensor
-    target.copy_(found)
-    return found.numel()

@@ -233,7 +233,7 @@ class QuorumClient:
             connection = self._connection
             try:
                 self._send(connection, JoinQuorum(self._name, step, failures, self._asked))
-                while (answer := _receive(connection)).number != self._asked:
+                while (answer := read_record(FormedQuorum, connection.receive(ANSWER_TIMEOUT_S))).number != self._asked:
                     pass  # the request was lost with its connection
             except TimeoutError:
                 raise
@@ -265,7 +265,3 @@ class QuorumClient:
     def _send(self, connection: JsonClient, request: QuorumRequest) -> None:
         with self._lock:
             connection.send(to_json(request))
-
-
-def _receive(connection: JsonClient) -> FormedQuorum:
-    return read_record(FormedQuorum, connection.receive(ANSWER_TIMEOUT_S))

@@ -61,24 +61,19 @@ def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> 
     """Return the contribution of the state at the beginning of each block to the block's tokens: (B, C, Q, G, R, P)."""
     to_end = (decay_log[..., -1:] - decay_log).exp().permute(0, 1, 4, 2, 3)[..., None]
     added = torch.einsum("bcqgn,bcqgrp->bcgrpn", b, x * to_end.to(x.dtype))
-    weights = _decay_between_blocks(decay_log[..., -1].permute(0, 2, 3, 1))
-    entering = torch.einsum("bgrcz,bzgrpn->bcgrpn", weights, added.to(weights.dtype)).to(x.dtype)
-    from_begin = decay_log.exp().permute(0, 1, 4, 2, 3)[..., None]
-    return torch.einsum("bcqgn,bcgrpn->bcqgrp", c, entering) * from_begin.to(x.dtype)
-
-
-def _decay_between_blocks(total_C: Tensor) -> Tensor:
-    """Return (..., C, Z): the decay of block z's state when block c begins; 0 for z >= c.
-
-    It is a sum over the blocks between the two, because differences of cumulative sums would lose precision.
-    """
+    # Entry (..., c, z) of `weights` is the decay of block z's state when block c begins; 0 for z >= c. It is a sum over
+    # the blocks between the two, because differences of cumulative sums would lose precision.
+    total_C = decay_log[..., -1].permute(0, 2, 3, 1)
     blocks = total_C.shape[-1]
     between = torch.ones(blocks, blocks, dtype=torch.bool, device=total_C.device).tril(-1)
     # Entry (c, z) sums the totals of z < k < c: row k - 1 contributes from row k on.
     shifted = F.pad(total_C[..., :-1], (1, 0))[..., :, None].expand(*total_C.shape, blocks)
     entered = torch.arange(blocks, device=total_C.device)
     summed = shifted.where(entered[:, None] > entered + 1, 0.0).cumsum(-2)
-    return summed.masked_fill(~between, -torch.inf).exp()
+    weights = summed.masked_fill(~between, -torch.inf).exp()
+    entering = torch.einsum("bgrcz,bzgrpn->bcgrpn", weights, added.to(weights.dtype)).to(x.dtype)
+    from_begin = decay_log.exp().permute(0, 1, 4, 2, 3)[..., None]
+    return torch.einsum("bcqgn,bcgrpn->bcqgrp", c, entering) * from_begin.to(x.dtype)
 
 
 class CausalConv(nn.Module):
@@ -127,12 +122,8 @@ class Mamba2(nn.Module):
         dt_BSH = F.softplus(precise(self.dt(x_BSD)) + precise(self.dt_bias))
         y_BSHP = self.ssd_scan(x_BSHP, dt_BSH, -precise(self.a_log).exp(), b_BSGN, c_BSGN)
         y_BSHP = y_BSHP + x_BSHP * self.skip[:, None]
-        return self.out(self._gated_norm(y_BSHP.flatten(2), self.z(x_BSD)))
-
-    def _gated_norm(self, y_BSI: Tensor, z_BSI: Tensor) -> Tensor:
-        """Normalise each group separately, after its gate."""
-        gated = (y_BSI * F.silu(z_BSI)).unflatten(-1, (-1, self.group_size))
-        return F.rms_norm(gated, (self.group_size,), eps=self.norm_eps).flatten(-2) * self.norm
+        gated = (y_BSHP.flatten(2) * F.silu(self.z(x_BSD))).unflatten(-1, (-1, self.group_size))
+        return self.out(F.rms_norm(gated, (self.group_size,), eps=self.norm_eps).flatten(-2) * self.norm)
 
 
 def init_scan(leaf: str, full: Tensor, generator: torch.Generator) -> bool:

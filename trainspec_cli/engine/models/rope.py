@@ -19,7 +19,26 @@ def rope_angles(
     """Return the angles of the pairs (eq. 15): (S, E/2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is not None:
-        frequencies = _scaled(frequencies, head_dim, theta, scaling)
+        # Slow down long waves by the factor and keep short ones unchanged. Interpolate linearly between two bounds.
+        if scaling.kind == "llama3":  # the bounds are wavelengths; interpolate in the turns within the original length
+            turns = scaling.original_seq_len * frequencies / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            kept = kept.clamp(0, 1)
+        else:  # YaRN: the bounds are numbers of turns; interpolate in the frequency's index
+
+            def index_of(turns: float) -> float:
+                return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+            low = index_of(scaling.beta_fast)
+            high = index_of(scaling.beta_slow)
+            if scaling.whole_bounds:
+                low = math.floor(low)
+                high = math.ceil(high)
+            low = max(low, 0)
+            high = min(high, head_dim - 1)
+            index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+            kept = 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+        frequencies = frequencies / scaling.factor * (1 - kept) + frequencies * kept
     return torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
 
 
@@ -41,26 +60,3 @@ def score_factor(scaling: RopeScaling | None) -> float:
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     return (0.1 * math.log(scaling.factor) + 1.0) ** 2
-
-
-def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Slow down long waves by the factor and keep short ones unchanged. Between two bounds, interpolate linearly."""
-    if scaling.kind == "llama3":  # the bounds are wavelengths; interpolate in the turns within the original length
-        turns = scaling.original_seq_len * frequencies / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = kept.clamp(0, 1)
-    else:  # YaRN: the bounds are numbers of turns; interpolate in the frequency's index
-
-        def index_of(turns: float) -> float:
-            return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-        low = index_of(scaling.beta_fast)
-        high = index_of(scaling.beta_slow)
-        if scaling.whole_bounds:
-            low = math.floor(low)
-            high = math.ceil(high)
-        low = max(low, 0)
-        high = min(high, head_dim - 1)
-        index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
-        kept = 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies / scaling.factor * (1 - kept) + frequencies * kept

@@ -11,7 +11,7 @@ entries are allocated here, with a flag that shows whether the optimizer has sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,21 @@ def build_own_optimizer(
         return made
 
     device = shares[0].local.device if shares else torch.device("cpu")
-    trial = try_out(make, extension, {2} | {share.parameter.dim() for share in shares}, device)
+    # Make a few updates of small tensors with each number of dimensions, once complete and once split into two parts,
+    # because an optimizer that is not elementwise would train differently when sharded.
+    forms = {}
+    for dim in sorted({2} | {share.parameter.dim() for share in shares}):
+        whole, forms[dim] = _train(make, extension, dim, 1, device)
+        cut, _ = _train(make, extension, dim, 2, device)
+        if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
+            message = (
+                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
+                "elementwise, and the engine shards parameters"
+            )
+            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
+            raise RecipeError(Problem("unsupported", message, extension.path, hint))
+    shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
+    trial = Trial(forms, float(sum(shaped)))
     if optim.state_bytes != trial.state_bytes:
         path = "optim.state_bytes"
         found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
@@ -124,24 +138,21 @@ class OwnOptimizer(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
         for parameter in self._parameters():
-            self.state[parameter] = self._saved(parameter, zeros)
+            # Before the first update.
+            saved = {STARTED: torch.zeros(())}
+            own = self._inner.state.get(parameter, {})
+            for name, form in self._forms(parameter).items():
+                value = own.get(name)
+                if isinstance(value, Tensor):
+                    saved[name] = value
+                elif form.shaped:
+                    saved[name] = zeros(parameter.detach().to(form.dtype))
+                else:
+                    saved[name] = torch.tensor(value or 0, dtype=form.dtype, device=form.device)
+            self.state[parameter] = saved
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _saved(self, parameter: nn.Parameter, zeros: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the saved entries of a parameter's state before the first update."""
-        saved = {STARTED: torch.zeros(())}
-        own = self._inner.state.get(parameter, {})
-        for name, form in self._forms(parameter).items():
-            value = own.get(name)
-            if isinstance(value, Tensor):
-                saved[name] = value
-            elif form.shaped:
-                saved[name] = zeros(parameter.detach().to(form.dtype))
-            else:
-                saved[name] = torch.tensor(value or 0, dtype=form.dtype, device=form.device)
-        return saved
 
     def _forms(self, parameter: nn.Parameter) -> Mapping[str, StateForm]:
         return self._trial.forms[parameter.dim()]
@@ -160,7 +171,15 @@ class OwnOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], grad_scale)
         for parameter in parameters:
-            self._hand_over(parameter)
+            # The saved state, which may have been loaded; nothing before the first update.
+            saved = self.state[parameter]
+            own = self._inner.state[parameter]
+            if saved[STARTED].item():
+                for name, form in self._forms(parameter).items():
+                    own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
+            else:
+                for name in set(own) - self._made_at_once[parameter]:
+                    del own[name]
         settings = _settings(self._inner)
         with user_code_errors(self._extension, "in an update", passes=is_no_fault):
             self._inner.step()
@@ -169,39 +188,22 @@ class OwnOptimizer(torch.optim.Optimizer):
                 if before.get(name) != value:
                     raise self._refuse(f"changed `{name}` of its parameter groups, which no checkpoint holds", name)
         for parameter in parameters:
-            self._take_over(parameter)
-
-    def _hand_over(self, parameter: nn.Parameter) -> None:
-        """Pass the saved state, which may have been loaded, to the optimizer. Before the first update, pass nothing."""
-        saved = self.state[parameter]
-        own = self._inner.state[parameter]
-        if not saved[STARTED].item():
-            for name in set(own) - self._made_at_once[parameter]:
-                del own[name]
-            return
-        for name, form in self._forms(parameter).items():
-            own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
-
-    def _take_over(self, parameter: nn.Parameter) -> None:
-        """Save the optimizer's current state. Raises WorkerError if its form differs from that during the trial."""
-        saved = {STARTED: torch.ones(())}
-        forms = self._forms(parameter)
-        for name, value in _kept(self._inner.state[parameter]).items():
-            if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
-                raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
-            saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        if lost := forms.keys() - saved.keys():
-            raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
-        self.state[parameter] = saved
+            # Save the optimizer's current state, whose form must be the same as during the trial.
+            saved = {STARTED: torch.ones(())}
+            forms = self._forms(parameter)
+            for name, value in _kept(self._inner.state[parameter]).items():
+                shape = value.shape if isinstance(value, Tensor) else torch.Size()
+                if forms.get(name) != StateForm.of(value) or (forms[name].shaped and shape != parameter.shape):
+                    raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
+                saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            if lost := forms.keys() - saved.keys():
+                raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
+            self.state[parameter] = saved
 
     def _refuse(self, what: str, name: str) -> WorkerError:
         message = f"`{self._extension.path}`: {self._extension.text} {what}"
         hint = f"keep {name} in `self.state[parameter]`, made in the first update"
         return WorkerError(Problem("own_code", message, self._extension.path, hint))
-
-
-def _shape(value: Entry) -> torch.Size:
-    return value.shape if isinstance(value, Tensor) else torch.Size()
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Entry]:
@@ -222,30 +224,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
 
 
 # The trial
-
-
-def try_out(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    extension: Extension,
-    dims: Iterable[int],
-    device: torch.device,
-) -> Trial:
-    """Make a few updates of small tensors with each number of dimensions, once complete and once split into two parts.
-    Raises RecipeError if the values of the parts differ from those of the full tensor, or if the state cannot be
-    saved."""
-    forms = {}
-    for dim in sorted(dims):
-        whole, forms[dim] = _train(make, extension, dim, 1, device)
-        cut, _ = _train(make, extension, dim, 2, device)
-        if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
-            message = (
-                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
-                "elementwise, and the engine shards parameters"
-            )
-            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
-            raise RecipeError(Problem("unsupported", message, extension.path, hint))
-    shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
-    return Trial(forms, float(sum(shaped)))
 
 
 def _train(
@@ -271,27 +249,23 @@ def _train(
             parameter.grad = gradient
         with user_code_errors(extension, "in an update of small tensors before the run", RecipeError), torch.no_grad():
             optimizer.step()
-        entries = _forms_of(extension, optimizer, parameters[0])
+        parameter = parameters[0]
+        entries = {}
+        for name, value in _kept(optimizer.state.get(parameter, {})).items():
+            is_saved = isinstance(value, (bool, int, float)) or (
+                isinstance(value, Tensor) and value.shape in (parameter.shape, torch.Size())
+            )
+            if not is_saved:
+                got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                message = (
+                    f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
+                    f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
+                )
+                raise RecipeError(Problem("unsupported", message, extension.path))
+            entries[name] = StateForm.of(value)
         if update and entries != found:
             message = f"`{extension.path}`: {extension.text} keeps other entries of state from update to update"
             hint = "make all of them in the first update"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
         found = entries
     return torch.cat([parameter.detach().flatten() for parameter in parameters]), found
-
-
-def _forms_of(extension: Extension, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, StateForm]:
-    found = {}
-    for name, value in _kept(optimizer.state.get(parameter, {})).items():
-        is_saved = isinstance(value, (bool, int, float)) or (
-            isinstance(value, Tensor) and value.shape in (parameter.shape, torch.Size())
-        )
-        if not is_saved:
-            got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            message = (
-                f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
-                f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
-            )
-            raise RecipeError(Problem("unsupported", message, extension.path))
-        found[name] = StateForm.of(value)
-    return found

@@ -112,15 +112,6 @@ class Guard:
     """True if something is not finite; nothing is changed then."""
     scale: Tensor
 
-    @staticmethod
-    def take_from(optimizer: torch.optim.Optimizer, device: torch.device) -> Guard:
-        """Return the guard for one step that is set on the optimizer, if any."""
-        found_inf = getattr(optimizer, "found_inf", None)
-        scale = getattr(optimizer, "grad_scale", None)
-        optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
-        found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
-        return Guard(found_inf > 0, torch.ones((), device=device) if scale is None else scale)
-
     def set_(self, target: Tensor, value: Tensor) -> None:
         """Set `target` in place, unless the update is skipped."""
         target.copy_(torch.where(self.skipped, target, value))
@@ -148,7 +139,13 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        guard = Guard.take_from(self, self.param_groups[0]["params"][0].device)
+        # torch's gradient scaler sets these two attributes for one step.
+        device = self.param_groups[0]["params"][0].device
+        found_inf = getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        self.found_inf = self.grad_scale = None  # type: ignore[attr-defined]
+        found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
+        guard = Guard(found_inf > 0, torch.ones((), device=device) if scale is None else scale)
         for group in self.param_groups:
             if group["rule"]:
                 self.update_group(group, guard)

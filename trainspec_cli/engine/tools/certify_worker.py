@@ -89,7 +89,18 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     if wanted.inputs:
         write_parameters(state, own, "first", lambda share: share.parameter)
         if dist.get_rank() == 0:
-            tokens = drawn_tokens(plan.spec, wanted.steps, wanted.clip_from)
+            # The tokens of each step's full batch, (steps, samples, length + 1) in int64. From step `clip_from` on,
+            # every step gets the same batch.
+            blocks = [
+                step if wanted.clip_from is None or step < wanted.clip_from else wanted.clip_from
+                for step in range(wanted.steps)
+            ]
+            drawn = []
+            for block in blocks:
+                generator = torch.Generator().manual_seed(plan.spec.train.seed * 1_000_003 + block)
+                inputs, targets, *_ = drawn_samples(plan.spec, generator)
+                drawn.append(torch.cat((inputs, targets[:, -1:]), dim=1))
+            tokens = torch.stack(drawn).numpy()
             np.savez(own / DRAWN_BATCHES, **{DRAWN_TOKENS: tokens})  # type: ignore[arg-type]
     if wanted.gradients:
         first = own_samples(wanted, state, 0, plan.spec.batching.global_batch_size)
@@ -153,15 +164,11 @@ def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | No
         taken.append((state.mesh.data_rank, taken_positions(own)))
         progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
         if progress.step == wanted.save_at:
-            _save(wanted.plan, state, RunDir(folder), progress)
+            saver = Saver(RunDir(folder), state.held, state.device, keep_last=1)
+            saver.save(About(progress.step, progress.samples, seed=spec.train.seed, recipe_digest=""))
+            saver.close()
     sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
     return TrainedSteps(tuple(losses), min(norms, default=None), sha256, taken_by_all(taken))
-
-
-def _save(plan: Plan, state: TrainState, run_dir: RunDir, progress: TrainProgress) -> None:
-    saver = Saver(run_dir, state.held, state.device, keep_last=1)
-    saver.save(About(progress.step, progress.samples, seed=plan.spec.train.seed, recipe_digest=""))
-    saver.close()
 
 
 def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int) -> OwnSamples:
@@ -402,18 +409,6 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
         return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)
     drawn = torch.randint(model.vocab_size, (samples, spec.data.seq_len + 1), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
-def drawn_tokens(spec: RunSpec, steps: int, clip_from: int | None) -> np.ndarray:
-    """Return the tokens of each step's full batch, (steps, samples, length + 1) in int64. From step `clip_from` on,
-    every step gets the same batch."""
-    blocks = [step if clip_from is None or step < clip_from else clip_from for step in range(steps)]
-    drawn = []
-    for block in blocks:
-        generator = torch.Generator().manual_seed(spec.train.seed * 1_000_003 + block)
-        inputs, targets, *_ = drawn_samples(spec, generator)
-        drawn.append(torch.cat((inputs, targets[:, -1:]), dim=1))
-    return torch.stack(drawn).numpy()
 
 
 def taken_positions(own: OwnSamples) -> tuple[int, ...]:

@@ -326,22 +326,20 @@ def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, devi
         optimizer.step()
         for share, gradient in zip(shares, gradients, strict=True):
             share.local.grad = gradient
-    written = [_written_out(share.local, optim) for share in expected]
-    return max(relative_error(share.local.detach(), one) for share, one in zip(shares, written, strict=True))
-
-
-def _written_out(parameter: Tensor, optim: OptimSpec) -> Tensor:
-    gradient = parameter.grad / GRAD_SCALE  # type: ignore[operator]
-    weight = parameter.detach().clone()
-    first = torch.zeros_like(weight)
-    second = torch.zeros_like(weight)
-    decay = optim.weight_decay if weight.dim() > 1 else 0.0
-    for step in range(1, CHECKED_STEPS + 1):
-        first = optim.beta1 * first + (1 - optim.beta1) * gradient
-        second = optim.beta2 * second + (1 - optim.beta2) * gradient**2
-        root = (second / (1 - optim.beta2**step)).sqrt() + optim.eps
-        weight = weight - optim.lr * (decay * weight + first / (1 - optim.beta1**step) / root)
-    return weight
+    errors = []
+    for found, share in zip(shares, expected, strict=True):
+        gradient = share.local.grad / GRAD_SCALE  # type: ignore[operator]
+        weight = share.local.detach().clone()
+        first = torch.zeros_like(weight)
+        second = torch.zeros_like(weight)
+        decay = optim.weight_decay if weight.dim() > 1 else 0.0
+        for step in range(1, CHECKED_STEPS + 1):
+            first = optim.beta1 * first + (1 - optim.beta1) * gradient
+            second = optim.beta2 * second + (1 - optim.beta2) * gradient**2
+            root = (second / (1 - optim.beta2**step)).sqrt() + optim.eps
+            weight = weight - optim.lr * (decay * weight + first / (1 - optim.beta1**step) / root)
+        errors.append(relative_error(found.local.detach(), weight))
+    return max(errors)
 
 
 def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> list[Share]:

@@ -118,26 +118,36 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._exchanged(func, args)
+            # The size of the larger side, which a rank holds before or after the exchange.
+            kind = COLLECTIVES.get(func._overloadpacket.__name__)
+            if kind:
+                sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
+                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+                axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "all")
+                self.comm_bytes[f"{axis} {kind}"] += max(sides, default=0)
+                if axis in EXCHANGING_STATE:
+                    for tensor in _tensors(args):
+                        if self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
+                            self.name([tensor], "collectives")
         else:
             packet = func._overloadpacket
             if packet in _CPU_ATTENTION:
-                self.flops += _CPU_ATTENTION[packet](args)
+                count, tensors, causal = _CPU_ATTENTION[packet]
+                half = len(args) > causal and args[causal]  # a causal core computes half of the scores
+                self.flops += count(*(tensor.shape for tensor in args[:tensors])) * (0.5 if half else 1.0)
             elif packet in flop_registry:
                 self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             for tensor in _tensors(result):
-                self._hold(tensor.untyped_storage(), self._cause_of(tensor, func, args))
+                cause = "temporaries"
+                if func is _aten._to_copy.default and self._causes.get(args[0].untyped_storage()._cdata) == "gradients":
+                    cause = "gradients"  # full gradients in the exchange format
+                elif self.vocabulary is not None and tensor.dim() == 2:
+                    if tensor.shape[1] == self.vocabulary:
+                        cause = "logits"
+                    elif tensor.shape[0] == self.vocabulary:
+                        cause = "gradients"
+                self._hold(tensor.untyped_storage(), cause)
         return result
-
-    def _cause_of(self, tensor: Tensor, func: Any, args: Any) -> str:
-        """Return the cause of a tensor that `func` has created."""
-        if func is _aten._to_copy.default and self._causes.get(args[0].untyped_storage()._cdata) == "gradients":
-            return "gradients"  # full gradients in the exchange format
-        if self.vocabulary is None or tensor.dim() != 2:
-            return "temporaries"
-        if tensor.shape[1] == self.vocabulary:
-            return "logits"
-        return "gradients" if tensor.shape[0] == self.vocabulary else "temporaries"
 
     def _hold(self, storage: torch.UntypedStorage, cause: str = "temporaries") -> None:
         """Count a storage's current size. New storages are tracked until they are freed."""
@@ -171,20 +181,6 @@ class Ledger(TorchDispatchMode):
         self.live_bytes -= size
         self.by_cause[self._causes.pop(key)] -= size
 
-    def _exchanged(self, func: Any, args: Any) -> None:
-        """Record, under `axis kind`, the size in bytes of the larger side, which a rank holds before or after the
-        exchange."""
-        kind = COLLECTIVES.get(func._overloadpacket.__name__)
-        if kind:
-            sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "all")
-            self.comm_bytes[f"{axis} {kind}"] += max(sides, default=0)
-            if axis in EXCHANGING_STATE:
-                for tensor in _tensors(args):
-                    if self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
-                        self.name([tensor], "collectives")
-
 
 def _tensors(value: Any) -> Iterable[Tensor]:
     """Yield the tensors that have memory. A DTensor is a wrapper whose content is counted separately, and meta tensors
@@ -193,20 +189,8 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     return (tensor for tensor in found if tensor.device.type != "meta")
 
 
-def _attention_flops(args: Any) -> float:
-    """Return the number of operations in an attention call. A causal core computes half of the scores."""
-    q, k, v = args[:3]
-    causal = len(args) > 4 and args[4]
-    return sdpa_flop_count(q.shape, k.shape, v.shape) * (0.5 if causal else 1.0)
-
-
-def _attention_backward_flops(args: Any) -> float:
-    dout, q, k, v = args[:4]
-    causal = len(args) > 7 and args[7]
-    return sdpa_backward_flop_count(dout.shape, q.shape, k.shape, v.shape) * (0.5 if causal else 1.0)
-
-
 _CPU_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, 7),
 }
+"""Attention on a CPU: its count of operations, the number of tensors that it takes, and the place of `is_causal`."""

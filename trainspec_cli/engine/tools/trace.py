@@ -60,7 +60,32 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
                 even_out(part)
             state.clock.on_gpu = False
             ledger.axes = axes_of_groups(state)
-            name_state(ledger, state)
+            # Name the tensors that persist between steps, and each gradient, sharded or full, once it is attached
+            # to its parameter.
+            ledger.name((share.local for share in state.shares), "parameters")
+            ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
+            moments = (value for moments in state.optimizer.state.values() for value in moments.values())
+            ledger.name(moments, "optimizer")
+
+            def name_gradient(parameter: Any) -> None:
+                ledger.name([local_part(parameter.grad)], "gradients")
+
+            watched: set[int] = set()
+
+            def watch(parameters: Iterable[Any]) -> None:
+                for parameter in (parameter for parameter in parameters if id(parameter) not in watched):
+                    watched.add(id(parameter))
+                    if id(parameter) not in lasting:
+                        ledger.name([local_part(parameter)], "gathered")
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(name_gradient)
+
+            lasting = {id(share.parameter) for share in state.shares}
+            watch(share.parameter for share in state.shares)
+            for part in state.parts:  # during a forward pass, modules hold the gathered parameters
+                part.register_forward_pre_hook(lambda part, _: watch(part.parameters()))
+                for module in part.modules():
+                    module.register_forward_pre_hook(lambda module, _: watch(module.parameters(recurse=False)))
             if isinstance(plan.spec.model, TextModel):
                 ledger.vocabulary = plan.spec.model.vocab_size // plan.layout.tp
             state_bytes = float(ledger.live_bytes)
@@ -92,35 +117,6 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
     groups |= {"pp": lines.up, "dp_shard": mesh.shard.get_group()}
     named = {str(group.group_name): axis for axis, group in groups.items() if group.size() > 1}
     return named | ({str(lines.down.group_name): "pp"} if mesh.layout.pp > 1 else {})
-
-
-def name_state(ledger: Ledger, state: TrainState) -> None:
-    """Name the tensors that persist between steps, and each gradient, sharded or full, once it is attached to its
-    parameter."""
-    ledger.name((share.local for share in state.shares), "parameters")
-    ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
-    moments = (value for moments in state.optimizer.state.values() for value in moments.values())
-    ledger.name(moments, "optimizer")
-
-    def name_gradient(parameter: Any) -> None:
-        ledger.name([local_part(parameter.grad)], "gradients")
-
-    watched: set[int] = set()
-
-    def watch(parameters: Iterable[Any]) -> None:
-        for parameter in (parameter for parameter in parameters if id(parameter) not in watched):
-            watched.add(id(parameter))
-            if id(parameter) not in lasting:
-                ledger.name([local_part(parameter)], "gathered")
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(name_gradient)
-
-    lasting = {id(share.parameter) for share in state.shares}
-    watch(share.parameter for share in state.shares)
-    for part in state.parts:  # during a forward pass, modules hold the gathered parameters
-        part.register_forward_pre_hook(lambda part, _: watch(part.parameters()))
-        for module in part.modules():
-            module.register_forward_pre_hook(lambda module, _: watch(module.parameters(recurse=False)))
 
 
 @contextmanager

@@ -208,7 +208,20 @@ def download(
         message = f"{sys.executable} has no pip, which is needed to download wheels"
         raise MachineError(Problem("no_pip", message, hint=f"{sys.executable} -m ensurepip", environment=True))
     own = own_wheel(staging, source, on_step)
-    _check_wanted(own, targets, extras)
+    # Check the Python version and the extras against the wheel's own metadata.
+    problems = []
+    allowed = str(own.metadata["Requires-Python"])
+    if not SpecifierSet(allowed).contains(f"{targets[0].python}.0"):
+        message = f"--python is {targets[0].python}; trainspec needs Python {allowed}"
+        problems.append(Problem("out_of_range", message, "--python", "pass --python 3.12"))
+    known = [str(name) for name in own.metadata.get_all("Provides-Extra") or ()]
+    for extra in extras:
+        if extra not in known:
+            near = closest(extra, known)
+            hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
+            problems.append(Problem("unknown_value", f"trainspec has no extra {extra}", "--extra", hint))
+    if problems:
+        raise RecipeError(problems)
     sources = ["--find-links", str(staging)]
     if source is not None:
         sources = ["--no-index", "--find-links", str(source.absolute()), *sources]
@@ -273,22 +286,6 @@ def own_wheel(staging: Path, source: Path | None, on_step: OnLine) -> Wheel:
             raise MachineError(Problem("no_own_wheel", message, hint=hint, environment=True)) from error
         found = sorted(staging.glob(f"{NAME}-*.whl"))
     return read_wheel(found[0])
-
-
-def _check_wanted(own: Wheel, targets: Sequence[WheelTarget], extras: Sequence[str]) -> None:
-    problems = []
-    allowed = str(own.metadata["Requires-Python"])
-    if not SpecifierSet(allowed).contains(f"{targets[0].python}.0"):
-        message = f"--python is {targets[0].python}; trainspec needs Python {allowed}"
-        problems.append(Problem("out_of_range", message, "--python", "pass --python 3.12"))
-    known = [str(name) for name in own.metadata.get_all("Provides-Extra") or ()]
-    for extra in extras:
-        if extra not in known:
-            near = closest(extra, known)
-            hint = f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
-            problems.append(Problem("unknown_value", f"trainspec has no extra {extra}", "--extra", hint))
-    if problems:
-        raise RecipeError(problems)
 
 
 def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None = None) -> None:

@@ -331,8 +331,8 @@ def _sized(family: str, max_processes: int) -> list[Layout]:
 
 @cache
 def refusals(case: Case) -> tuple[Problem, ...]:
-    spec = build_spec(case)
     """Return the reasons why a case is illegal; empty if it is legal."""
+    spec = build_spec(case)
     return (*check_engine(spec), *(apply(KERNEL_RULES, spec) if case.kernel else ()))
 
 

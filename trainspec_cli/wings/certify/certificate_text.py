@@ -39,7 +39,20 @@ def render_certificate(certificate: Certificate) -> RenderableType:
                 for name, figure in finding.figures.items()
             )
             below.append(Text(f"{finding.clause} broken by {finding.case}: {', '.join(figures)}", style="red"))
-    verdict = Text(_describe_verdict(certificate), style="bold red" if certificate.verdict == "broken" else "bold")
+    measured = [clause for clause in certificate.clauses if clause.cases]
+    runs = sum(clause.cases for clause in measured if clause.id != REFUSALS)
+    refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
+    counted = {"cases measured": runs, "layouts refused": refusals}
+    counts = " and ".join(f"{count:,} {what}" for what, count in counted.items() if count) or "no cases"
+    engine = f" by {certificate.engine}" if certificate.engine else ""
+    part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
+    what = f"the training spec {certificate.spec_version}" if certificate.whole else part
+    gpus = certificate.machine.gpu_names
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{certificate.machine.cpu_cores} CPU cores"
+    if EMULATED in certificate.features:
+        where = f"an emulated accelerator ({where})"
+    summary = f"{what}: {certificate.verdict}{engine}, {counts} on {where}; digest {certificate.digest[:SHOWN_DIGITS]}"
+    verdict = Text(summary, style="bold red" if certificate.verdict == "broken" else "bold")
     trust = Text(describe_trust(certificate), style="" if certificate.signer else "bold yellow")
     parts: list[RenderableType] = [trust, Text(), table, *([Text(), *below] if below else []), Text(), verdict]
     if certificate.date:
@@ -51,22 +64,6 @@ def render_certificate(certificate: Certificate) -> RenderableType:
 
 def show_figure(value: Figure) -> str:
     return f"{value:.1e}" if isinstance(value, float) and value < 0.1 else f"{float(value):.2f}"
-
-
-def _describe_verdict(found: Certificate) -> str:
-    measured = [clause for clause in found.clauses if clause.cases]
-    runs = sum(clause.cases for clause in measured if clause.id != REFUSALS)
-    refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
-    counted = {"cases measured": runs, "layouts refused": refusals}
-    counts = " and ".join(f"{count:,} {what}" for what, count in counted.items() if count) or "no cases"
-    engine = f" by {found.engine}" if found.engine else ""
-    part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
-    what = f"the training spec {found.spec_version}" if found.whole else part
-    gpus = found.machine.gpu_names
-    where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found.machine.cpu_cores} CPU cores"
-    if EMULATED in found.features:
-        where = f"an emulated accelerator ({where})"
-    return f"{what}: {found.verdict}{engine}, {counts} on {where}; digest {found.digest[:SHOWN_DIGITS]}"
 
 
 def describe_trust(found: Certificate) -> str:

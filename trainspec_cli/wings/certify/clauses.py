@@ -119,7 +119,19 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
     finding = Finding(clause, case, passed=False, figures=dict(figures))
     if clause in LEVELS:
         levels = LEVELS[clause]
-        value = _level(clause, case, numbers, levels)
+        if clause == "PERF-1":
+            ratio = _divide(numbers["step_s"], numbers["planned_s"])
+            value = max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))
+        elif clause == "PERF-2":
+            processes = _PROCESSES.match(case)
+            alone = numbers["alone_per_s"] * (int(processes.group(1)) if processes else math.nan)
+            value = _divide(numbers["together_per_s"], alone)
+        elif clause == "PERF-5":
+            value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
+        else:
+            value = numbers[levels.figure]
+        # A missing figure grades as the worst, also where higher is better.
+        value = value if math.isfinite(value) or not levels.rises else 0.0
         grade = levels.grade(value)
         ordered = {levels.figure: value, **{name: one for name, one in figures.items() if name != levels.figure}}
         return replace(finding, passed=grade != "-", figures=ordered, bound=levels.bounds[-1], grade=grade)
@@ -151,26 +163,25 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
     if clause in ("LIVE-1", "LIVE-2", "LIVE-5"):
         worst = max(numbers[name] for name in ("worst_loss_error", "gradient_error", "weight_error"))
         return _bounded(finding, "worst_error", worst, LIVE_BOUND, kept=facts)
-    return replace(finding, passed=facts and _keeps_exactly(clause, figures, numbers, of_engine))
-
-
-def _keeps_exactly(clause: str, figures: Mapping[str, Figure], numbers: _Numbers, of_engine: bool) -> bool:
-    """Return whether a clause without tolerance is kept."""
+    # The other clauses have no tolerance.
     if clause == "LEGAL-1":
-        return all(figures.get(name) for name in ("reason", "hint"))
-    if clause == "SEC-1":
-        return 0 < numbers["listening"] < math.inf and figures.get("beyond") == "none"
-    if clause == "SEC-3":
-        return numbers["open"] == 0
-    if clause == "SEC-4":
-        return all(figures.get(name) == "refused" for name in ("certificate", "checkpoint", "plan"))
-    other = "beside" if of_engine else {"NUM-6": "again", "SEC-2": "left_alone"}.get(clause, "resumed")
-    other = "undisturbed" if clause.startswith("LIVE") else other
-    same = figures.get("sha256") == figures.get(other) and figures.get("sha256") not in (None, "", "None")
-    if clause == "SEC-2":
-        quiet = (figures.get("ended"), figures.get("their_code")) == ("well", "was not run")
-        return same and quiet and 0 < numbers["ports"] < math.inf
-    return same and ((clause == "NUM-6" and not of_engine) or numbers["worst_loss_error"] == 0)
+        kept = all(figures.get(name) for name in ("reason", "hint"))
+    elif clause == "SEC-1":
+        kept = 0 < numbers["listening"] < math.inf and figures.get("beyond") == "none"
+    elif clause == "SEC-3":
+        kept = numbers["open"] == 0
+    elif clause == "SEC-4":
+        kept = all(figures.get(name) == "refused" for name in ("certificate", "checkpoint", "plan"))
+    else:
+        other = "beside" if of_engine else {"NUM-6": "again", "SEC-2": "left_alone"}.get(clause, "resumed")
+        other = "undisturbed" if clause.startswith("LIVE") else other
+        kept = figures.get("sha256") == figures.get(other) and figures.get("sha256") not in (None, "", "None")
+        if clause == "SEC-2":
+            quiet = (figures.get("ended"), figures.get("their_code")) == ("well", "was not run")
+            kept = kept and quiet and 0 < numbers["ports"] < math.inf
+        elif clause != "NUM-6" or of_engine:
+            kept = kept and numbers["worst_loss_error"] == 0
+    return replace(finding, passed=facts and kept)
 
 
 class _Numbers:
@@ -191,22 +202,6 @@ def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: b
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)
-
-
-def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:
-    """Return the value of a graded clause; 0 if it is missing and higher is better."""
-    if clause == "PERF-1":
-        ratio = _divide(numbers["step_s"], numbers["planned_s"])
-        return max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))
-    if clause == "PERF-2":
-        processes = _PROCESSES.match(case)
-        alone = numbers["alone_per_s"] * (int(processes.group(1)) if processes else math.nan)
-        value = _divide(numbers["together_per_s"], alone)
-    elif clause == "PERF-5":
-        value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
-    else:
-        value = numbers[levels.figure]
-    return value if math.isfinite(value) or not levels.rises else 0.0
 
 
 def _divide(value: float, by: float) -> float:

@@ -141,7 +141,44 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     reference = results[check.runs[-1]]
     trained = found.result.trained
     if clause in LIVE_CLAUSES:
-        return _judge_live(check, results)
+        # Conditions that the run must fulfil, and its errors or digests.
+        case = check.run.case
+        found, reference = (results[run] for run in check.runs)
+        live = found.result.live
+        assert live is not None, "live clauses are measured on runs of the trainer"
+        each_once = tuple(tuple(range(first, first + SAMPLES)) for first in range(0, SAMPLES * LIVE_STEPS, SAMPLES))
+        plan = build_plan(case, "cpu")
+        facts = {"steps": len(found.losses) == LIVE_STEPS}
+        if check.clause != "LIVE-4":
+            facts["samples"] = found.result.trained.taken == each_once
+        if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
+            facts["layouts"] = live.layouts == planned_layouts(case)
+        if check.clause in ("LIVE-1", "LIVE-2"):
+            # A change must move the state between processes without writing it to disk.
+            facts["disk"] = live.written_bytes == 0
+        elif check.clause == "LIVE-3":
+            # The second start must read the newest checkpoint.
+            newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
+            facts["starts"] = live.starts == (0, newest)
+        elif check.clause == "LIVE-4":
+            # A failed change must leave the layout unchanged.
+            facts["starts"] = live.starts == (0,)
+            facts["layouts"] = set(live.layouts) == {plan.layout}
+        else:
+            # From the out-of-memory step on, micro-batches must fit, and no step may be lost.
+            sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
+            facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
+            facts["micro-batches"] = live.largest_micro_batches == sizes
+        shown = {name: AS_THEY_MUST_BE if kept else "not as they must be" for name, kept in facts.items()}
+        if check.clause in ("LIVE-3", "LIVE-4"):
+            return {
+                "sha256": found.result.trained.weights_sha256,
+                "undisturbed": reference.result.trained.weights_sha256,
+                "worst_loss_error": loss_error(found.losses, reference.losses),
+                **shown,
+            }
+        gradient_error = whole_error(found.gradients, reference.gradients)
+        return {**_training_figures(found, reference), "gradient_error": gradient_error, **shown}
     if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
         return worst_gradient(found.gradients, reference.gradients)
     if clause == "NUM-2":
@@ -200,47 +237,6 @@ def _training_figures(found: Measured, reference: Measured) -> Figures:
         "worst_loss_error": loss_error(found.losses, reference.losses),
         "weight_error": whole_error(found.weights, reference.weights),
     }
-
-
-def _judge_live(check: ClauseCheck, results: Results) -> Figures:
-    """Return the results for a live clause: conditions that the run must fulfil, and its errors or digests."""
-    case = check.run.case
-    found, reference = (results[run] for run in check.runs)
-    live = found.result.live
-    assert live is not None, "live clauses are measured on runs of the trainer"
-    each_once = tuple(tuple(range(first, first + SAMPLES)) for first in range(0, SAMPLES * LIVE_STEPS, SAMPLES))
-    plan = build_plan(case, "cpu")
-    facts = {"steps": len(found.losses) == LIVE_STEPS}
-    if check.clause != "LIVE-4":
-        facts["samples"] = found.result.trained.taken == each_once
-    if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
-        facts["layouts"] = live.layouts == planned_layouts(case)
-    if check.clause in ("LIVE-1", "LIVE-2"):
-        # A change must move the state between processes without writing it to disk.
-        facts["disk"] = live.written_bytes == 0
-    elif check.clause == "LIVE-3":
-        # The second start must read the newest checkpoint.
-        newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
-        facts["starts"] = live.starts == (0, newest)
-    elif check.clause == "LIVE-4":
-        # A failed change must leave the layout unchanged.
-        facts["starts"] = live.starts == (0,)
-        facts["layouts"] = set(live.layouts) == {plan.layout}
-    else:
-        # From the out-of-memory step on, micro-batches must fit, and no step may be lost.
-        sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
-        facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
-        facts["micro-batches"] = live.largest_micro_batches == sizes
-    shown = {name: AS_THEY_MUST_BE if kept else "not as they must be" for name, kept in facts.items()}
-    if check.clause in ("LIVE-3", "LIVE-4"):
-        return {
-            "sha256": found.result.trained.weights_sha256,
-            "undisturbed": reference.result.trained.weights_sha256,
-            "worst_loss_error": loss_error(found.losses, reference.losses),
-            **shown,
-        }
-    gradient_error = whole_error(found.gradients, reference.gradients)
-    return {**_training_figures(found, reference), "gradient_error": gradient_error, **shown}
 
 
 def planned_layouts(case: Case) -> tuple[Layout, ...]:

@@ -403,14 +403,6 @@ def ask(engine: Engine, run: ProtocolRun) -> Answered:
             raise _wrong(folder, f"the engine did not answer within {engine.timeout_s:g} s\n\n{end.output}")
         if end.exit_code != 0:
             raise _wrong(folder, f"the engine ended with exit code {end.exit_code}\n\n{end.output}")
-    answered = _read_answer(engine, run)
-    write_json(folder / READ, {})
-    return answered
-
-
-def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
-    """Read the answer for a run and every file that it names. Raises WorkerError with the file and the field."""
-    folder = engine.folder / run.name
     path = folder / ANSWER
     try:
         answer = read_record(EngineAnswer, read_object(path))
@@ -420,21 +412,21 @@ def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
     if answer.schema != SCHEMA:
         raise _wrong(folder, f"{path}: `schema` is {answer.schema!r}; {SCHEMA!r} is required")
     answered = Answered(folder, answer, engine.shapes)
-    if answer.declined:
-        return answered
-    if "losses" in run.asks:
-        steps = STEPS - (SAVE_AT if run.resumes else 0)
-        if len(answer.losses) != steps:
-            message = f"{path}: `losses` has {len(answer.losses)} numbers; {steps} are required, one for each step"
-            raise _wrong(folder, message)
-        for step, loss in enumerate(answer.losses):
-            if not math.isfinite(loss):
-                raise _wrong(folder, f"{path}: `losses[{step}]` is {loss}; a finite number is required")
-    # Reading the tensors checks them.
-    if "gradients" in run.asks:
-        _ = answered.gradients
-    if "weights" in run.asks:
-        _ = answered.weights
+    if not answer.declined:
+        if "losses" in run.asks:
+            steps = STEPS - (SAVE_AT if run.resumes else 0)
+            if len(answer.losses) != steps:
+                message = f"{path}: `losses` has {len(answer.losses)} numbers; {steps} are required, one for each step"
+                raise _wrong(folder, message)
+            for step, loss in enumerate(answer.losses):
+                if not math.isfinite(loss):
+                    raise _wrong(folder, f"{path}: `losses[{step}]` is {loss}; a finite number is required")
+        # Reading the tensors checks them.
+        if "gradients" in run.asks:
+            _ = answered.gradients
+        if "weights" in run.asks:
+            _ = answered.weights
+    write_json(folder / READ, {})
     return answered
 
 

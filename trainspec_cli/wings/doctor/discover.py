@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from trainspec_cli.core.printable import format_bytes, printable
 from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.run.job.machine import usable_cores
 from trainspec_cli.run.slurm import commands as slurm
-from trainspec_cli.wings.doctor.found_fabric import FabricFact, FoundFabric, FoundGpu, FoundTier, Nic, NumaNode
+from trainspec_cli.wings.doctor.found_fabric import FabricFact, FoundFabric, FoundGpu, Nic, NumaNode
 from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.sysfs import (
     SYS,
@@ -103,12 +103,16 @@ def discover(
     between = network_tiers(network, levels, topology.source, devices)
     facts = [FabricFact("gpus", describe_links(node.gpus), node.gpus_source)]
     if chosen := rails(node.gpus, {nic for gpu in node.gpus for nic in gpu.nics}):
-        near = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
-        facts.append(FabricFact("rails", near, node.gpus_source))
+        found = ", ".join(f"{gpu} {'+'.join(names)}" for gpu, names in chosen.items())
+        facts.append(FabricFact("rails", found, node.gpus_source))
     facts.append(FabricFact("nics", network.found, network.source))
     if node.numa_nodes:
-        each = "; ".join(_numa_node(one, node.gpus) for one in node.numa_nodes)
-        facts.append(FabricFact("numa", each, "/sys/devices/system/node"))
+        each = []
+        for numa in node.numa_nodes:
+            near = [gpu.name for gpu in node.gpus if gpu.numa_node == numa.number]
+            memory = f", {format_bytes(numa.memory_bytes)}" if numa.memory_bytes else ""
+            each.append(f"{numa.number}: cores {numa.cores}{memory}{', ' + ' '.join(near) if near else ''}")
+        facts.append(FabricFact("numa", "; ".join(each), "/sys/devices/system/node"))
     switches = "Slurm has none between nodes"
     if topology.problem:
         switches = f"unknown: {topology.problem}"
@@ -215,12 +219,6 @@ def describe_links(gpus: Sequence[FoundGpu]) -> str:
     return f"{len(gpus)}: {links} pair{'s' * (len(pairs) > 1)}" if pairs else str(len(gpus))
 
 
-def _numa_node(node: NumaNode, gpus: Sequence[FoundGpu]) -> str:
-    near = [gpu.name for gpu in gpus if gpu.numa_node == node.number]
-    memory = f", {format_bytes(node.memory_bytes)}" if node.memory_bytes else ""
-    return f"{node.number}: cores {node.cores}{memory}{', ' + ' '.join(near) if near else ''}"
-
-
 # The matrix of nvidia-smi
 
 
@@ -239,13 +237,22 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     if header is None:
         hint = f"give the whole output of `{COMMAND}`: {COMMAND} > topology.txt"
         raise MachineError(Problem("no_matrix", f"{source} contains no GPU matrix", hint=hint, environment=True))
-    columns, affinities = _columns(lines[header])
+    affinities = [name for name in _AFFINITIES if name in lines[header]]
+    columns = lines[header].partition(_AFFINITIES[0])[0].split()
     names = {match[1]: match[2] for line in lines[header:] if (match := _LEGEND.fullmatch(line))}
     rows: dict[str, list[str]] = {}
     for number, line in enumerate(lines[header + 1 :], header + 2):
         words = line.split()
         if words and words[0] in columns and words[0] not in rows:
-            rows[words[0]] = _row(words[1:], columns, f"{source}:{number}", words[0])
+            links = words[1 : len(columns) + 1]
+            wrong = next((cell for cell in links if not _LINK.fullmatch(cell)), None)
+            if wrong is not None or len(links) != len(columns):
+                bad = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
+                message = f"{source}:{number}: the row of {words[0]} has {bad}; expected {len(columns)}, such as NV18, "
+                message += "PIX, PXB, NODE or SYS"
+                hint = f"give the unchanged output of `{COMMAND}`"
+                raise MachineError(Problem("bad_matrix", message, hint=hint, environment=True))
+            rows[words[0]] = words[1:]
         elif words and rows:
             break
     gpus = [column for column in columns if _GPU.fullmatch(column)]
@@ -257,7 +264,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     found = []
     for gpu in gpus:
         row = rows[gpu]
-        links = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
+        joined = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
         # The cores may be blank but the other affinities are not, so match from the end of the row.
         after_links = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
         cores = after_links.get("CPU Affinity", "")
@@ -265,32 +272,13 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
         found.append(
             FoundGpu(
                 gpu,
-                links={other: link for other, link in links.items() if _GPU.fullmatch(other)},
-                nics={names.get(other, other): link for other, link in links.items() if not _GPU.fullmatch(other)},
+                links={other: link for other, link in joined.items() if _GPU.fullmatch(other)},
+                nics={names.get(other, other): link for other, link in joined.items() if not _GPU.fullmatch(other)},
                 cores=cores if _CORES.fullmatch(cores) else "",
                 numa_node=int(numa) if numa.isdigit() else None,
             )
         )
     return found
-
-
-def _columns(header: str) -> tuple[list[str], list[str]]:
-    """Return the names of the device columns, and of the affinity columns after them."""
-    affinities = [name for name in _AFFINITIES if name in header]
-    devices = header.partition(_AFFINITIES[0])[0]
-    return devices.split(), affinities
-
-
-def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> list[str]:
-    links = cells[: len(columns)]
-    wrong = next((cell for cell in links if not _LINK.fullmatch(cell)), None)
-    if wrong is None and len(links) == len(columns):
-        return cells
-    found = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
-    message = f"{where}: the row of {name} has {found}; expected {len(columns)}, such as NV18, PIX, PXB, NODE or SYS"
-    raise MachineError(
-        Problem("bad_matrix", message, hint=f"give the unchanged output of `{COMMAND}`", environment=True)
-    )
 
 
 # Writing the group's option
@@ -304,7 +292,14 @@ def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
     lines += [line for remark in found.remarks for line in _comment(f"Note: {remark}.")]
     lines += [f"name: {json.dumps(name, allow_nan=False)}", "tiers:"]
     for tier in found.tiers:
-        lines += _tier(tier)
+        spec = tier.spec
+        lines.append(f"  - name: {json.dumps(spec.name, allow_nan=False)}")
+        lines += [f"    devices: {spec.devices}"] if spec.devices is not None else []
+        lines += [f"    gbit_per_s: {spec.gbit_per_s:g}"] if spec.gbit_per_s is not None else []
+        lines += [f"    latency_us: {spec.latency_us:g}"] if spec.latency_us is not None else []
+        lines += [f"    kind: {spec.kind}"] if spec.kind is not None else []
+        for key, advice in tier.left_out.items():
+            lines += _comment(f"{key}: ...  {advice}", "    # ")
     lines += [
         *_comment(f"nic_wiring: {WIRING}. It cannot be detected from one node."),
         "nic_wiring: null",
@@ -313,21 +308,6 @@ def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
     lines += ["nccl_tuner: false", "sources:"]
     lines += [f"  {key}: {json.dumps(source, allow_nan=False)}" for key, source in found.spec(name).sources.items()]
     return "\n".join(lines) + "\n"
-
-
-def _tier(tier: FoundTier) -> Iterator[str]:
-    spec = tier.spec
-    yield f"  - name: {json.dumps(spec.name, allow_nan=False)}"
-    if spec.devices is not None:
-        yield f"    devices: {spec.devices}"
-    if spec.gbit_per_s is not None:
-        yield f"    gbit_per_s: {spec.gbit_per_s:g}"
-    if spec.latency_us is not None:
-        yield f"    latency_us: {spec.latency_us:g}"
-    if spec.kind is not None:
-        yield f"    kind: {spec.kind}"
-    for key, advice in tier.left_out.items():
-        yield from _comment(f"{key}: ...  {advice}", "    # ")
 
 
 def _comment(text: str, margin: str = "# ") -> list[str]:

@@ -39,26 +39,22 @@ def read_levels(topology: str) -> list[SwitchLevel]:
     without = "\n".join(line.partition("#")[0].rstrip() for line in topology.splitlines())
     whole = without.replace("\\\n", " ").splitlines()
     lines = [{key.lower(): value for key, value in _FIELD.findall(line)} for line in whole]
-    levels = _blocks(lines) or _switches(lines)
+    levels = _blocks(lines)
+    if not levels:
+        # `scontrol` prints the level of each switch and all nodes below it, whereas topology.conf lists only its direct
+        # children.
+        switches = {line["switchname"]: line for line in lines if "switchname" in line}
+        at: dict[int, list[tuple[str, ...]]] = {}
+        for name in switches:
+            height, nodes = _below(name, switches, ())
+            if nodes:
+                at.setdefault(height, []).append(nodes)
+        levels = [SwitchLevel(f"level{height}", tuple(at[height])) for height in sorted(at)]
     connecting: list[SwitchLevel] = []
     for level in levels:
         if level.most_nodes > (connecting[-1].most_nodes if connecting else 1):
             connecting.append(level)
     return connecting
-
-
-def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
-    """Return the levels of switches.
-
-    `scontrol` prints the level of each switch and all nodes below it, whereas topology.conf lists only its direct
-    children."""
-    switches = {line["switchname"]: line for line in lines if "switchname" in line}
-    levels: dict[int, list[tuple[str, ...]]] = {}
-    for name in switches:
-        height, nodes = _below(name, switches, ())
-        if nodes:
-            levels.setdefault(height, []).append(nodes)
-    return [SwitchLevel(f"level{height}", tuple(levels[height])) for height in sorted(levels)]
 
 
 def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:

@@ -95,21 +95,16 @@ def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
         links = {other: _link(here, there) for other, there in locations.items() if other != name}
         nic_links = {nic.name: _link(here, (nic.pci_path, nic.numa_node)) for nic in nics if nic.pci_path}
         cores = sysfs_text(folder / "local_cpulist")
-        found.append(FoundGpu(name, links, nic_links, cores, here[1], _link_gbit_per_s(folder)))
+        # The rate of the link: the lanes in use, at the highest speed that both ends support. An idle GPU lowers its
+        # current speed, but not the width.
+        ends = (folder, folder.resolve().parent)
+        speeds = [float(speed[1]) for end in ends if (speed := _SPEED.match(sysfs_text(end / "max_link_speed")))]
+        lanes = sysfs_text(folder / "current_link_width")
+        rate = None
+        if speeds and lanes.isdigit() and 0 < int(lanes) <= MAX_LANES and min(speeds) in CODING:
+            rate = round(min(speeds) * CODING[min(speeds)] * int(lanes), 1)
+        found.append(FoundGpu(name, links, nic_links, cores, here[1], rate))
     return found
-
-
-def _link_gbit_per_s(folder: Path) -> float | None:
-    """Return the rate of the link: the lanes in use, at the highest speed that both ends support.
-
-    The current speed is not used, because an idle GPU lowers it. The width does not change."""
-    bridge = folder.resolve().parent
-    speeds = [_SPEED.match(sysfs_text(end / "max_link_speed")) for end in (folder, bridge)]
-    known = [float(speed[1]) for speed in speeds if speed]
-    width = sysfs_text(folder / "current_link_width")
-    if not known or not width.isdigit() or not 0 < int(width) <= MAX_LANES or min(known) not in CODING:
-        return None
-    return round(min(known) * CODING[min(known)] * int(width), 1)
 
 
 PciLocation = tuple[Sequence[str], int | None]

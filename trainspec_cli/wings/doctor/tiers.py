@@ -46,28 +46,30 @@ def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> 
             remarks = [f"NVLink connects {among}, and the other pairs through these"]
         return [FoundTier(TierSpec("nvlink"), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], remarks
     if len(joined) == len(gpus):
-        return _pcie_tiers(gpus, source)
+        # The link between the CPUs is not a tier, because its speed is unknown, and the planner would treat a tier of
+        # unknown speed as the network.
+        remarks = []
+        sockets = groups_by(gpus, lambda link: link not in ("SYS", "?"))
+        if len(sockets) > 1 and _are_equal_and_in_order(sockets, gpus) and len(sockets[0]) > 1:
+            tiers = f"{{name: pcie, devices: {len(sockets[0])}}}, {{name: node, devices: {len(gpus)}, gbit_per_s: ...}}"
+            among = " and ".join(f"{group[0]} to {group[-1]}" for group in sockets)
+            remarks.append(
+                f"GPUs are connected by PCIe within {among}, and by the link between the CPUs (SYS) otherwise; to plan "
+                f"with the rate of that link for each GPU, replace the first tier by {tiers}"
+            )
+        return [_pcie(gpus, source)], remarks
     if not _are_equal_and_in_order(joined, gpus):
-        return [_pcie(gpus, source)], [_remark_on_unequal_groups(joined)]
+        order = ",".join(name.removeprefix("GPU") for group in sorted(joined, key=len, reverse=True) for name in group)
+        among = ", ".join("+".join(group) for group in joined if len(group) > 1)
+        remark = (
+            f"NVLink connects {among}, which are not groups of equal size and consecutive numbers, so the tier is "
+            f"PCIe; CUDA_VISIBLE_DEVICES={order} makes connected GPUs consecutive"
+        )
+        return [_pcie(gpus, source)], [remark]
     nvlink = FoundTier(TierSpec("nvlink", len(joined[0])), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})
     pcie = _pcie(gpus, source)
     left_out = dict.fromkeys(pcie.left_out, RATE_TO_FILL)
     return [nvlink, replace(pcie, spec=replace(pcie.spec, devices=devices_per_node), left_out=left_out)], []
-
-
-def _pcie_tiers(gpus: Sequence[FoundGpu], source: str) -> tuple[list[FoundTier], list[str]]:
-    """Return the single tier of a node without NVLink. The link between its CPUs is not a tier, because its speed is
-    unknown, and the planner would treat a tier of unknown speed as the network."""
-    remarks = []
-    sockets = groups_by(gpus, lambda link: link not in ("SYS", "?"))
-    if len(sockets) > 1 and _are_equal_and_in_order(sockets, gpus) and len(sockets[0]) > 1:
-        tiers = f"{{name: pcie, devices: {len(sockets[0])}}}, {{name: node, devices: {len(gpus)}, gbit_per_s: ...}}"
-        among = " and ".join(f"{group[0]} to {group[-1]}" for group in sockets)
-        remarks.append(
-            f"GPUs are connected by PCIe within {among}, and by the link between the CPUs (SYS) otherwise; to plan "
-            f"with the rate of that link for each GPU, replace the first tier by {tiers}"
-        )
-    return [_pcie(gpus, source)], remarks
 
 
 def _pcie(gpus: Sequence[FoundGpu], source: str) -> FoundTier:
@@ -96,15 +98,6 @@ def _are_equal_and_in_order(groups: Sequence[Sequence[str]], gpus: Sequence[Foun
     """Return whether the groups have the same size and consist of consecutive GPUs, as rank placement requires."""
     in_order = [name for group in groups for name in group] == [gpu.name for gpu in gpus]
     return in_order and len({len(group) for group in groups}) == 1
-
-
-def _remark_on_unequal_groups(groups: Sequence[Sequence[str]]) -> str:
-    order = ",".join(name.removeprefix("GPU") for group in sorted(groups, key=len, reverse=True) for name in group)
-    among = ", ".join("+".join(group) for group in groups if len(group) > 1)
-    return (
-        f"NVLink connects {among}, which are not groups of equal size and consecutive numbers, so the tier is PCIe; "
-        f"CUDA_VISIBLE_DEVICES={order} makes connected GPUs consecutive"
-    )
 
 
 # NICs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,25 @@ class Imported:
 
     @property
     def recipe(self) -> str:
-        return "\n".join(_recipe(self)) + "\n"
+        values = dict(self.content.values)
+        model = "auto" if CHECKPOINT in values else MISSING
+        if NEEDED_OF_MODEL in values:
+            model = "llama3_8b  # its sizes are replaced below"
+            values["model.name"] = ""
+        values.update({key: MISSING for key in ASKED if key not in values})
+        lines = [
+            f"# Read from {self.file.name!r} ({self.target.title}) by trainspec import.",
+            VERSION_LINE.strip(),
+            "defaults:",
+            f"  - override /model: {model}",
+            f"  - override /data: {'megatron' if values.get('data.source') == 'megatron' else 'tokens'}",
+            f"  - override /cluster: {MISSING}",
+            "  - override /layout: fsdp",
+            "",
+            yaml.safe_dump(nest(values), sort_keys=False).rstrip(),
+            *(f"# not read: {key}: {why}" for key, why in self.content.unread.items()),
+        ]
+        return "\n".join(lines) + "\n"
 
 
 def import_file(file: Path, engine: str = "") -> Imported:
@@ -64,22 +81,3 @@ def write_recipe(imported: Imported, output: Path) -> None:
     except OSError as error:
         message = f"{output} cannot be written: {error.strerror}"
         raise RecipeError(Problem("output_exists", message, "--output", "choose an existing folder")) from error
-
-
-def _recipe(imported: Imported) -> Iterator[str]:
-    values = dict(imported.content.values)
-    model = NEEDED_OF_MODEL in values
-    yield f"# Read from {imported.file.name!r} ({imported.target.title}) by trainspec import."
-    yield VERSION_LINE.strip()
-    yield "defaults:"
-    named = "llama3_8b  # its sizes are replaced below" if model else "auto" if CHECKPOINT in values else MISSING
-    yield f"  - override /model: {named}"
-    yield f"  - override /data: {'megatron' if values.get('data.source') == 'megatron' else 'tokens'}"
-    yield f"  - override /cluster: {MISSING}"
-    yield "  - override /layout: fsdp"
-    yield ""
-    if model:
-        values["model.name"] = ""
-    values.update({key: MISSING for key in ASKED if key not in values})
-    yield yaml.safe_dump(nest(values), sort_keys=False).rstrip()
-    yield from (f"# not read: {key}: {why}" for key, why in imported.content.unread.items())

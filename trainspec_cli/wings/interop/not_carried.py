@@ -123,21 +123,14 @@ MEANINGLESS: Mapping[str, OneOf] = {
 """Key or section -> the condition that makes it irrelevant."""
 
 
-def not_carried_as(key: str, of_engine: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the key or section to list as not carried over, and why; None if an engine must carry over the key."""
-    table = {**NOT_CARRIED, **of_engine}
-    name = _nearest(key, table)
-    return None if name is None else (name if name in NOT_CARRIED and name not in of_engine else key, table[name])
-
-
-def governed_by(key: str) -> OneOf | None:
-    """Return the condition that makes a key irrelevant, or None."""
-    section = _nearest(key, MEANINGLESS)
-    return None if section is None else MEANINGLESS[section]
-
-
-def _nearest(key: str, table: Mapping[str, object]) -> str | None:
+def nearest(key: str, table: Mapping[str, object]) -> str | None:
     """Return the entry for a key: its own, or that of the innermost section around it."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((name for name in names if name in table), None)
+
+
+def governed_by(key: str) -> OneOf | None:
+    """Return the condition that makes a key irrelevant, or None."""
+    section = nearest(key, MEANINGLESS)
+    return None if section is None else MEANINGLESS[section]

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import yaml
@@ -124,7 +124,18 @@ def _number(word: str) -> JsonValue:
 def _torchtitan(text: str) -> dict[str, JsonValue]:
     """Return the keyword arguments of the `Trainer.Config(...)` returned by a function, by section and name."""
     tree = ast.parse(text)
-    keys = dict(_model(tree))
+    keys: dict[str, JsonValue] = {}
+    # The model is `family.size`, from the import and from the call to `model_registry`.
+    nodes = list(ast.walk(tree))
+    families = [
+        (node.module or "").rpartition(".")[2]
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "model_registry" for alias in node.names)
+    ]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _called(node) == "model_registry"]
+    for family, call in zip(families, calls, strict=False):
+        if call.args:
+            keys["model"] = f"{family}.{_literal(call.args[0])}"
     for name, value in _arguments(tree, "Trainer.Config"):
         if name == "activation_checkpoint":
             keys[name] = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}.get(_called(value))
@@ -166,20 +177,6 @@ def _literal(node: ast.expr) -> JsonValue:
     except ValueError:
         return ast.unparse(node)
     return list(value) if isinstance(value, tuple) else value
-
-
-def _model(tree: ast.Module) -> Iterator[tuple[str, JsonValue]]:
-    """Yield the model as `family.size`, from the import and from the call to `model_registry`."""
-    nodes = list(ast.walk(tree))
-    families = [
-        (node.module or "").rpartition(".")[2]
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "model_registry" for alias in node.names)
-    ]
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "model_registry"]
-    for family, call in zip(families, calls, strict=False):
-        if call.args:
-            yield "model", f"{family}.{_literal(call.args[0])}"
 
 
 READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {

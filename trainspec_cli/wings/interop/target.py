@@ -11,7 +11,7 @@ import yaml
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.wings.interop.not_carried import OFF, governed_by, not_carried_as
+from trainspec_cli.wings.interop.not_carried import NOT_CARRIED, OFF, governed_by, nearest
 from trainspec_cli.wings.interop.table import (
     DERIVED,
     Destination,
@@ -102,15 +102,20 @@ def translate(target: Target, run: RunValues) -> Translation:
         translated.append(
             TranslatedKey(line.ours, run[line.ours], line.theirs, their_value, line.destination, line.approximate)
         )
-    left = []
+    table = {**NOT_CARRIED, **target.not_carried}
+    not_carried: dict[str, NotCarried] = {}
     for key in run.keys if not target.carries_recipe else ():
         condition = governed_by(key)
         has_no_effect = (key in OFF and run[key] == OFF[key]) or (condition is not None and condition.holds(run))
-        if key not in accounted and not has_no_effect:
-            left.append(key)
-    listed = {key: not_carried_as(key, target.not_carried) for key in left}
-    problems += [_unsupported(target, key, run) for key, name in listed.items() if name is None]
-    not_carried = {ours: NotCarried(ours, why, run[ours]) for ours, why in filter(None, listed.values())}
+        if key in accounted or has_no_effect:
+            continue
+        name = nearest(key, table)
+        if name is None:
+            problems.append(_unsupported(target, key, run))
+        else:
+            # A section that only trainspec uses is listed as a whole.
+            ours = name if name in NOT_CARRIED and name not in target.not_carried else key
+            not_carried[ours] = NotCarried(ours, table[name], run[ours])
     problems += [problem for rule in target.rules for problem in rule(run)]
     if not target.carries_recipe and (unequal := batch_problem(run)):
         problems.append(unequal)
@@ -268,7 +273,23 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
         ready = ready or waiting[:1]
         waiting = [line for line in waiting if line not in ready]
         for line in ready:
-            _read_line(line, keys[line.theirs], known, why)
+            run = RunValues("", known)
+            if not all(condition.holds(run) for condition in _conditions(line)):
+                continue
+            value = keys[line.theirs]
+            try:
+                ours = line.conversion.read(value, run)
+            except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
+                allowed = (
+                    error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
+                )
+                if line.ours not in known:
+                    why[line.theirs] = f"{show(value)} is not read; allowed: {allowed}"
+                continue
+            if known.setdefault(line.ours, ours) != ours:
+                why[line.theirs] = f"it means {line.ours}={show(ours)}, but another key means {show(known[line.ours])}"
+            else:
+                why.pop(line.theirs, None)
     read = {line.theirs for line in lines if line.theirs not in why}
     fixed = {one.theirs for one in target.fixed if one.theirs in keys and show(keys[one.theirs]) == show(one.value)}
     derived = {line.theirs for line in lines if line.ours.startswith(DERIVED)}
@@ -281,23 +302,6 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
     if target.complete:
         values = target.complete(values, keys)
     return ReadBack(values, tuple(sorted((fixed | derived) - unread.keys())), unread)
-
-
-def _read_line(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[str, str]) -> None:
-    run = RunValues("", known)
-    if not all(condition.holds(run) for condition in _conditions(line)):
-        return
-    try:
-        ours = line.conversion.read(value, run)
-    except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
-        allowed = error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
-        if line.ours not in known:
-            why[line.theirs] = f"{show(value)} is not read; allowed: {allowed}"
-        return
-    if known.setdefault(line.ours, ours) != ours:
-        why[line.theirs] = f"it means {line.ours}={show(ours)}, but another key means {show(known[line.ours])}"
-    else:
-        why.pop(line.theirs, None)
 
 
 def _conditions(line: Line) -> list[OneOf]:

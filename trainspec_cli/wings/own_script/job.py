@@ -247,6 +247,15 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
     processes = process_count(own.command)
     if processes and _index_of_accelerate(own.command) is not None:  # its option counts all nodes' processes
         processes = max(1, processes // place.num_nodes)
+    # torchrun reads PET_...; a command without a launcher is one rank per node. gloo and NCCL use the network interface
+    # that leads to the first node.
+    address = own_address(place.head)
+    meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(own.port)}
+    node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
+    torchrun = {f"PET_{name}": value for name, value in {**meeting, **node, "LOCAL_ADDR": address}.items()}
+    interface = interface_of(address)
+    interfaces = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface}
+    alone = {"RANK": str(place.node), "WORLD_SIZE": str(place.num_nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     job = Job(
         root=root,
         command=command_on_node(own.command, place, own.port),
@@ -256,7 +265,9 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
             "PYTHONSAFEPATH": own.python_safe_path,
             **_hook_path(own.python_path),
             **_environment(own.command, machine, own.wanted.grace_s, processes),
-            **_unless_set(_among_several(own.command, place, own.port)),
+            **_unless_set(
+                {**meeting, **node, **torchrun, **interfaces, **({} if has_launcher(own.command) else alone)}
+            ),
         },
         world_size=place.num_nodes,
         stop_grace_s=own.wanted.grace_s,
@@ -304,19 +315,6 @@ def _environment(command: Sequence[str], machine: Machine, grace_s: float, proce
 
 def _hook_path(python_path: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(HOOK), python_path)))}
-
-
-def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
-    """Return the rendezvous variables for several nodes, and this node's rank. torchrun reads PET_...; a command
-    without a launcher is one rank per node. gloo and NCCL use the network interface that leads to the first node."""
-    address = own_address(place.head)
-    meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(port)}
-    node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
-    torchrun = {f"PET_{name}": value for name, value in {**meeting, **node, "LOCAL_ADDR": address}.items()}
-    interface = interface_of(address)
-    interfaces = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface}
-    alone = {"RANK": str(place.node), "WORLD_SIZE": str(place.num_nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return {**meeting, **node, **torchrun, **interfaces, **({} if has_launcher(command) else alone)}
 
 
 def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:

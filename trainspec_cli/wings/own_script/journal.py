@@ -76,7 +76,16 @@ class StepJournal:
             rank.writer.close()
 
     def _record(self, path: Path, trainer: CountedProcess, made: list[CountedStep]) -> None:
-        rank = self._rank_of(path, trainer)
+        # A process whose environment specifies no rank gets the first one that is not held by a running process.
+        if trainer.rank is None and path not in self._places:
+            held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
+            self._places[path] = next(place for place in itertools.count() if place not in held)
+        number = self._places[path] if trainer.rank is None else trainer.rank
+        if number not in self._ranks:
+            events = self._run.events(number)
+            newest = max((event.step for event in read_sound(events) if isinstance(event, StepEvent)), default=0)
+            self._ranks[number] = CountedRank(number, EventWriter(events, number), newest)
+        rank = self._ranks[number]
         if rank.path == path:
             rank.trainer = trainer
         elif rank.trainer is None or trainer.began >= rank.trainer.began:
@@ -125,19 +134,6 @@ class StepJournal:
             ),
             trainer.began,
         )
-
-    def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
-        """Return the rank of a process. If its environment specifies none, it gets the first rank that is not held by a
-        running process."""
-        if trainer.rank is None and path not in self._places:
-            held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
-            self._places[path] = next(place for place in itertools.count() if place not in held)
-        number = self._places[path] if trainer.rank is None else trainer.rank
-        if number not in self._ranks:
-            events = self._run.events(number)
-            newest = max((event.step for event in read_sound(events) if isinstance(event, StepEvent)), default=0)
-            self._ranks[number] = CountedRank(number, EventWriter(events, number), newest)
-        return self._ranks[number]
 
 
 def count_steps(run: RunDir) -> int:

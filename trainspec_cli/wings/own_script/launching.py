@@ -12,8 +12,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -102,7 +102,7 @@ def run_command(
     check_command(command)
     console = make_console(as_json=as_json)
     nodes, run_dir = find_nodes_and_folder(command, folder, nodes)
-    reach = _check(command, run_dir, nodes, wanted)
+    reach = reach_nodes(command, run_dir, nodes, wanted)
     if note := describe_slurm_nodes(nodes, reach):
         console.report(note)
     again = None if run_dir == AUTO else earlier_start(RunDir(run_dir), command)
@@ -217,11 +217,32 @@ def _left(root: Path, wanted: CommandSettings) -> CommandSettings:
     return replace(wanted, max_restarts=restarts_left(RunDir(root), wanted.max_restarts))
 
 
-def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: CommandSettings) -> Reach | None:
-    """Return how the nodes are reached; None for this node alone. Raises RecipeError."""
-    reach = reach_nodes(nodes, run_dir, wanted.join_timeout_s)
-    if reach and nodes.nnodes:
-        check_for_nodes(command, nodes.nnodes)
+def reach_nodes(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: CommandSettings) -> Reach | None:
+    """Return how the nodes of a command reach each other; None for this node alone. Raises RecipeError if the command
+    line is incomplete or contradicts the command."""
+    example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
+    hint = f"on each node: trainspec run {example}"
+    count = nodes.nnodes
+    if nodes.of_slurm:
+        reach = Reach(own_address() if nodes.is_first else "", agent_command(0), None, wanted.join_timeout_s)
+    elif count is None or count == 1:
+        if nodes.endpoint is not None or nodes.node_rank:
+            option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
+            message = f"{option} needs --nnodes" + (f", which is {count}" if count else "")
+            raise RecipeError(Problem("usage", message, option, hint))
+        return None
+    elif count < 1:
+        raise RecipeError(Problem("usage", f"--nnodes is {count}; it must be 1 or more", "--nnodes", hint))
+    elif nodes.endpoint is None:
+        message = f"--nnodes is {count}, so --rdzv-endpoint, the address of the first node, is required"
+        raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
+    else:
+        reach = nodes.reach_at(nodes.endpoint, count, 0, hint, wanted.join_timeout_s)
+        if run_dir == AUTO:
+            message = "--dir is missing: without it each node would create a folder of its own"
+            raise RecipeError(Problem("missing_value", message, "--dir", "pass --dir <a folder that all nodes share>"))
+    if count:
+        check_for_nodes(command, count)
     return reach
 
 
@@ -249,7 +270,7 @@ def show_command(
     """Return the command that `run_command` would start, and its environment, as text or as JSON."""
     check_command(command)
     nodes, run_dir = find_nodes_and_folder(command, folder, nodes)
-    reach = _check(command, run_dir, nodes, wanted)
+    reach = reach_nodes(command, run_dir, nodes, wanted)
     check_free(run_dir, FOLDER)
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
@@ -291,73 +312,23 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 0."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """An srun step with one task on each of its nodes."""
-
-    job_id: str
-    number: int
-    node: int
-    """This node's number in the step, starting at 0."""
-    num_nodes: int
-
-
-def read_step(environ: Mapping[str, str]) -> Step | None:
-    """Return this process's step; None if srun did not start it. Raises RecipeError if a node has several tasks."""
-    number = environ.get("SLURM_STEP_ID", "")
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
-    if (
-        not number.isdigit()
-        or int(number) >= FIRST_SPECIAL_STEP
-        or not tasks.isdigit()
-        or "SLURM_PROCID" not in environ
-    ):
-        return None
-    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
-    if int(tasks) != nodes:
-        message = f"srun has started this command {tasks} times on {nodes} {'node' if nodes == 1 else 'nodes'}"
-        hint = "start it once on each: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
-        raise RecipeError(Problem("usage", message, "--ntasks-per-node", hint))
-    return Step(environ["SLURM_JOB_ID"], int(number), int(environ["SLURM_PROCID"]), nodes)
-
-
 def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
     """Return the run's nodes and folder: those specified by the user or, by default, those of srun's step, with a
     folder below ./runs that is named after the step, so that all nodes and later starts find it. Raises RecipeError if
     srun has started several tasks on a node."""
-    if nodes != NodeOptions():
+    number = os.environ.get("SLURM_STEP_ID", "")
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    is_step = number.isdigit() and int(number) < FIRST_SPECIAL_STEP and tasks.isdigit() and "SLURM_PROCID" in os.environ
+    if nodes != NodeOptions() or not is_step:
         return nodes, folder or AUTO
-    step = read_step(os.environ)
-    if step is None:
-        return nodes, folder or AUTO
-    usual = RUNS / script_name(command) / f"slurm-{step.job_id}.{step.number}"
-    several = NodeOptions(step.num_nodes, step.node, of_slurm=True) if step.num_nodes > 1 else nodes
+    count = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if int(tasks) != count:
+        message = f"srun has started this command {tasks} times on {count} {'node' if count == 1 else 'nodes'}"
+        hint = "start it once on each: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
+        raise RecipeError(Problem("usage", message, "--ntasks-per-node", hint))
+    usual = RUNS / script_name(command) / f"slurm-{os.environ[JOB]}.{number}"
+    several = NodeOptions(count, int(os.environ["SLURM_PROCID"]), of_slurm=True) if count > 1 else nodes
     return several, folder or str(usual)
-
-
-def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reach | None:
-    """Return how the nodes of a command reach each other; None for this node alone. Raises RecipeError if the command
-    line is incomplete."""
-    example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
-    hint = f"on each node: trainspec run {example}"
-    if nodes.of_slurm:
-        return Reach(own_address() if nodes.is_first else "", agent_command(0), None, join_timeout_s)
-    if nodes.nnodes is None or nodes.nnodes == 1:
-        if nodes.endpoint is not None or nodes.node_rank:
-            option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
-            message = f"{option} needs --nnodes" + (f", which is {nodes.nnodes}" if nodes.nnodes else "")
-            raise RecipeError(Problem("usage", message, option, hint))
-        return None
-    if nodes.nnodes < 1:
-        raise RecipeError(Problem("usage", f"--nnodes is {nodes.nnodes}; it must be 1 or more", "--nnodes", hint))
-    if nodes.endpoint is None:
-        message = f"--nnodes is {nodes.nnodes}, so --rdzv-endpoint, the address of the first node, is required"
-        raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
-    reach = nodes.reach_at(nodes.endpoint, nodes.nnodes, 0, hint, join_timeout_s)
-    if run_dir == AUTO:
-        message = "--dir is missing: without it each node would create a folder of its own"
-        raise RecipeError(Problem("missing_value", message, "--dir", "pass --dir <a folder that all nodes share>"))
-    return reach
 
 
 def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:

@@ -62,8 +62,14 @@ class StepFile:
             return None, []
         found = sorted(SLOT.iter_unpack(data[HEADER_BYTES:]))
         new = [CountedStep(number, at) for number, at in found if number > self._newest.number]
-        steps = [*_between(self._newest, new[0]), *new] if new else []
-        self._newest = new[-1] if new else self._newest
+        steps = new
+        if new:
+            count = new[0].number - self._newest.number
+            since = self._newest.at or new[0].at
+            each_s = (new[0].at - since) / count
+            lost = [CountedStep(self._newest.number + place, since + place * each_s) for place in range(1, count)]
+            steps = lost + new
+            self._newest = new[-1]
         magic, pid, rank, world_size, answers, before, began, main_thread = HEADER.unpack_from(data)
         process = CountedProcess(
             pid=pid,
@@ -77,15 +83,6 @@ class StepFile:
             attached=magic == MAGIC_ATTACHED,
         )
         return process, steps
-
-
-def _between(before: CountedStep, after: CountedStep) -> list[CountedStep]:
-    count = after.number - before.number
-    if count <= 1:
-        return []
-    since = before.at or after.at
-    each_s = (after.at - since) / count
-    return [CountedStep(before.number + place, since + place * each_s) for place in range(1, count)]
 
 
 def step_files(folder: Path) -> list[Path]:

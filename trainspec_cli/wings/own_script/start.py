@@ -138,7 +138,20 @@ class OwnStart:
         found = [self._quiet[node] for node in sorted(self._quiet)]
         stands = [quiet for quiet in found if isinstance(quiet, NodeStands)]
         if stands:
-            self._report_hang(stands)
+            # The error record belongs to the first late rank, and the nodes record the state of their ranks.
+            ranks = {rank.rank: rank for node in stands for rank in node.ranks}
+            late, why = name_late(list(ranks.values()))
+            waited_s = min(node.waited_s for node in stands)
+            who = "rank" if len(late) == 1 else "ranks"
+            stacks = [
+                f"rank {number} ({rank.host}) is at\n{rank.stack.rstrip()}"
+                for number, rank in sorted(ranks.items())
+                if not rank.ended
+            ]
+            message = f"no step for {waited_s:.0f} s, and no sign of work; {who} {', '.join(map(str, late))}: {why}"
+            step = None if ranks[late[0]].ended else max(rank.step for rank in ranks.values()) + 1
+            self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
+            self._name_hang(tuple(late))
         else:
             # The error record belongs to the first process that is named.
             silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
@@ -152,23 +165,6 @@ class OwnStart:
             message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
             self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
         return [run_state.WorkerFailed(GROUP)]
-
-    def _report_hang(self, stands: Sequence[NodeStands]) -> None:
-        """Write the hang as an error of the late rank, and let the nodes record the state of their ranks."""
-        ranks = {rank.rank: rank for node in stands for rank in node.ranks}
-        late, why = name_late(list(ranks.values()))
-        waited_s = min(node.waited_s for node in stands)
-        who = "rank" if len(late) == 1 else "ranks"
-        names = ", ".join(map(str, late))
-        stacks = [
-            f"rank {number} ({rank.host}) is at\n{rank.stack.rstrip()}"
-            for number, rank in sorted(ranks.items())
-            if not rank.ended
-        ]
-        message = f"no step for {waited_s:.0f} s, and no sign of work; {who} {names}: {why}"
-        step = None if ranks[late[0]].ended else max(rank.step for rank in ranks.values()) + 1
-        self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
-        self._name_hang(tuple(late))
 
     def _write_hang(self, rank: int, host: str, message: str, step: int | None, stacks: str) -> None:
         record = WorkerErrorRecord(

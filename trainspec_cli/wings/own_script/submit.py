@@ -60,13 +60,26 @@ def prepare_command(
     """Return the checked job for a command. Raises RecipeError."""
     loaded = load_cluster(arguments)
     wanted = settings_of(options)
-    check_own_command(command, loaded, wanted)
-    write = partial(write_own_submission, command, folder, wanted, loaded)
+    # Reject a command that the job could not start, or could not warn in time.
     cluster = loaded.spec.cluster
+    slurm = cluster.slurm
+    if command and (hint := STARTERS.get(Path(command[0]).name)):
+        raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
+    if not command or (slurm.container_image is None and not slurm.setup):  # otherwise it may exist only in the job
+        check_command(command, f"trainspec {SBATCH}")
+    elif slurm.container_image is None and not any("cd " in line for line in slurm.setup):
+        check_script(command)
+    if cluster.num_nodes > 1:
+        check_for_nodes(command, cluster.num_nodes, "cluster.num_nodes")
+    if wanted.grace_s > slurm.warn_s:
+        message = f"--grace-s is {wanted.grace_s:g}, but the job is warned only {slurm.warn_s} s before its time limit"
+        hint = f"set cluster.slurm.warn_s={wanted.grace_s:.0f} or more"
+        raise RecipeError(Problem("out_of_range", message, "cluster.slurm.warn_s", hint))
+    write = partial(write_own_submission, command, folder, wanted, loaded)
     devices = cluster.devices_per_node
-    takes_all = cluster.device == "cuda" and cluster.slurm.gpus_per_node is None and isinstance(devices, int)
+    takes_all = cluster.device == "cuda" and slurm.gpus_per_node is None and isinstance(devices, int)
     wasted = wasted_gpus(command, int(devices)) if takes_all else ""
-    return PreparedJob([loaded], [*unseen_image(cluster.slurm), *([wasted] if wasted else [])], write)
+    return PreparedJob([loaded], [*unseen_image(slurm), *([wasted] if wasted else [])], write)
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
@@ -120,24 +133,6 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
     elif key == RECIPE:
         hint = "leave it out, or leave out -- and the command: a job has one of them"
     return argument.origin.problem("unknown_key", f"`{key}` is not a key of a command's job", hint, key)
-
-
-def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSettings) -> None:
-    """Raise RecipeError for a command that the job could not start, or could not warn in time."""
-    cluster = loaded.spec.cluster
-    slurm = cluster.slurm
-    if command and (hint := STARTERS.get(Path(command[0]).name)):
-        raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
-    if not command or (slurm.container_image is None and not slurm.setup):  # otherwise it may exist only in the job
-        check_command(command, f"trainspec {SBATCH}")
-    elif slurm.container_image is None and not any("cd " in line for line in slurm.setup):
-        check_script(command)
-    if cluster.num_nodes > 1:
-        check_for_nodes(command, cluster.num_nodes, "cluster.num_nodes")
-    if wanted.grace_s > slurm.warn_s:
-        message = f"--grace-s is {wanted.grace_s:g}, but the job is warned only {slurm.warn_s} s before its time limit"
-        hint = f"set cluster.slurm.warn_s={wanted.grace_s:.0f} or more"
-        raise RecipeError(Problem("out_of_range", message, "cluster.slurm.warn_s", hint))
 
 
 def write_own_submission(

@@ -272,63 +272,57 @@ class Meeting:
     def decide(self, now_s: float) -> RoundRecord | None:
         """Return the record of the next round if it is due."""
         self.opened_s = now_s if self.opened_s is None else self.opened_s
-        if self.is_over or not self._is_time(now_s):
+        if self.is_over:
             return None
         if self.state.round < 0:
+            if len(self.connected) < self.rules.sites:
+                return None
             record = self._record(RoundRecord(BEGINNING, self.schedule.after(BEGINNING)), dict(self.connected), {})
         else:
-            record = self._merge()
+            if len(self.came) < min(self.rules.quorum, len(self.members)):
+                self.quorum_since_s = None
+                return None
+            if self.quorum_since_s is None:
+                self.quorum_since_s = now_s
+            missing = set(self.members) - self.came.keys()
+            if missing - self.seen and now_s < self.opened_s + self.rules.return_s:
+                return None  # members of a restarted meeting are still returning
+            if missing & self.connected.keys() and now_s < self.quorum_since_s + self.rules.grace_s:
+                return None
+            newest = self.state.records[-1]
+            exchange = newest.following
+            assert exchange is not None, "the meeting is not over"
+            included = tuple(sorted(self.came))
+            work = [self.came[site] for site in included]
+            misses = {site: dict(self.state.misses).get(site, 0) + 1 for site in self.members if site not in included}
+            lost = {site for site, count in misses.items() if site not in self.connected or count >= LOST_AFTER}
+            joined = {site for site, at in self.ready.items() if at == self.state.round and site in self.connected}
+            for site in joined:
+                del self.ready[site]
+            batches = {}
+            for site in {*self.members, *joined} - lost:
+                # A member that left after contributing keeps its samples; the next round declares it lost.
+                batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
+            # Find the sites whose shared weights differ from the majority's, or all of them if there is no majority.
+            digests = {site: self.came[site].digests for site in included}
+            usual = Counter(digests.values()).most_common(2)
+            differing: tuple[int, ...] = ()
+            if len(usual) == 2:
+                (most, count), (_, others) = usual
+                differing = tuple(site for site, own in digests.items() if own != most or count == others)
+            record = RoundRecord(
+                exchange,
+                self.schedule.after(exchange),
+                included,
+                site_weights([one.tokens for one in work], [one.steps for one in work]),
+                lost=tuple(sorted(lost)),
+                joined=tuple(sorted(joined)),
+                diverged=differing,
+            )
+            record = self._record(record, batches, misses)
         self.came = {}
         self.quorum_since_s = None
         return record
-
-    def _is_time(self, now_s: float) -> bool:
-        if self.state.round < 0:
-            return len(self.connected) >= self.rules.sites
-        if len(self.came) < min(self.rules.quorum, len(self.members)):
-            self.quorum_since_s = None
-            return False
-        if self.quorum_since_s is None:
-            self.quorum_since_s = now_s
-        missing = set(self.members) - self.came.keys()
-        assert self.opened_s is not None, "`decide` sets it"
-        returning = now_s < self.opened_s + self.rules.return_s
-        if returning and missing - self.seen:
-            return False
-        return not missing & self.connected.keys() or now_s >= self.quorum_since_s + self.rules.grace_s
-
-    def _merge(self) -> RoundRecord:
-        newest = self.state.records[-1]
-        exchange = newest.following
-        assert exchange is not None, "the meeting is not over"
-        included = tuple(sorted(self.came))
-        work = [self.came[site] for site in included]
-        misses = {site: dict(self.state.misses).get(site, 0) + 1 for site in self.members if site not in included}
-        lost = {site for site, count in misses.items() if site not in self.connected or count >= LOST_AFTER}
-        joined = {site for site, at in self.ready.items() if at == self.state.round and site in self.connected}
-        for site in joined:
-            del self.ready[site]
-        batches = {}
-        for site in {*self.members, *joined} - lost:
-            # A member that left after contributing keeps its samples; the next round declares it lost.
-            batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
-        # Find the sites whose shared weights differ from the majority's, or all of them if there is no majority.
-        digests = {site: self.came[site].digests for site in included}
-        usual = Counter(digests.values()).most_common(2)
-        differing: tuple[int, ...] = ()
-        if len(usual) == 2:
-            (most, count), (_, others) = usual
-            differing = tuple(site for site, own in digests.items() if own != most or count == others)
-        record = RoundRecord(
-            exchange,
-            self.schedule.after(exchange),
-            included,
-            site_weights([one.tokens for one in work], [one.steps for one in work]),
-            lost=tuple(sorted(lost)),
-            joined=tuple(sorted(joined)),
-            diverged=differing,
-        )
-        return self._record(record, batches, misses)
 
     def _record(self, record: RoundRecord, batches: Mapping[int, int], misses: Mapping[int, int]) -> RoundRecord:
         """Plan the window after a round, and record the round as decided."""

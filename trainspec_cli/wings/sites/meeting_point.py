@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,34 @@ class MeetingPoint:
             if any(rank.silent(self._silence_s) for rank in site.ranks.values()):
                 site.abort()
         while record := self._meeting.decide(time.monotonic()):
-            self._announce(record)
+            sent = {number: self._sent[number] for number in record.included}
+            payloads = {number: {rank: part for rank, (_, part) in parts.items()} for number, parts in sent.items()}
+            # Delete rounds that no site can still request.
+            schedule = self._meeting.schedule
+            newest = self._meeting.state.round
+            saved = min(self._saved.values(), default=0)
+            before = max(saved, newest - KEPT_INTERVALS * schedule.fragments)
+            self._meeting.forget(before)
+            self._rounds.forget(before)
+            self._rounds.keep(self._meeting.state, payloads)
+            for number, site in self._sites.items():
+                site.sent.clear()
+                if site.is_welcome:
+                    for rank, connection in site.ranks.items():
+                        of_rank = {one: parts[rank] for one, parts in sent.items()}
+                        # Outer gradients that were not forwarded to the rank and that it does not receive directly.
+                        left = {
+                            one: payload
+                            for one, (message, payload) in of_rank.items()
+                            if one != number and number not in message.direct
+                            if connection.passed.get(one) != message.sha256
+                        }
+                        connection.send(*_decided(record, left, of_rank))
+            self._sent.clear()
+            for number in record.lost:
+                self._log(f"site {number} is lost: the others train the samples that it had not sent yet")
+            for number in record.joined:
+                self._log(f"site {number} is a member again after round {record.round}")
 
     def lingers(self, closed_for_s: float) -> bool:
         """Return whether to stay open: a finished meeting ends once all sites have left with the last round."""
@@ -150,39 +177,6 @@ class MeetingPoint:
     def abort(self) -> None:
         for site in self._sites.values():
             site.abort()
-
-    def _announce(self, record: RoundRecord) -> None:
-        sent = {number: self._sent[number] for number in record.included}
-        payloads = {number: {rank: part for rank, (_, part) in parts.items()} for number, parts in sent.items()}
-        self._forget()
-        self._rounds.keep(self._meeting.state, payloads)
-        for number, site in self._sites.items():
-            site.sent.clear()
-            if site.is_welcome:
-                for rank, connection in site.ranks.items():
-                    of_rank = {one: parts[rank] for one, parts in sent.items()}
-                    # Outer gradients that were not forwarded to the rank and that it does not receive directly.
-                    left = {
-                        one: payload
-                        for one, (message, payload) in of_rank.items()
-                        if one != number and number not in message.direct
-                        if connection.passed.get(one) != message.sha256
-                    }
-                    connection.send(*_decided(record, left, of_rank))
-        self._sent.clear()
-        for number in record.lost:
-            self._log(f"site {number} is lost: the others train the samples that it had not sent yet")
-        for number in record.joined:
-            self._log(f"site {number} is a member again after round {record.round}")
-
-    def _forget(self) -> None:
-        """Delete rounds that no site can still request."""
-        schedule = self._meeting.schedule
-        newest = self._meeting.state.round
-        saved = min(self._saved.values(), default=0)
-        before = max(saved, newest - KEPT_INTERVALS * schedule.fragments)
-        self._meeting.forget(before)
-        self._rounds.forget(before)
 
     # One connection
 
@@ -214,24 +208,22 @@ class MeetingPoint:
         site.ranks[hello.rank] = connection
         site.hellos[hello.rank] = hello
         if site.is_complete:
-            self._welcome(hello.site, site)
-
-    def _welcome(self, number: int, site: ConnectedSite) -> None:
-        is_member = self._meeting.connect(number, min(hello.batch for hello in site.hellos.values()))
-        site.is_welcome = True
-        state = self._meeting.state
-        records = {record.round: record for record in state.records}
-        for rank, connection in site.ranks.items():
-            applied = site.hellos[rank].applied
-            of_applied = records.get(applied)
-            connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
-            for missed in range(applied + 1, state.round + 1):
-                connection.send(*_decided(records[missed], self._rounds.read(missed, rank)))
-        self._log(f"site {number} is connected" + ("" if is_member else " and catches up"))
-        inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
-        for other in self._sites.values():
-            for connection in other.ranks.values() if other.is_welcome else ():
-                connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
+            number = hello.site
+            is_member = self._meeting.connect(number, min(hello.batch for hello in site.hellos.values()))
+            site.is_welcome = True
+            state = self._meeting.state
+            records = {record.round: record for record in state.records}
+            for rank, connection in site.ranks.items():
+                applied = site.hellos[rank].applied
+                of_applied = records.get(applied)
+                connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
+                for missed in range(applied + 1, state.round + 1):
+                    connection.send(*_decided(records[missed], self._rounds.read(missed, rank)))
+            self._log(f"site {number} is connected" + ("" if is_member else " and catches up"))
+            inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
+            for other in self._sites.values():
+                for connection in other.ranks.values() if other.is_welcome else ():
+                    connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
 
     def handle(self, hello: SiteHello, message: Message, payload: bytes) -> None:
         site = self._sites.get(hello.site)
@@ -252,27 +244,25 @@ class MeetingPoint:
                             connection.send_packed(packed)
                 self._contribute(hello.site, site)
         elif isinstance(message, Lacking):
-            self._send_lacking(hello, site.ranks[hello.rank], message)
+            # These outer gradients did not arrive directly.
+            record = next((one for one in self._meeting.state.records if one.round == message.round), None)
+            if record is None:
+                raise ValueError(f"round {message.round} is not known")
+            parts = self._rounds.read(message.round, hello.rank)
+            site.ranks[hello.rank].send(*_decided(record, {one: parts[one] for one in message.sites}))
+            asked = self._asked_by.setdefault(hello.site, set())
+            for one in set(message.sites) - asked:
+                asked.add(one)
+                self._log(
+                    f"site {hello.site} did not get the outer gradient of site {one} directly "
+                    f"in round {message.round}: the meeting point sends it"
+                )
         elif isinstance(message, Followed):
             site.followed[hello.rank] = message.round
             if len(site.followed) == hello.ranks:
                 self._meeting.follow(hello.site, min(site.followed.values()))
         else:
             raise ValueError(f"{type(message).__name__} is not for the meeting point")
-
-    def _send_lacking(self, hello: SiteHello, connection: RankConnection, wanted: Lacking) -> None:
-        """Send outer gradients that did not arrive directly."""
-        record = next((one for one in self._meeting.state.records if one.round == wanted.round), None)
-        if record is None:
-            raise ValueError(f"round {wanted.round} is not known")
-        parts = self._rounds.read(wanted.round, hello.rank)
-        connection.send(*_decided(record, {site: parts[site] for site in wanted.sites}))
-        for site in set(wanted.sites) - self._asked_by.setdefault(hello.site, set()):
-            self._asked_by[hello.site].add(site)
-            self._log(
-                f"site {hello.site} did not get the outer gradient of site {site} directly in round {wanted.round}: "
-                "the meeting point sends it"
-            )
 
     def _contribute(self, number: int, site: ConnectedSite) -> None:
         if len(site.sent) < len(site.ranks):
@@ -284,18 +274,17 @@ class MeetingPoint:
         if self._meeting.contribute(number, first.round, contribution):
             self._sent[number] = dict(site.sent)
             self._saved[number] = first.saved_round
-            self._note_reached(number, of_ranks)
-
-    def _note_reached(self, number: int, of_ranks: Sequence[Sent]) -> None:
-        """Log which sites a site's outer gradients now reach only through the meeting point, or directly again."""
-        others = {one for one, site in self._sites.items() if site.is_welcome} - {number, FIRST_SITE}
-        through = {one for one in others if number != FIRST_SITE and any(one not in sent.direct for sent in of_ranks)}
-        before = self._served_here.get(number, set())
-        for one in sorted(through - before):
-            self._log(f"outer gradients of site {number} reach site {one} through the meeting point")
-        for one in sorted(before & others - through):
-            self._log(f"outer gradients of site {number} reach site {one} directly again")
-        self._served_here[number] = through | before - others
+            # Log which sites a site's outer gradients now reach only through the meeting point, or directly again.
+            others = {one for one, site in self._sites.items() if site.is_welcome} - {number, FIRST_SITE}
+            through = {
+                one for one in others if number != FIRST_SITE and any(one not in sent.direct for sent in of_ranks)
+            }
+            before = self._served_here.get(number, set())
+            for one in sorted(through - before):
+                self._log(f"outer gradients of site {number} reach site {one} through the meeting point")
+            for one in sorted(before & others - through):
+                self._log(f"outer gradients of site {number} reach site {one} directly again")
+            self._served_here[number] = through | before - others
 
     def leave(self, hello: SiteHello, connection: RankConnection) -> None:
         site = self._sites.get(hello.site)

@@ -57,17 +57,15 @@ def addresses(spec: RunSpec) -> Iterator[Problem]:
         "listen": (sites.listen, "the address of this site for the others"),
     }
     for key, (wanted, example) in meanings.items():
-        if wanted is not None and not _is_address(wanted):
+        if wanted is None:
+            continue
+        host, _, port = wanted.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             message = f"`{PATH}.{key}` is `{wanted}`; HOST:PORT is required"
             yield Problem("usage", message, f"{PATH}.{key}", f"set {PATH}.{key}=HOST:PORT, {example}")
     if sites.listen is not None and sites.site == FIRST_SITE:
         message = f"`{PATH}.listen` is `{sites.listen}`, but site {FIRST_SITE} listens at `{PATH}.endpoint`"
         yield Problem("usage", message, f"{PATH}.listen", "leave it out there; the other sites need it")
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdigit() and 0 < int(port) < 2**16
 
 
 def other_parts(spec: RunSpec) -> Iterator[Problem]:

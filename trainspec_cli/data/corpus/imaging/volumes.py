@@ -60,50 +60,43 @@ class VolumeFolder:
         if len(space) != dims:
             message = f"{label} has shape {space}; the model takes {dims} dimensions (model.input_size)"
             raise RecipeError(Problem("wrong_shape", message, "data.path"))
-        if self._full_shape(image) != (channels, *space):
-            message = f"{image} has shape {shape_of(image)}, but its label {space}, with model.in_channels={channels}"
-            raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
-
-    def _full_shape(self, image: Path) -> tuple[int, ...]:
-        """Return the shape as (C, ...), regardless of the order of dimensions in the file."""
         shape = shape_of(image)
-        if len(shape) == len(self.model.input_size):
-            return (1, *shape)
-        return shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
+        full = shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])  # NIfTI has its contrasts last
+        if ((1, *shape) if len(shape) == dims else full) != (channels, *space):
+            message = f"{image} has shape {shape}, but its label {space}, with model.in_channels={channels}"
+            raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
 
     def _read(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Read a crop. Raises MachineError, which names the pair, if its data cannot be read."""
         try:
-            return self._read_part(pair, start)
+            image = open_array(pair[0])
+            if image.ndim == len(self.model.input_size):
+                image = image[None]
+            elif pair[0].suffix != ".npy":
+                image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
+            label = open_array(pair[1])
+            # Air (0) fills most of a scan and would determine the scale, so only tissue counts. For this, each file is
+            # read completely once.
+            path = pair[0]
+            if path not in self._moments:
+                voxels = np.asarray(image, dtype=np.float32)
+                tissue = voxels[voxels != 0]
+                self._moments[path] = (float(tissue.mean()), float(tissue.std()) + 1e-6) if tissue.size else (0.0, 1.0)
+            mean, std = self._moments[path]
+            part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
+            voxels = (np.asarray(image[(slice(None), *part)], dtype=np.float32) - mean) / std
+            classes = np.asarray(label[part]).astype(np.int64)
+            if classes.size and not 0 <= classes.min() <= classes.max() < self.model.num_classes:
+                message = f"{pair[1]} labels voxels {classes.min()} to {classes.max()}"
+                known = self.model.num_classes - 1
+                hint = f"the model has classes 0 to {known}: set model.num_classes={classes.max() + 1}"
+                raise MachineError(message, code="wrong_classes", hint=hint)
+            return self._pad(voxels), self._pad(classes[None])[0]
         except MachineError:
             raise
         except ANY_DAMAGE as error:
             message = f"{pair[0]} or its label cannot be read as a volume: {error}"
             raise MachineError(message, code="unreadable_file") from error
-
-    def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        image = open_array(pair[0])
-        if image.ndim == len(self.model.input_size):
-            image = image[None]
-        elif pair[0].suffix != ".npy":
-            image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
-        label = open_array(pair[1])
-        # Air (0) fills most of a scan and would determine the scale, so only tissue counts. For this, each file is read
-        # completely once.
-        path = pair[0]
-        if path not in self._moments:
-            voxels = np.asarray(image, dtype=np.float32)
-            tissue = voxels[voxels != 0]
-            self._moments[path] = (float(tissue.mean()), float(tissue.std()) + 1e-6) if tissue.size else (0.0, 1.0)
-        mean, std = self._moments[path]
-        part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
-        voxels = (np.asarray(image[(slice(None), *part)], dtype=np.float32) - mean) / std
-        classes = np.asarray(label[part]).astype(np.int64)
-        if classes.size and not 0 <= classes.min() <= classes.max() < self.model.num_classes:
-            message = f"{pair[1]} labels voxels {classes.min()} to {classes.max()}"
-            hint = f"the model has classes 0 to {self.model.num_classes - 1}: set model.num_classes={classes.max() + 1}"
-            raise MachineError(message, code="wrong_classes", hint=hint)
-        return self._pad(voxels), self._pad(classes[None])[0]
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
         """Pad with zeros at the end if a volume is smaller than the model's input."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +14,7 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.node import private_files
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.tools import LinksResult
 from trainspec_cli.reporter.console import PrintableConsole, Text
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.slurm import commands as slurm
@@ -54,7 +50,15 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     loaded = load([*([] if named else [DEFAULT_RECIPE]), *given, *of_job])
     diagnosis = diagnose(*_examine(loaded, nodes))
     if nodes > 1:
-        diagnosis = replace(diagnosis, between=(*diagnosis.between, *_fabric(loaded, diagnosis.links)))
+        # The network tiers, from Slurm and from measurements.
+        links = diagnosis.links
+        devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
+        try:
+            tiers = list(check_switches(slurm.show_topology(), devices_per_node))
+        except MachineError as error:
+            tiers = [Check("switches", "ok", f"none from Slurm: {error.problems[0].message}")]
+        tiers += check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
+        diagnosis = replace(diagnosis, between=(*diagnosis.between, *tiers))
     if as_json:
         print(json_text(diagnosis.as_json()))
     else:
@@ -62,19 +66,16 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
-def _fabric(loaded: Loaded, links: LinksResult | None) -> Iterator[Check]:
-    """Yield the network tiers, from Slurm and from measurements."""
-    devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
-    try:
-        yield from check_switches(slurm.show_topology(), devices_per_node)
-    except MachineError as error:
-        yield Check("switches", "ok", f"none from Slurm: {error.problems[0].message}")
-    yield from check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
-
-
 def _examine(loaded: Loaded, nodes: int) -> Examined:
     machine = this_machine(loaded.spec)
-    plan = _plan(loaded, machine)
+    cluster = loaded.spec.cluster
+    if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
+        plan = plan_for(loaded, machine).as_one_group
+    else:
+        # The examination finds out why GPUs are unusable. Unknown GPUs cannot be planned for, so the plan is made for
+        # the CPU and the device is set afterwards.
+        on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
+        plan = replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
     if nodes == 1:
         with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
             return examine_here(plan, machine, Path(folder))
@@ -85,17 +86,6 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
         SHARED.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
             return examine_nodes(plan, reach, Path(folder).absolute())
-
-
-def _plan(loaded: Loaded, machine: Machine) -> Plan:
-    """Plan a run on all devices, including unusable GPUs, because the examination finds the reason why they are
-    unusable."""
-    cluster = loaded.spec.cluster
-    if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
-        return plan_for(loaded, machine).as_one_group
-    # Unknown GPUs cannot be planned for, so the plan is made for the CPU and the device is set afterwards.
-    on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
-    return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 
 
 def render_diagnosis(diagnosis: Diagnosis) -> Text:

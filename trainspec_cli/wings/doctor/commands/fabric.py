@@ -30,7 +30,6 @@ from trainspec_cli.wings.doctor.discover import (
     render_group,
     topology_here,
 )
-from trainspec_cli.wings.doctor.found_fabric import FoundFabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
 GROUP = Path("conf/fabric")
@@ -80,8 +79,23 @@ def fabric(
     and a list of what was not found.
     """
     if write:
-        _check_target(write)
-    devices, scaleup_devices = _sizes(arguments or [])
+        hint = f"such as --write {GROUP / 'mine.yaml'}"
+        if write.suffix != SUFFIX or not _NAME.fullmatch(write.stem):
+            message = f"--write {write} is not NAME{SUFFIX} with letters, digits, _ . and -"
+            raise RecipeError(Problem("output_exists", message, "--write", hint))
+        if write.exists():
+            message = f"{write} already exists and may contain your changes"
+            raise RecipeError(Problem("output_exists", message, "--write", f"remove it, or choose another: {hint}"))
+        if (shipped_data() / GROUP / write.name).is_file():
+            message = f"trainspec already has a fabric {write.stem}, which yours would replace"
+            raise RecipeError(Problem("output_exists", message, "--write", hint))
+    devices: int | None = None
+    scaleup_devices: int | None = None
+    if arguments:
+        named = any(argument.startswith("recipe=") for argument in arguments)
+        cluster = load_for_planning([*([] if named else [DEFAULT_RECIPE]), *arguments]).spec.cluster
+        devices = None if cluster.devices_per_node == AUTO else int(cluster.devices_per_node)
+        scaleup_devices = cluster.scaleup_devices
     if gpus:
         # A saved matrix does not contain NIC rates.
         source = str(gpus)
@@ -89,7 +103,13 @@ def fabric(
         node = NodeLinks(f"the node of {source}", matrix, source, nics_source=source)
     else:
         node = links_here()
-    switches = _switches(topology) if topology else topology_here()
+    if topology:
+        switches = SourceText(read_text(topology), str(topology))
+        if not re.search(r"^\s*(SwitchName|BlockName)=", switches.text, re.MULTILINE | re.IGNORECASE):
+            hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
+            raise unreadable(topology, "has no SwitchName=... and no BlockName=...", hint)
+    else:
+        switches = topology_here()
     pairs = (_pairs(measured), str(measured)) if measured else None
     found = discover(node, switches, pairs, devices, scaleup_devices)
     if write:
@@ -103,67 +123,6 @@ def fabric(
     if as_json:
         print(json_text(found.as_json()))
         return
-    PrintableConsole(highlight=False, soft_wrap=True).show(render_fabric(found))
-    print(_next_command(write))
-
-
-def _switches(file: Path) -> SourceText:
-    text = read_text(file)
-    if not re.search(r"^\s*(SwitchName|BlockName)=", text, re.MULTILINE | re.IGNORECASE):
-        hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
-        raise unreadable(file, "has no SwitchName=... and no BlockName=...", hint)
-    return SourceText(text, str(file))
-
-
-def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
-    """Return the devices per node and per scale-up domain as specified on the command line; None if not specified."""
-    if not arguments:
-        return None, None
-    named = any(argument.startswith("recipe=") for argument in arguments)
-    cluster = load_for_planning([*([] if named else [DEFAULT_RECIPE]), *arguments]).spec.cluster
-    return None if cluster.devices_per_node == AUTO else int(cluster.devices_per_node), cluster.scaleup_devices
-
-
-def _pairs(file: Path) -> tuple[PairRate, ...]:
-    """Return the links between nodes from a doctor report. Raises MachineError if the report has none."""
-    content = read_object(file)
-    hint = "run in a job of two or more nodes: trainspec doctor --json > doctor.json"
-    if not isinstance(content.get("links"), dict):
-        raise unreadable(file, "contains no measured links", hint)
-    try:
-        pairs = from_plain(LinksResult, content["links"]).pairs
-    except RecipeError as error:
-        raise unreadable(file, f"contains no measured links: {error.problems[0].message}", hint) from error
-    if any(not pair.sizes or pair.bytes_per_s <= 0 for pair in pairs):
-        raise unreadable(file, "contains a link without a rate", hint)
-    if not pairs:
-        raise unreadable(file, "contains no links between nodes: only one node was examined", hint)
-    return pairs
-
-
-def _check_target(file: Path) -> None:
-    """Raise RecipeError if the file exists, or if recipes cannot use its name."""
-    hint = f"such as --write {GROUP / 'mine.yaml'}"
-    if file.suffix != SUFFIX or not _NAME.fullmatch(file.stem):
-        message = f"--write {file} is not NAME{SUFFIX} with letters, digits, _ . and -"
-        raise RecipeError(Problem("output_exists", message, "--write", hint))
-    if file.exists():
-        message = f"{file} already exists and may contain your changes"
-        raise RecipeError(Problem("output_exists", message, "--write", f"remove it, or choose another: {hint}"))
-    if (shipped_data() / GROUP / file.name).is_file():
-        message = f"trainspec already has a fabric {file.stem}, which yours would replace"
-        raise RecipeError(Problem("output_exists", message, "--write", hint))
-
-
-def _next_command(file: Path | None) -> str:
-    if file is None:
-        return f"to plan with it: trainspec fabric --write {GROUP / 'mine.yaml'}, and trainspec plan ... fabric=mine"
-    if file.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
-        return f"wrote {file}: trainspec plan ... fabric={file.stem}"
-    return f"wrote {file}: to use fabric={file.stem}, put it into ./{GROUP} of the folder where you plan"
-
-
-def render_fabric(found: FoundFabric) -> RenderableType:
     facts = _table(found.host, "found", "source")
     for fact in found.facts:
         facts.add_row(Text(fact.about), Text(fact.found), Text(fact.source))
@@ -181,7 +140,30 @@ def render_fabric(found: FoundFabric) -> RenderableType:
     notes = [f"not found: {key} of {', '.join(names)}; {advice}" for (key, advice), names in not_found.items()]
     notes += [f"note: {remark}" for remark in found.remarks]
     parts: list[RenderableType] = [facts, Text(), tiers]
-    return Group(*parts, *map(Text, notes))
+    PrintableConsole(highlight=False, soft_wrap=True).show(Group(*parts, *map(Text, notes)))
+    if write is None:
+        print(f"to plan with it: trainspec fabric --write {GROUP / 'mine.yaml'}, and trainspec plan ... fabric=mine")
+    elif write.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
+        print(f"wrote {write}: trainspec plan ... fabric={write.stem}")
+    else:
+        print(f"wrote {write}: to use fabric={write.stem}, put it into ./{GROUP} of the folder where you plan")
+
+
+def _pairs(file: Path) -> tuple[PairRate, ...]:
+    """Return the links between nodes from a doctor report. Raises MachineError if the report has none."""
+    content = read_object(file)
+    hint = "run in a job of two or more nodes: trainspec doctor --json > doctor.json"
+    if not isinstance(content.get("links"), dict):
+        raise unreadable(file, "contains no measured links", hint)
+    try:
+        pairs = from_plain(LinksResult, content["links"]).pairs
+    except RecipeError as error:
+        raise unreadable(file, f"contains no measured links: {error.problems[0].message}", hint) from error
+    if any(not pair.sizes or pair.bytes_per_s <= 0 for pair in pairs):
+        raise unreadable(file, "contains a link without a rate", hint)
+    if not pairs:
+        raise unreadable(file, "contains no links between nodes: only one node was examined", hint)
+    return pairs
 
 
 def _table(*names: str) -> Table:

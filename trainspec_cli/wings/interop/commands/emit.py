@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.printable import Style
-from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container, show
-from trainspec_cli.wings.interop.emit import Emission, emit_recipe, write_emission
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.session.planning.disturbance import load_disturbance
+from trainspec_cli.session.planning.plan import plan_loaded
+from trainspec_cli.session.recipe.load import load_for_planning, with_defaults
+from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container, run_values, show, translate
+from trainspec_cli.wings.interop.emit import resolved
 
 For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")]
@@ -41,22 +45,70 @@ def emit(
     Needs neither a GPU nor the engine. Unsupported values are rejected with an error that names them. DIR/emitted.json
     lists how each key is translated, what is only approximate, and what is not carried over.
     """
-    emission = emit_recipe(arguments, engine, Container(image, volume))
-    write_emission(emission, output, force=force)
+    if engine not in TARGETS:
+        near = closest(engine, TARGETS)
+        hint = f"pass --for {near}" if near else f"known engines: {', '.join(TARGETS)}"
+        raise RecipeError(Problem("usage", f"unknown engine `{engine}`", "--for", hint))
+    target = TARGETS[engine]
+    arguments, _ = with_defaults(arguments)
+    if load_disturbance(arguments):
+        raise RecipeError(Problem("usage", "disturb= works only with trainspec plan", hint="leave it out"))
+    loaded = load_for_planning(arguments)
+    if loaded.spec.cluster.pools:
+        message = "a configuration has one kind of node, but `cluster.pools` has several"
+        raise RecipeError(Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100"))
+    planned = plan_loaded(loaded)
+    container = Container(image, volume)
+    try:
+        run = run_values(loaded.composed.recipe, resolved(planned), tuple(arguments), container)
+        translation = translate(target, run)
+    except RecipeError as error:
+        raise RecipeError(loaded.composed.locate(error.problems)) from error
+    files = dict(target.render(translation, run))
+    translated: list[JsonObject] = [
+        {
+            "ours": one.ours,
+            "value": one.value,
+            "theirs": one.theirs,
+            "their_value": one.their_value,
+            "place": one.destination,
+            "reason": one.approximate,
+        }
+        for one in translation.translated
+    ]
+    record: JsonObject = {
+        "recipe": run.recipe,
+        "engine": target.name,
+        "engine_version": target.version,
+        "files": [*sorted(files)],
+        "exact": [one for one in translated if not one["reason"]],
+        "approximate": [one for one in translated if one["reason"]],
+        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in translation.fixed],
+        # `value` is null for a section.
+        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in translation.not_carried],
+    }
+    files[EMITTED] = json_text(record) + "\n"
+    existing = [name for name in files if (output / name).exists()]
+    if existing and not force:
+        message = f"{output} contains {' and '.join(existing)}, which would be overwritten"
+        raise RecipeError(Problem("output_exists", message, "--output", "choose another folder, or add --force"))
+    try:
+        for name, text in files.items():
+            write_text(output / name, text)
+            if name.endswith(".sh"):
+                (output / name).chmod(0o755)
+    except OSError as error:
+        message = f"{output} cannot be written: {error.strerror}"
+        hint = "choose a folder that you can write to"
+        raise RecipeError(Problem("output_exists", message, "--output", hint)) from error
     if as_json:
-        print(json_text(read_object(output / EMITTED)))
-    else:
-        print("\n".join(_summary(emission, output)))
-
-
-def _summary(emission: Emission, output: Path) -> Iterator[str]:
-    """Yield a short table; emitted.json contains everything."""
-    target = emission.target
-    translation = emission.translation
+        print(json_text(record))
+        return
+    # A short table; emitted.json contains everything.
     style = Style.of(sys.stdout)
-    yield f"{output}: {', '.join(emission.files)} for {target.title} {target.version}"
+    print(f"{output}: {', '.join(files)} for {target.title} {target.version}")
     nearly = [one for one in translation.translated if one.approximate]
-    rows = [("exact", f"{len(translation.translated) - len(nearly)} keys")]
+    rows = [("exact", f"{len(translated) - len(nearly)} keys")]
     rows += [("approximate", f"{one.ours} -> {one.theirs or 'implied'}: {one.approximate}") for one in nearly]
     own = [one.ours for one in translation.not_carried if one.ours in NOT_CARRIED]
     of_script: dict[str, list[str]] = {}
@@ -66,4 +118,4 @@ def _summary(emission: Emission, output: Path) -> Iterator[str]:
     rows += [("not carried", f"{why}: {' '.join(values)}") for why, values in of_script.items()]
     rows += [("not carried", f"trainspec's own: {', '.join(own)}")] if own else []
     for (kind, text), before in zip(rows, ["", *(kind for kind, _ in rows)], strict=False):
-        yield f"{style.bold(kind if kind != before else ''):<11}  {text}"
+        print(f"{style.bold(kind if kind != before else ''):<11}  {text}")

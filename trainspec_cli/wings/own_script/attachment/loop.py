@@ -141,7 +141,21 @@ class StepLoop:
         step = 0
         if path is not None:
             state = torch_state.read_state(path)
-            position = self._position_in(path, loader, state["places"])
+            # Ranks that are missing from the checkpoint start at its position and keep their random state.
+            places: Any = state["places"]
+            ranks = self._ranks.count
+            was = len(places)
+            if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):
+                message = (
+                    f"{path} has the state of {was} ranks, but {ranks} ranks train on a loader that depends on them"
+                )
+                usual = "use job.sharded(dataset, batch_size), whose order is the same for any number"
+                hint = f"{usual}; or start {was} ranks"
+                raise RecipeError(Problem("other_ranks", message, "checkpoints", hint))
+            if self._ranks.number < was:
+                position = DataPosition(**places[self._ranks.number])
+            else:
+                position = DataPosition(places[0]["epoch"], places[0]["batch"])
             self._trained.restore(state["trained"])  # type: ignore[arg-type]
             step = self._saved_step = state["step"]  # type: ignore[assignment]
             if not position.batch and position.random:
@@ -149,19 +163,6 @@ class StepLoop:
                 position.random = {}
         self._run.begin(step, self._trained.parameters, path)
         return position
-
-    def _position_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPosition:
-        """Return this rank's position. Ranks that are missing from the checkpoint keep their random state. Raises
-        RecipeError if the order of the data depends on the number of ranks."""
-        ranks = self._ranks.count
-        was = len(places)
-        if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):
-            message = f"{path} has the state of {was} ranks, but {ranks} ranks train on a loader that depends on them"
-            hint = f"use job.sharded(dataset, batch_size), whose order is the same for any number; or start {was} ranks"
-            raise RecipeError(Problem("other_ranks", message, "checkpoints", hint))
-        if self._ranks.number < was:
-            return DataPosition(**places[self._ranks.number])
-        return DataPosition(places[0]["epoch"], places[0]["batch"])
 
     def _save(self, position: DataPosition) -> None:
         """Write a checkpoint: all ranks send their positions to rank 0, which writes it."""

@@ -50,11 +50,15 @@ class StepRecord:
         if self._counter:
             self._counter.attach(step, self._rank, self._ranks)
         if self._writer:
+            torch: Any = sys.modules.get("torch")
+            chip = torch.accelerator.current_accelerator(check_available=True) if torch is not None else None
+            module: Any = torch.get_device_module(chip) if chip else None
+            is_known = hasattr(module, "get_device_name") and module.is_initialized()
             self._writer.write(
                 StartEvent(
                     step=step,
                     world_size=self._ranks,
-                    device_name=_device_name(),
+                    device_name=str(module.get_device_name()) if is_known else f"process ({os.cpu_count()} cores)",
                     params=parameters,
                     peak_flops=0.0,
                     peak_source="",
@@ -120,12 +124,3 @@ def _number(value: SupportsFloat) -> float | None:
     """Return a value (possibly a tensor with a gradient) as a float; None if it is not finite, as in events."""
     number = float(getattr(value, "detach", lambda: value)())
     return number if math.isfinite(number) else None
-
-
-def _device_name() -> str:
-    torch: Any = sys.modules.get("torch")
-    chip = torch.accelerator.current_accelerator(check_available=True) if torch is not None else None
-    module: Any = torch.get_device_module(chip) if chip else None
-    if hasattr(module, "get_device_name") and module.is_initialized():
-        return str(module.get_device_name())
-    return f"process ({os.cpu_count()} cores)"

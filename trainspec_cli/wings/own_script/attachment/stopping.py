@@ -27,27 +27,18 @@ def find_rank() -> tuple[int, int]:
     jax: Any = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         return int(jax.process_index()), int(jax.process_count())
-    if "tensorflow" in sys.modules and (rank_and_count := _in_tf_config(os.environ.get("TF_CONFIG", ""))):
-        return rank_and_count
+    if "tensorflow" in sys.modules:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # no TF_CONFIG, or one without trainers
+            config = json.loads(os.environ.get("TF_CONFIG", ""))
+            counts = {kind: len(config["cluster"].get(kind, ())) for kind in ("chief", "worker")}
+            trainers = [(kind, index) for kind, count in counts.items() for index in range(count)]
+            return trainers.index((config["task"]["type"], int(config["task"]["index"]))), len(trainers)
     if "torch" not in sys.modules:  # a script may use torch with a launcher but train in a single process
         rank = os.environ.get("RANK", "")
         ranks = os.environ.get("WORLD_SIZE", "")
         if rank.isdigit() and ranks.isdigit():
             return int(rank), int(ranks)
     return 0, 1
-
-
-def _in_tf_config(text: str) -> tuple[int, int] | None:
-    """Return the rank among the trainers (the chief, then the workers), and the number of trainers, or None."""
-    try:
-        config = json.loads(text)
-        trainers = [
-            (kind, index) for kind in ("chief", "worker") for index in range(len(config["cluster"].get(kind, ())))
-        ]
-        task = config["task"]["type"], int(config["task"]["index"])
-        return trainers.index(task), len(trainers)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 class FlagFiles:

@@ -62,13 +62,26 @@ def _count_step(optimizer):
     """Count a step when an optimizer steps again. With one optimizer per parameter (stepping in the backward), all of
     them step once per training step. DeepSpeed's ZeRO makes one optimizer step once per parameter group, which it
     assigns in turn."""
-    if id(optimizer) not in _state["known"] and _is_for_state_only():
-        return
+    if id(optimizer) not in _state["known"]:
+        # Not part of the training: torch's checkpointing takes a step without gradients to create the state that it
+        # then loads.
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_name != STATE_MAKER:
+            frame = frame.f_back
+        if frame is not None:
+            return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
         # An optimizer without a counter (SGD) starts at 0 unless a state was loaded; then its steps are
         # unknown.
-        _open(max(_updates(optimizer) - 1, -1 if _state["restored"] else 0))
+        updates = 0
+        try:
+            step = next((state.get("step", 0) for state in optimizer.state.values()), 0)
+            if not (getattr(step, "is_cuda", False) and sys.modules["torch"].cuda.is_current_stream_capturing()):
+                updates = int(step)
+        except Exception:
+            pass
+        _open(max(updates - 1, -1 if _state["restored"] else 0))
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
     round_of = _state["round"]
@@ -79,17 +92,6 @@ def _count_step(optimizer):
     round_of.clear()
     round_of.add(key)
     _write_step()
-
-
-def _is_for_state_only():
-    """Return whether this first step of an optimizer is not part of the training: torch's checkpointing takes a step
-    without gradients to create the state that it then loads."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == STATE_MAKER:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def attach(before, rank, world_size):
@@ -142,40 +144,24 @@ def _open(before):
 def _write_header():
     import struct
 
+    ranks = _state["ranks"]
+    if not ranks:
+        # torch.distributed knows them, also where RANK is not set (Lightning); otherwise the environment may.
+        try:
+            distributed = sys.modules["torch"].distributed
+            ranks = distributed.get_rank(), distributed.get_world_size()
+        except Exception:
+            rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
+            ranks = int(rank) if rank.isdigit() else -1, int(size) if size.isdigit() else 0
     about = (
         os.getpid(),
-        *(_state["ranks"] or _find_ranks()),
+        *ranks,
         _state["answers"],
         max(-1, _state["before"]),
         _state["time"](),
         _state["main"],
     )
     os.pwrite(_state["file"], struct.pack(HEADER, _state["magic"], *about), 0)
-
-
-def _find_ranks():
-    """Return this process's rank and the world size, from torch.distributed (Lightning does not set RANK) or from the
-    environment."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    try:
-        return distributed.get_rank(), distributed.get_world_size()
-    except Exception:
-        pass
-    rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
-    return int(rank) if rank.isdigit() else -1, int(size) if size.isdigit() else 0
-
-
-def _updates(optimizer):
-    """Return the update count in the optimizer's state, for example after a resume, or 0."""
-    try:
-        for state in optimizer.state.values():
-            step = state.get("step", 0)
-            if getattr(step, "is_cuda", False) and sys.modules["torch"].cuda.is_current_stream_capturing():
-                return 0
-            return int(step)
-    except Exception:
-        pass
-    return 0
 
 
 def _answer_signal(path, flags):
@@ -188,8 +174,15 @@ def _answer_signal(path, flags):
         number = _signal.SIGUSR2
         handler = _signal.getsignal(number)
         _state["replaced"] = lambda: _signal.getsignal(number) != handler
+        try:
+            # A handler in native code is not visible from Python.
+            with open("/proc/self/status") as status:
+                caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
+            is_native = bool(int(caught, 16) >> (number - 1) & 1) and not _state["registered"]
+        except (OSError, StopIteration):
+            is_native = False
         # On several nodes, agents ignore SIGUSR2, which is Slurm's warning signal, and their processes inherit that.
-        if handler not in (_signal.SIG_DFL, _signal.SIG_IGN) or (_is_caught(number) and not _state["registered"]):
+        if is_native or handler not in (_signal.SIG_DFL, _signal.SIG_IGN):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
@@ -197,16 +190,6 @@ def _answer_signal(path, flags):
         return 1
     except Exception:
         return 0
-
-
-def _is_caught(number):
-    """Return whether native code handles the signal, which is not visible from Python."""
-    try:
-        with open("/proc/self/status") as status:
-            caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
-        return bool(int(caught, 16) >> (number - 1) & 1)
-    except (OSError, StopIteration):
-        return False
 
 
 def _note_loads(owner):

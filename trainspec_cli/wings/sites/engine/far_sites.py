@@ -134,7 +134,21 @@ class FarSites(Coordinator):
             outer.begin()
         self._is_open = True
         if self._speaks:
-            self._link = self._connect()
+            plan = self._run.plan
+            sites = self._sites
+            assert sites.endpoint and sites.secret, "the launcher has checked them"
+            hello = SiteHello(
+                site=self.site,
+                rank=self._speakers.index(dist.get_rank()),
+                ranks=len(self._speakers),
+                batch=plan.spec.batching.global_batch_size,
+                applied=outer.applied,
+                recipe=agreement_of(plan),
+                listen=sites.listen or "",
+            )
+            secret = read_secret(Path(sites.secret))
+            silence_s = plan.spec.resilience.heartbeat_timeout_s
+            self._link = SiteLink(sites.endpoint, secret, hello, lambda: outer.applied, silence_s)
         seen = self._wait(outer.applied + 1, lambda seen: seen.answered, heeds_stop=heeds_stop)
         if seen is None:
             return False
@@ -151,23 +165,6 @@ class FarSites(Coordinator):
         if outer.sent_round:
             self._post(outer.sent_round, outer.sent)
         return True
-
-    def _connect(self) -> SiteLink:
-        plan = self._run.plan
-        sites = self._sites
-        assert sites.endpoint and sites.secret, "the launcher has checked them"
-        hello = SiteHello(
-            site=self.site,
-            rank=self._speakers.index(dist.get_rank()),
-            ranks=len(self._speakers),
-            batch=plan.spec.batching.global_batch_size,
-            applied=self._outer.applied,
-            recipe=agreement_of(plan),
-            listen=sites.listen or "",
-        )
-        secret = read_secret(Path(sites.secret))
-        silence_s = plan.spec.resilience.heartbeat_timeout_s
-        return SiteLink(sites.endpoint, secret, hello, lambda: self._outer.applied, silence_s)
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
         """Send and apply the exchanges that are due at this step; return False if the run was asked to stop in the
@@ -321,7 +318,15 @@ class FarSites(Coordinator):
         began_s = time.perf_counter()
         warned = False
         while True:
-            seen = self._look(number)
+            link = self._link
+            # A rank without a connection reports everything as done, because the minimum over all ranks is used.
+            heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
+            has = [*heard, not self._run.stop.requested]
+            least = torch.tensor([float(each) for each in has])
+            if dist.get_world_size() > 1:
+                dist.all_reduce(least, dist.ReduceOp.MIN)
+            answered, decided, follows, goes_on = (bool(each) for each in least)
+            seen = Seen(answered, decided, follows, stop=not goes_on)
             if is_enough(seen):
                 self._waited_s += time.perf_counter() - began_s
                 return seen
@@ -336,18 +341,6 @@ class FarSites(Coordinator):
                 warned = True
                 self._warn(f"cannot reach the meeting point {self._sites.endpoint} ({trouble}): this site waits for it")
             time.sleep(WAIT_S)
-
-    def _look(self, number: int) -> Seen:
-        """Return the state that every rank of this site has reached. Called collectively by all ranks."""
-        link = self._link
-        # A rank without a connection reports everything as done, because the minimum over all ranks is used.
-        heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
-        has = [*heard, not self._run.stop.requested]
-        least = torch.tensor([float(each) for each in has])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-        answered, decided, follows, goes_on = (bool(each) for each in least)
-        return Seen(answered, decided, follows, stop=not goes_on)
 
     def _warn(self, message: str) -> None:
         self._run.journal.write(WarningEvent(step=self._progress.step, message=message))

@@ -151,27 +151,23 @@ class OuterState:
             gradient = torch.zeros_like(one.shared)
             sent = None
             for site, weight in enumerate(weights):
-                decoded = self._decode(parts[site][place], one)
+                decoded = self._codec.decode(parts[site][place][None], one.values)[0].view_as(one.shared)
                 gradient += decoded * weight
                 sent = decoded if site == own else sent
-            self._step(one, gradient, sent)
-
-    def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor | None) -> None:
-        """Update with Nesterov momentum as in torch's SGD: m' = factor m + g, weights -= rate (g + factor m'). `sent`:
-        this site's part of the gradient, or None."""
-        momentum = one.momentum * self._factor + gradient
-        shared = one.shared - (gradient + momentum * self._factor) * self._lr
-        local = one.share.local
-        if self._keep is None or sent is None:
-            # A site's weights move by the change of the shared weights minus the site's own contribution. The
-            # difference between the two is then exactly what was not sent (later steps and encoding errors), and the
-            # next outer gradient starts from it.
-            local.copy_(local + (0.0 if sent is None else sent) + (shared - one.shared))
-        else:
-            # Streaming DiLoCo, arXiv:2501.18512, equation 3.
-            local.copy_(local * self._keep + shared * (1 - self._keep))
-        one.shared.copy_(shared)
-        one.momentum.copy_(momentum)
+            # Nesterov momentum as in torch's SGD: m' = factor m + g, weights -= rate (g + factor m').
+            momentum = one.momentum * self._factor + gradient
+            shared = one.shared - (gradient + momentum * self._factor) * self._lr
+            local = one.share.local
+            if self._keep is None or sent is None:
+                # A site's weights move by the change of the shared weights minus the site's own contribution. The
+                # difference between the two is then exactly what was not sent (later steps and encoding errors), and
+                # the next outer gradient starts from it.
+                local.copy_(local + (0.0 if sent is None else sent) + (shared - one.shared))
+            else:
+                # Streaming DiLoCo, arXiv:2501.18512, equation 3.
+                local.copy_(local * self._keep + shared * (1 - self._keep))
+            one.shared.copy_(shared)
+            one.momentum.copy_(momentum)
 
     def note_applied(self, number: int) -> None:
         self._about[:] = torch.tensor([number, 0, 0, 0, 0])
@@ -202,9 +198,6 @@ class OuterState:
 
     def _of(self, fragments: Sequence[int]) -> list[OuterShare]:
         return [one for fragment in fragments for one in self.shares if one.fragment == fragment]
-
-    def _decode(self, row: Tensor, one: OuterShare) -> Tensor:
-        return self._codec.decode(row[None], one.values)[0].view_as(one.shared)
 
     def _bytes_of(self, one: OuterShare) -> int:
         """Return the size of a share's encoded gradient in bytes."""
