@@ -73,7 +73,7 @@ ABOUT_OTHERS = """\
 If a source published its failures and their cost, the bound holds. The other runs show effects that the simulation
 omits: fewer failures than Llama 3's, lost hours without a recorded failure, and waiting for people.
 """
-VERDICTS = ("holds", "holds under", "does not hold", "undecided")
+VERDICTS = ("holds", "partly holds", "does not hold", "undecided")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,7 @@ class Claim:
         deciding = [figure.holds for figure in self.figures if figure.holds is not None]
         if not deciding:
             return "undecided"
-        return "holds" if all(deciding) else "holds under" if any(deciding) else "does not hold"
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        return tuple(figure.of for figure in self.figures if figure.holds)
+        return "holds" if all(deciding) else "partly holds" if any(deciding) else "does not hold"
 
 
 class Values:
@@ -246,17 +242,12 @@ def render(claims: list[Claim]) -> str:
         *INTRODUCTION.splitlines(),
         "| claim | verdict |",
         "|---|---|",
-        *(f"| {claim.name} | {_verdict(claim)} |" for claim in claims),
+        *(f"| {claim.name} | **{claim.verdict}** |" for claim in claims),
         "",
     ]
     for claim in claims:
         lines += _section(claim)
     return "\n".join([*lines, *_goodput_section(), ""])
-
-
-def _verdict(claim: Claim) -> str:
-    told = f" {'; '.join(claim.conditions)}" if claim.verdict == "holds under" else ""
-    return f"**{claim.verdict}**{told}"
 
 
 def _section(claim: Claim) -> list[str]:
