@@ -271,7 +271,7 @@ def test_advice_is_not_repeated_while_nothing_changes(tmp_path: Path) -> None:
 
 def test_a_change_that_failed_is_not_proposed_again(slowed: World) -> None:
     slowed.steps(COST_STEPS, SLOW_S)
-    slowed.apply(DATA, applied=False, reason="the layout stays as it was: no memory")
+    slowed.apply(DATA, applied=False, reason="the layout is unchanged: no memory")
     for speeds in (SLOW, USUAL, SLOW):
         slowed.speeds(speeds)
         assert slowed.steps(50, SLOW_S) == []

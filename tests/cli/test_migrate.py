@@ -53,7 +53,7 @@ def test_what_is_refused_says_what_to_type(capsys, write) -> None:
     write("mine.yaml", 'spec_version: "2.0"\ncompile: true\n')
     assert run(["migrate", "mine.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "error: mine.yaml was made by a newer trainspec: it has version 2.0 of the training spec" in said
+    assert "error: mine.yaml was written by a newer trainspec: it has version 2.0 of the training spec" in said
     assert "hint: upgrade: pip install --upgrade trainspec" in said
     assert run(["migrate"]) == 2
     assert "PATH" in capsys.readouterr().err

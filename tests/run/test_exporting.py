@@ -136,7 +136,7 @@ def test_the_datas_own_tokenizer_goes_with_the_weights(
 def test_adapters_go_alone_and_whole_weights_have_none(
     make: Make, requests: list[ExportRequest], tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match="trained whole weights, and no adapters"):
+    with pytest.raises(RecipeError, match="trained full weights, not adapters"):
         write_adapters(Export(make(), 4), tmp_path / "out")
     run = make(lora=LoraSpec(rank=4), init=InitSpec(f"hf:{tmp_path / 'base'}"))
     assert write_adapters(Export(run, 4), tmp_path / "out") == "LoRA adapters"

@@ -25,12 +25,12 @@ Sources = Annotated[
 ]
 Cluster = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Cluster of a table, as in `cluster.name`.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here, and not to the cache.")
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the profile to this file instead of the cache.")
 ]
 Show = Annotated[bool, typer.Option("--show", help="Print the stored profiles.")]
 Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or that of --cluster.")]
 Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Layouts of a recipe to run.")]
-Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Steps of each of them.")]
+Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps of each layout.")]
 
 
 def calibrate(
@@ -99,7 +99,7 @@ def _list(cluster: str, *, forget: bool, as_json: bool) -> None:
     if as_json:
         print(json_text([to_plain(profile) for profile in profiles]))
     else:
-        print("\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` makes one")
+        print("\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` creates one")
 
 
 def _render(profile: ClusterProfile) -> str:

@@ -76,5 +76,5 @@ def _check_sweepable(arguments: Sequence[str], *, dry_run: bool, detach: bool, s
     given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}
     given |= {path: path in keys for wing in WING_KEYS for path in wing.paths_of_one_start}
     if option := next((name for name, is_given in given.items() if is_given), None):
-        hint = "leave one out; trainspec sbatch --sweep makes a Slurm array"
+        hint = "leave one out; trainspec sbatch --sweep creates a Slurm array"
         raise RecipeError(Problem("usage", f"{option} and --sweep cannot be combined", option, hint))

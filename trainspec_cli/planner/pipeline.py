@@ -88,7 +88,7 @@ class CutProblem:
         if len(times.layers_s) < layout.num_stages:
             raise ValueError(f"{len(times.layers_s)} layers do not fill {layout.num_stages} pipeline stages")
         if speeds and (len(speeds) != layout.pp or min(speeds) <= 0):
-            raise ValueError(f"{layout.pp} pipeline ranks need as many speeds above 0, not {list(speeds)}")
+            raise ValueError(f"{layout.pp} pipeline ranks need the same number of speeds above 0, not {list(speeds)}")
         rank_of_stage = tuple(layout.rank_of_stage(stage) for stage in range(layout.num_stages))
         beside = [0.0] * layout.pp
         beside[rank_of_stage[0]] += times.embedding_s

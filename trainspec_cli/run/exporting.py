@@ -172,7 +172,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
     to `output`/base. Raises RecipeError if the run did not train adapters."""
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
-        message = f"{wanted.run.root} trained whole weights, and no adapters"
+        message = f"{wanted.run.root} trained full weights, not adapters"
         raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf"))
     output = output.expanduser().resolve()
     config = _config(plan, wanted)

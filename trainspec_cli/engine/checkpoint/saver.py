@@ -285,9 +285,7 @@ def _enter_thread(device: torch.device) -> None:
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
 """Parameters that a run may add to a checkpoint without adapters."""
-OTHER_STATE = (
-    "the checkpoint is whole, so keep it: give the model, the adapters and the optimizer that it was written with"
-)
+OTHER_STATE = "the checkpoint is complete, so keep it: use the model, the adapters and the optimizer that wrote it"
 
 
 @dataclass(frozen=True)
@@ -407,7 +405,11 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
         for part in parts:
             entry = manifest.tensors.get(part.name)
             if entry is None:
-                raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer", OTHER_STATE)
+                raise refused(
+                    folder,
+                    f"it does not contain {part.name}: it belongs to a different model or optimizer",
+                    OTHER_STATE,
+                )
             dtype = CODES[part.tensor.dtype]
             if (entry.dtype, entry.shape) != (dtype, part.full_shape):
                 there = f"{entry.dtype} {list(entry.shape)}"
@@ -415,7 +417,7 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
                 raise refused(folder, f"{part.name} is {there} there, and {here} in this run", OTHER_STATE)
             filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in entry.chunks)
             if filled != part.tensor.numel():
-                raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
+                raise refused(folder, f"it contains {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
 
 
 def _copy_chunk(folder: Path, opened: dict[str, safe_open], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:

@@ -249,7 +249,7 @@ class DeeperLook(threading.Thread):
     def _warn(self, why: str) -> None:
         """Record that there is no profile, unless a newer launch has taken over the run or the disk is full."""
         with suppress(WorkerError, OSError):
-            self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
+            self._journal.write(WarningEvent(step=self._step, message=f"no profile is recorded: {why}"))
 
     def _profile(self, order: LookOrder) -> None:
         """Profile and record the result; record nothing if the run ends first."""

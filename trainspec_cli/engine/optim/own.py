@@ -79,7 +79,7 @@ def build_own_optimizer(
     call = load(extension)
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        with user_code_errors(extension, "when the optimizer was made", RecipeError):
+        with user_code_errors(extension, "when the optimizer was created", RecipeError):
             made = call(groups, lr=optim.lr, **arguments(optim.options))
         if not isinstance(made, torch.optim.Optimizer):
             message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}"
@@ -90,7 +90,7 @@ def build_own_optimizer(
     trial = try_out(make, extension, {2} | {share.parameter.dim() for share in shares}, device)
     if optim.state_bytes != trial.state_bytes:
         path = "optim.state_bytes"
-        found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
+        found = f"{extension.text} keeps {trial.state_bytes:g} bytes per parameter"
         message = f"`{path}` is {optim.state_bytes:g}, and {found}"
         raise RecipeError(Problem("contradiction", message, path, f"set {path}={trial.state_bytes:g}"))
     groups = parameter_groups(shares, optim)
@@ -188,7 +188,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():
             if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
-                raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
+                raise self._refuse(f"keeps `{name}` in a different form than in its first updates", name)
             saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if lost := forms.keys() - saved.keys():
             raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
@@ -196,7 +196,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     def _refuse(self, what: str, name: str) -> WorkerError:
         message = f"`{self._extension.path}`: {self._extension.text} {what}"
-        hint = f"keep {name} in `self.state[parameter]`, made in the first update"
+        hint = f"keep {name} in `self.state[parameter]`, created in the first update"
         return WorkerError(Problem("own_code", message, self._extension.path, hint))
 
 
@@ -239,10 +239,10 @@ def try_out(
         cut, _ = _train(make, extension, dim, 2, device)
         if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
             message = (
-                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
+                f"`{extension.path}`: {extension.text} updates a tensor differently from its parts: it is not "
                 "elementwise, and the engine shards parameters"
             )
-            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
+            hint = "an element's update may depend only on its own value, gradient and state (docs/extending.md)"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
     shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
     return Trial(forms, float(sum(shaped)))
@@ -273,8 +273,8 @@ def _train(
             optimizer.step()
         entries = _forms_of(extension, optimizer, parameters[0])
         if update and entries != found:
-            message = f"`{extension.path}`: {extension.text} keeps other entries of state from update to update"
-            hint = "make all of them in the first update"
+            message = f"`{extension.path}`: {extension.text} changes its entries of state between updates"
+            hint = "create all of them in the first update"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
         found = entries
     return torch.cat([parameter.detach().flatten() for parameter in parameters]), found

@@ -50,7 +50,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
         full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
         if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
             continue
-        end = "" if full is None else f", and {format_bytes(left or 0)} are left: none at about step {full:,}"
+        end = "" if full is None else f", and {format_bytes(left or 0)} are left, until about step {full:,}"
         verdicts.append(
             RunVerdict(
                 cause="memory_leak",

@@ -374,7 +374,9 @@ def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile
     found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
     for what, here in found.items():
         if (made := getattr(profile, what)) != here:
-            stale = f"the profile of {profile.cluster} is not used: it was made with {what} {made}, and this is {here}"
+            stale = (
+                f"the profile of {profile.cluster} is not used: it was measured with {what} {made}, and this is {here}"
+            )
             return None, f"{stale}; trainspec calibrate renews it, trainspec calibrate --forget removes it"
     return profile, describe_profile(profile)
 

@@ -237,7 +237,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
             header = number
             break
     if header is None:
-        hint = f"give the whole output of `{COMMAND}`: {COMMAND} > topology.txt"
+        hint = f"pass the complete output of `{COMMAND}`: {COMMAND} > topology.txt"
         raise MachineError(Problem("no_matrix", f"{source} contains no GPU matrix", hint=hint, environment=True))
     columns, affinities = _columns(lines[header])
     names = {match[1]: match[2] for line in lines[header:] if (match := _LEGEND.fullmatch(line))}
@@ -252,7 +252,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     if missing := [gpu for gpu in gpus if gpu not in rows]:
         message = f"the matrix in {source} has columns but no rows for {', '.join(missing)}"
         raise MachineError(
-            Problem("no_matrix", message, hint=f"give the whole output of `{COMMAND}`", environment=True)
+            Problem("no_matrix", message, hint=f"pass the complete output of `{COMMAND}`", environment=True)
         )
     found = []
     for gpu in gpus:
@@ -289,7 +289,7 @@ def _row(cells: list[str], columns: Sequence[str], where: str, name: str) -> lis
     found = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
     message = f"{where}: the row of {name} has {found}; expected {len(columns)}, such as NV18, PIX, PXB, NODE or SYS"
     raise MachineError(
-        Problem("bad_matrix", message, hint=f"give the unchanged output of `{COMMAND}`", environment=True)
+        Problem("bad_matrix", message, hint=f"pass the unchanged output of `{COMMAND}`", environment=True)
     )
 
 

@@ -355,7 +355,7 @@ def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reac
         raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
     reach = nodes.reach_at(nodes.endpoint, nodes.nnodes, 0, hint, join_timeout_s)
     if run_dir == AUTO:
-        message = "--dir is missing: without it each node would create a folder of its own"
+        message = "--dir is missing: without it each node would create a separate folder"
         raise RecipeError(Problem("missing_value", message, "--dir", "pass --dir <a folder that all nodes share>"))
     return reach
 
@@ -489,7 +489,7 @@ class CommandRuns:
             raise RecipeError(Problem("own_command", message, hint=anew))
         if changes or detach:
             what = f"`{changes[0]}`" if changes else "--detach"
-            message = f"{what} applies to recipes only, but the run in {run.root} is a command of your own"
+            message = f"{what} applies to recipes only, but the run in {run.root} is your own command"
             raise RecipeError(Problem("own_command", message, hint=f"run trainspec resume {name}"))
         result = read_result(run)
         if result and result.status == "done":

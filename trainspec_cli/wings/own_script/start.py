@@ -149,7 +149,7 @@ class OwnStart:
                 f"{f' on {process.host}' if len(silent) > 1 else ''}"
                 for process in named
             ]
-            message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
+            message = f"no activity for {waited_s:.0f} s: {', '.join(names)} {why}"
             self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
         return [run_state.WorkerFailed(GROUP)]
 
@@ -165,7 +165,7 @@ class OwnStart:
             for number, rank in sorted(ranks.items())
             if not rank.ended
         ]
-        message = f"no step for {waited_s:.0f} s, and no sign of work; {who} {names}: {why}"
+        message = f"no step for {waited_s:.0f} s, and no activity; {who} {names}: {why}"
         step = None if ranks[late[0]].ended else max(rank.step for rank in ranks.values()) + 1
         self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
         self._name_hang(tuple(late))

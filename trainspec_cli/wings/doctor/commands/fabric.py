@@ -110,7 +110,7 @@ def fabric(
 def _switches(file: Path) -> SourceText:
     text = read_text(file)
     if not re.search(r"^\s*(SwitchName|BlockName)=", text, re.MULTILINE | re.IGNORECASE):
-        hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
+        hint = "scontrol show topology > topology.txt, or pass Slurm's topology.conf"
         raise unreadable(file, "has no SwitchName=... and no BlockName=...", hint)
     return SourceText(text, str(file))
 
