@@ -554,7 +554,7 @@ def input_of(layout: Layout, action: Action) -> Action | None:
     if kind == "forward":
         return Action(kind, stage - 1, micro_batch) if stage > 0 else None
     if kind == "backward_weight" or stage + 1 == layout.num_stages:
-        return None  # its rank has made the pass before it
+        return None  # its rank has run the pass before it
     return Action(kind, stage + 1, micro_batch)
 
 

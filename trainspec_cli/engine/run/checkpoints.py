@@ -135,7 +135,7 @@ class Checkpoints:
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
-        """Record a step's figures, which are the same on every rank. `writing`: whether any rank was writing when the
+        """Record a step's results, which are the same on every rank. `writing`: whether any rank was writing when the
         step ended."""
         first = self._cadence.note_step(step_time_s, writing=writing)
         if first is not None and first <= self._run.plan.total_steps:

@@ -36,7 +36,7 @@ def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bo
     plan = planned.plan
     rehearsed = {planned.kinds[stage_of(plan, rank)] for rank in ranks}
     if (faults or disturbed) and rehearsed != set(planned.kinds):
-        message = "a disturbance or fault needs the time of a step, but these ranks do not include every kind of pipeline stage"
+        message = "a disturbance or fault needs the time of a step, but these ranks lack a kind of pipeline stage"
         raise RecipeError(Problem("usage", message, "--ranks", "use --ranks=ends"))
     for fault in faults:
         text = describe(fault)

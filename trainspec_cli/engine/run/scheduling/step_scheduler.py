@@ -334,7 +334,7 @@ class StepScheduler:
         shows_speed: bool = True,
         garbage_s: float = 0.0,
     ) -> None:
-        """Record the parts of this rank's step time, and the figures that all ranks `reported` in the step.
+        """Record the parts of this rank's step time, and the values that all ranks `reported` in the step.
 
         `samples`: the samples of the replica group. On a GPU, the next step has already begun. `shows_speed`: False for
         a step that took unusually long, such as a profiled one. `garbage_s`: seconds of garbage collection in its
