@@ -79,7 +79,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_heldout_loss(make: Make) -> N
         journal.write(EvalEvent(step=step, heldout_loss=loss, heldout_bits_per_byte=None))
     journal.close()
     assert find_checkpoint(run, None, best=True) == 4, "step 8 has no checkpoint, and step 4 was made again"
-    with pytest.raises(RecipeError, match="--best and --step each name a checkpoint"):
+    with pytest.raises(RecipeError, match="--best and --step each select a checkpoint"):
         find_checkpoint(run, 4, best=True)
 
 

@@ -79,7 +79,7 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
     """Return `step`, or the newest step if it is None. With `best`, return the step with the lowest held-out loss.
     Raises RecipeError if the run has no such complete checkpoint."""
     if best and step is not None:
-        raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "omit one of them"))
+        raise RecipeError(Problem("usage", "--best and --step each select a checkpoint", "--best", "omit one of them"))
     steps = run.checkpoint_steps()
     if not steps:
         raise RecipeError(Problem("no_checkpoint", f"{run.root} has no complete checkpoint", hint="train it first"))

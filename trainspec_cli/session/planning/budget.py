@@ -128,7 +128,9 @@ def _unlike(clusters: Sequence[ClusterSpec], plans: Sequence[str]) -> Iterator[P
         for part in SAME:
             if getattr(cluster, part) != getattr(first, part):
                 message = f"`{plan}` has another `cluster.{part}` than the first run, with which it shares machines"
-                yield Problem("conflict", message, f"cluster.{part}", "make a budget for each kind of machine")
+                yield Problem(
+                    "conflict", message, f"cluster.{part}", "create a separate budget for each kind of machine"
+                )
 
 
 def _portfolio_run(entry: PortfolioEntry, plan: PlanReport) -> PortfolioRun:

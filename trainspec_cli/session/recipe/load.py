@@ -292,7 +292,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         return list(arguments), ()
     if "model" not in given:
         hint = "set recipe=NAME, or model=NAME cluster=NAME: trainspec list shows both"
-        raise RecipeError(Problem("missing_value", "neither a recipe nor a model is named", RECIPE, hint))
+        raise RecipeError(Problem("missing_value", "neither a recipe nor a model is specified", RECIPE, hint))
     named = [*arguments, f"{RECIPE}={DEFAULTS}"]
     if POOLS in given and "cluster" not in given:
         named.append("cluster=auto")

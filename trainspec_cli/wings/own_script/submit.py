@@ -127,7 +127,7 @@ def check_own_command(command: Sequence[str], loaded: Loaded, wanted: CommandSet
     cluster = loaded.spec.cluster
     slurm = cluster.slurm
     if command and (hint := STARTERS.get(Path(command[0]).name)):
-        raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
+        raise RecipeError(Problem("usage", f"the command starts with {command[0]}", "COMMAND", hint))
     if not command or (slurm.container_image is None and not slurm.setup):  # otherwise it may exist only in the job
         check_command(command, f"trainspec {SBATCH}")
     elif slurm.container_image is None and not any("cd " in line for line in slurm.setup):
