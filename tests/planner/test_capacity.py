@@ -147,7 +147,7 @@ def test_nodes_over_which_nothing_divides_stand_by(spares: int | None, standing_
     assert (changed.cluster.num_nodes, changed.cluster.reliability.spare_nodes) == (2, standing_by)
     assert (plan.world_size, plan.best is not None) == (8, True)
     assert plan.assumptions[0] == (
-        "a batch of 32 divides evenly over no layout of all 3 nodes: 2 work, 1 stand by as spares"
+        "no layout divides a batch of 32 evenly over all 3 nodes: 2 are used, 1 are spares"
     )
     assert plan.assumptions[1:] == plan_capacity(changed).assumptions
 
