@@ -109,7 +109,7 @@ def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanRepo
         "1,200 other shares rank 3 is slow 8.0 s -> 5.0 s, was 6.0 s",
     ):
         assert line in lines
-    assert "scheduler on" in shown.partition("is won back")[2], "its speed by step is drawn"
+    assert "scheduler on" in shown.partition("is recovered")[2], "its speed by step is drawn"
     assert lines[-1] != "none"
     assert "none" in as_text(render_simulation(replace(simulation, decisions=()), 100)).splitlines()[-1]
 
