@@ -166,7 +166,7 @@ def test_the_bytes_of_state_are_measured(lion: Any) -> None:
     ("body", "words"),
     [
         ("if p.shape == (4, 3): raise ValueError('boo')", "raised ValueError: boo in an update"),
-        ("if p.shape == (4, 3): state['average'] = p.sum()", "keeps `average` in another form than in its first"),
+        ("if p.shape == (4, 3): state['average'] = p.sum()", "keeps `average` in a different form than in its first"),
         ("group['d'] = p.numel()", "changed `d` of its parameter groups, which no checkpoint holds"),
     ],
 )
