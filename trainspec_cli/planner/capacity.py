@@ -442,7 +442,7 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
 
 PREDICTED_SIZES = 6
-"""Number of sizes of a changing batch for which predictions are made; the others are interpolated."""
+"""Number of sizes of a changing batch that are predicted; the others are interpolated."""
 
 
 def sizes_to_predict(spec: RunSpec) -> Sequence[int]:

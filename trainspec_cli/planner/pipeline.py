@@ -114,7 +114,7 @@ class CutProblem:
         return inf if self.missing_bytes(borders) else max(self.loads(borders))
 
     def missing_bytes(self, borders: Sequence[int]) -> float:
-        """Return the total number of bytes by which the ranks exceed their memory."""
+        """Return the total number of bytes that the ranks need beyond their memory."""
         if not self.ranks[0].bytes_before:
             return 0.0
         left = [rank.room_bytes for rank in self.ranks]

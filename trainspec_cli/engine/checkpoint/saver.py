@@ -80,7 +80,7 @@ class Saved:
     about: About
     bytes: int
     blocked_s: float
-    """Time for which training waited, in seconds."""
+    """Time that training waited, in seconds."""
     written_s: float
     """Time until the checkpoint was complete on disk, in seconds."""
     error: TrainspecError | None = None

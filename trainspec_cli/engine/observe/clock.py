@@ -272,7 +272,7 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return the time of passes and optimizer in which the device waited because the host had not queued enough
+        """Return the time during passes and optimizer when the device waited because the host had not queued enough
         work: at the end of such a part, the device has nothing left to do. None on a CPU."""
         if not self.queued_at:
             return None

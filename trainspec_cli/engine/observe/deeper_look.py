@@ -141,7 +141,7 @@ LOOK_STEPS, LOOK_S = 3, 2.0
 STALLED_S = 1.0
 """A hanging rank does not make steps, so its stack is sampled for this many seconds."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes inside the program, for which py-spy also takes samples."""
+"""Causes inside the program. For these, py-spy also takes samples."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 

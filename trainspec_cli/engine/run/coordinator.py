@@ -47,7 +47,7 @@ class StepSamples:
     group_samples: int
     """Number of samples of this group."""
     lr_factor: float = 1.0
-    """Factor by which the learning rate is multiplied."""
+    """Factor on the learning rate."""
     group: int | Absent = ABSENT
     """The number of this replica group, if there are several."""
     groups: tuple[int, ...] | Absent = ABSENT

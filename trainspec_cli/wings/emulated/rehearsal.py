@@ -115,7 +115,7 @@ class FaultCost:
 
     fault: str
     wall_s: float | None
-    """Seconds by which the run ends later; None if the fault ends it."""
+    """Delay of the run's end in seconds; None if the fault ends the run."""
     lost_steps: float
     """Number of steps that are repeated."""
     pause_s: float

@@ -185,7 +185,7 @@ def _is_composed(op: Any) -> bool:
 
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""Operations for which torch implicitly copies host indices to the device, which is easily overlooked."""
+"""Operations where torch implicitly copies host indices to the device, which is easily overlooked."""
 
 
 def _on_device(index: Any) -> Any:
@@ -685,7 +685,7 @@ RESIZING = (
 FROM_DATA = ("tensor", "as_tensor")
 """Functions whose data torch moves to the device in C++, bypassing a device written in Python."""
 COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
-"""Operations for which a CPU has kernels but which torch composes for other devices."""
+"""Operations with kernels on a CPU that torch composes from others for other devices."""
 _libraries: list[torch.library.Library] = []
 
 
