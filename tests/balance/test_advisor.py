@@ -224,7 +224,7 @@ def test_when_the_rank_recovers_the_planned_layout_is_gone_back_to_by_what_was_m
     assert (second.number, second.before, back.layout) == (2, DATA, PIPELINE)
     assert (back.micro_batch_size, back.grad_accum_steps) == (2, 4)
     assert (back.before_s, back.expected_s) == pytest.approx((11.0, STEP_S))
-    assert back.reason == "all ranks compute as usual again, and the run was planned as pp=2"
+    assert back.reason == "all ranks have their usual speed again; the planned layout is pp=2"
     slowed.apply(PIPELINE, DATA)
     slowed.speeds(USUAL)
     assert slowed.steps(50) == []
@@ -271,7 +271,7 @@ def test_advice_is_not_repeated_while_nothing_changes(tmp_path: Path) -> None:
 
 def test_a_change_that_failed_is_not_proposed_again(slowed: World) -> None:
     slowed.steps(COST_STEPS, SLOW_S)
-    slowed.apply(DATA, applied=False, reason="the layout stays as it was: no memory")
+    slowed.apply(DATA, applied=False, reason="the layout is unchanged: no memory")
     for speeds in (SLOW, USUAL, SLOW):
         slowed.speeds(speeds)
         assert slowed.steps(50, SLOW_S) == []
@@ -286,7 +286,7 @@ def test_a_change_that_was_no_gain_is_taken_back_and_not_proposed_again(slowed: 
     (proposed,) = slowed.steps(20, 20.0)
     back = proposed.proposal
     assert (back.layout, back.before_s, back.expected_s) == (PIPELINE, 20.0, SLOW_S)
-    assert back.reason == "as dp_replicate=2 a step takes 20.0 s, and it took 18.0 s before"
+    assert back.reason == "a step takes 20.0 s in dp_replicate=2; before that change it took 18.0 s"
     slowed.apply(PIPELINE, DATA, number=2)
     slowed.speeds(SLOW)
     assert slowed.steps(50, SLOW_S) == []

@@ -48,38 +48,32 @@ SHOWS: Mapping[str, Callable[[float], str]] = {
     "number": lambda value: f"{value:,.0f}",
 }
 INTRODUCTION = """\
-# Claims, and what comes of them
+# Claims compared with figures
 
 Claims that circulate about training specs, launchers and schedulers, compared with what trainspec plans, simulates or
-has measured. `python tests/bench/claims.py --write` writes this page from `tests/data/claims.yaml` and plans everything
-again. The column "how" states where a figure comes from:
+has measured. `python tests/bench/claims.py --write` writes this page from `tests/data/claims.yaml`, with new plans. The
+column "how" states where a figure comes from:
 
-- *planned*: predicted for GPUs. Nothing here was trained on a GPU. Of 178 published runs that the planner was not
-  fitted to, nine in ten take between the predicted step time divided by 1.7 and 1.7 times it. With the median error of
-  each source taken out it is 1.39 ([accuracy](planning.md#how-accurate-it-is)): a smaller difference between two plans
-  is an estimate, not a finding.
-- *planned, failures simulated*: the same, for a whole run with a simulation of its failures and restarts.
-- *measured on CPUs*: processes on two CPU cores ([benchmarks](benchmarks.md)).
-- *published*: figures that others report for their own GPU runs.
+- *planned*: predicted for GPUs; nothing here was trained on a GPU. A difference of less than x1.39 between two plans is
+  an estimate, not a finding ([accuracy](planning.md#how-accurate-it-is)).
+- *simulated*: planned, with a simulation of failures and restarts.
+- *measured*: on two CPU cores ([benchmarks](benchmarks.md)).
+- *published*: reported by others for their own GPU runs.
 - *counted*: in this version of trainspec.
-
-The verdict follows from the figures: all of them meet the claim (**holds**), some do (**holds under** these
-conditions), none does (**does not hold**), or no figure can decide it (**undecided**).
 
 """
 ABOUT_GOODPUT = """\
 ## Published goodput, simulated
 
 The same simulation, with the rates that each source reports for its run, or otherwise trainspec's within their bounds;
-nothing is fitted (`python tests/bench/published_goodput.py`).
+nothing is fitted (`python tests/bench/published_goodput.py`; sources: `tests/data/measured/goodput.yaml`).
 
 """
 ABOUT_OTHERS = """\
-For runs whose failures and their cost are published, the bound holds. The others show effects that the simulation
-omits: lower failure rates than Llama 3's, lost hours without a recorded failure, and waiting for people.
-
+If a source published its failures and their cost, the bound holds. The other runs show effects that the simulation
+omits: fewer failures than Llama 3's, lost hours without a recorded failure, and waiting for people.
 """
-VERDICTS = ("holds", "holds under", "does not hold", "undecided")
+VERDICTS = ("holds", "partly holds", "does not hold", "undecided")
 
 
 @dataclass(frozen=True)
@@ -106,11 +100,7 @@ class Claim:
         deciding = [figure.holds for figure in self.figures if figure.holds is not None]
         if not deciding:
             return "undecided"
-        return "holds" if all(deciding) else "holds under" if any(deciding) else "does not hold"
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        return tuple(figure.of for figure in self.figures if figure.holds)
+        return "holds" if all(deciding) else "partly holds" if any(deciding) else "does not hold"
 
 
 class Values:
@@ -170,7 +160,7 @@ QUANTITIES: Mapping[str, Callable[[PlanReport], float]] = {
 """Of a plan's best layout."""
 WHOLE_RUN = ("wall_s", "goodput", "cost_usd", "electricity_usd")
 """Quantities that rest on a simulation of failures."""
-ORIGINS: Mapping[str, str] = {"measured": "measured on CPUs", "published": "published", "recipe": "counted"}
+ORIGINS: Mapping[str, str] = {"measured": "measured", "published": "published", "recipe": "counted"}
 """How the names of a room were found, other than by a plan."""
 
 
@@ -233,7 +223,7 @@ def _figure(figure: Mapping[str, Any], claimed: Mapping[str, Any], find: Callabl
     origins = dict[str, None]()
 
     def note(room: str, name: str) -> float:
-        planned = "planned, failures simulated" if name in WHOLE_RUN else "planned"
+        planned = "simulated" if name in WHOLE_RUN else "planned"
         origins[ORIGINS.get(room, planned)] = None
         return find(room, name)
 
@@ -252,17 +242,12 @@ def render(claims: list[Claim]) -> str:
         *INTRODUCTION.splitlines(),
         "| claim | verdict |",
         "|---|---|",
-        *(f"| {claim.name} | {_verdict(claim)} |" for claim in claims),
+        *(f"| {claim.name} | **{claim.verdict}** |" for claim in claims),
         "",
     ]
     for claim in claims:
         lines += _section(claim)
     return "\n".join([*lines, *_goodput_section(), ""])
-
-
-def _verdict(claim: Claim) -> str:
-    told = f" {'; '.join(claim.conditions)}" if claim.verdict == "holds under" else ""
-    return f"**{claim.verdict}**{told}"
 
 
 def _section(claim: Claim) -> list[str]:
@@ -294,7 +279,6 @@ def _goodput_section() -> list[str]:
         off = "kept" if run.is_bound and run.difference == 0 else f"{100 * run.difference:+.1f}"
         left = ", ".join(run.left_open) or "nothing"
         rows.append(f"| {run.name} | {said} | {run.simulated:.1%} ({run.low:.1%} to {run.high:.1%}) | {off} | {left} |")
-    sources = [f"- **{run.name}**: {run.source}{'. ' + run.note if run.note else ''}." for run in compare_runs()]
     return [
         *ABOUT_GOODPUT.splitlines(),
         "| run | published | simulated (nine in ten) | points apart | not in the source |",
@@ -302,7 +286,6 @@ def _goodput_section() -> list[str]:
         *rows,
         "",
         *ABOUT_OTHERS.splitlines(),
-        *sources,
     ]
 
 

@@ -36,7 +36,6 @@ class PublishedRun:
     """A run that was published, and what the simulation makes of it."""
 
     name: str
-    source: str
     published: float
     is_bound: bool
     """The source says that it was at least this."""
@@ -46,7 +45,6 @@ class PublishedRun:
     """Bounds that hold nine times in ten, over what the source leaves open."""
     left_open: tuple[str, ...]
     """What the source does not say, and the planner's own assumptions stand for."""
-    note: str = ""
 
     @property
     def difference(self) -> float:
@@ -71,14 +69,12 @@ def _compare(entry: Mapping[str, Any]) -> PublishedRun:
     published, is_bound = _published(entry)
     return PublishedRun(
         name=entry["name"],
-        source=entry["source"],
         published=published,
         is_bound=is_bound,
         simulated=statistics.median(kept),
         low=kept[round(0.05 * (SEEDS - 1))],
         high=kept[round(0.95 * (SEEDS - 1))],
         left_open=_left_open(entry),
-        note=entry.get("note", ""),
     )
 
 

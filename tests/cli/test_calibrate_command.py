@@ -64,7 +64,7 @@ def test_a_profile_of_another_version_or_chip_is_not_used(
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text(yaml.safe_dump(content | {key: "another"}), encoding="utf-8")
     step_s, line = planned(capsys)
-    assert line is not None and f"is not used: it was made with {key} another" in line
+    assert line is not None and f"is not used: it was measured with {key} another" in line
     assert step_s == planned(capsys, "cluster.profile=off")[0]
 
 

@@ -20,7 +20,7 @@ def test_a_file_is_migrated_once(capsys, write) -> None:
     ]
     assert file.read_text() == '# mine\nspec_version: "1.0"\ncompile: true\n'
     assert run(["migrate", "mine.yaml"]) == 0
-    assert capsys.readouterr().out == "nothing to do: 1 file read, all of version 1.0 or under a digest\n"
+    assert capsys.readouterr().out == "nothing to do: 1 file read, all of version 1.0 or protected by a digest\n"
 
 
 def test_a_dry_run_shows_the_lines_and_writes_nothing(capsys, write, tmp_path) -> None:
@@ -53,7 +53,7 @@ def test_what_is_refused_says_what_to_type(capsys, write) -> None:
     write("mine.yaml", 'spec_version: "2.0"\ncompile: true\n')
     assert run(["migrate", "mine.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "error: mine.yaml was made by a newer trainspec: it has version 2.0 of the training spec" in said
+    assert "error: mine.yaml was written by a newer trainspec: it has version 2.0 of the training spec" in said
     assert "hint: upgrade: pip install --upgrade trainspec" in said
     assert run(["migrate"]) == 2
     assert "PATH" in capsys.readouterr().err

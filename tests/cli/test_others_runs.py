@@ -149,7 +149,7 @@ def test_a_run_that_is_closed_says_so_and_is_not_listed(
 
     told = ask("report", "runs/mine")
     assert told.returncode == 4, told.stderr
-    assert f"runs/mine/{closed or 'run.json'} is closed to this user" in told.stderr
+    assert f"runs/mine/{closed or 'run.json'} is not accessible to this user" in told.stderr
     assert "hint: have its owner open it: chmod -R g+rX runs/mine" in told.stderr
     listed = ask("runs")
     assert (listed.returncode, "there are no runs" in listed.stdout) == (0, True), listed.stderr

@@ -138,7 +138,7 @@ def test_a_stopped_rank_is_named(start_trainspec, tmp_path, read_result, wait_fo
     os.kill(pids[1], signal.SIGSTOP)
     said = " ".join(process.communicate()[0].split())
     assert process.returncode == 5, said
-    assert "rank 1: it gives no sign of life" in said
+    assert "rank 1: it does not respond" in said
     assert "rank 1 (" in said and kind.script.name in said
     assert read_result("run")["status"] == "failed"
     hung = [event for event in read_log(run.events(1)) if isinstance(event, HangEvent)]
@@ -183,7 +183,7 @@ def test_without_the_line_that_counts_a_stopped_process_is_named(start_trainspec
     os.kill(stopped, signal.SIGSTOP)
     said = " ".join(process.communicate()[0].split())
     assert process.returncode == 5, said
-    assert "no sign of work for" in said and f"process {stopped} (" in said and "is stopped" in said
+    assert "no activity for" in said and f"process {stopped} (" in said and "is stopped" in said
     assert not psutil.pid_exists(stopped)
 
 

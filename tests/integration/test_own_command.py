@@ -69,7 +69,7 @@ def test_a_loop_is_counted_and_its_run_can_be_looked_at(trainspec, tmp_path, rea
     told = trainspec("report", "run", "--json")
     assert json.loads(told.stdout)["steps"] == 30 and json.loads(told.stdout)["goodput"] > 0
     assert "steps/s" in trainspec("report", "run").stdout
-    assert "no hang and no leak" in trainspec("diagnose", "run").stdout
+    assert "no hang, no memory leak" in trainspec("diagnose", "run").stdout
     assert "trained 30" in trainspec("logs", "run").stdout
     refused = trainspec("resume", "run")
     assert refused.returncode == 2 and "trainspec run -- " in refused.stderr

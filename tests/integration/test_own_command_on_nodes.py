@@ -115,7 +115,7 @@ def test_a_stopped_rank_of_the_other_node_is_named(start_nodes, tmp_path, wait_f
     os.kill(pids_of(run)[1], signal.SIGSTOP)
     codes, said = ended(nodes)
     assert codes == [5, 5], said
-    assert "rank 1: it gives no sign of life" in said
+    assert "rank 1: it does not respond" in said
     hung = {rank: [event for event in read_log(run.events(rank)) if isinstance(event, HangEvent)] for rank in (0, 1)}
     assert [hung[rank][0].waiting for rank in (0, 1)] == [True, False]
     assert "ddp.py" in hung[1][0].stack
@@ -139,7 +139,7 @@ def test_a_stopped_process_of_the_other_node_is_named_where_no_step_is_counted(s
     os.kill(stopped, signal.SIGSTOP)
     codes, said = ended(nodes)
     assert codes == [5, 5], said
-    assert "no sign of work for" in said and f"rank 1, process {stopped} (" in said and "is stopped" in said
+    assert "no activity for" in said and f"rank 1, process {stopped} (" in said and "is stopped" in said
     assert not psutil.pid_exists(stopped)
 
 

@@ -70,7 +70,7 @@ def test_a_run_without_the_memory_for_a_change_keeps_its_layout(trainspec, tmp_p
     kept = RunDir(tmp_path / "kept")
     (tried,) = directives(kept)
     assert (tried["applied"], tried["layout"]["pp"]) == (False, 2)
-    why = "the layout stays as it was: rank 1: OutOfMemoryError: a fault that the recipe asked for: no memory is left"
+    why = "the layout is unchanged: rank 1: OutOfMemoryError: a fault injected by the recipe: no memory is left"
     assert tried["reason"] == why
     said = " ".join(ended.stdout.split())
     assert "step 10: the layout is dp_shard=2 zero_stage=3 and could not become pp=2: " in said

@@ -116,7 +116,7 @@ def test_figures_of_a_candidate(recompute: Any, lora: int, again: float) -> None
 )
 def test_what_was_assumed_is_said(cluster: ClusterSpec, compiled: bool, said: list[str]) -> None:
     mfu, ranked, *others = assumptions(replace(SPEC, cluster=cluster, compile=compiled), describe_fabric(cluster, None))
-    assert mfu.startswith("MFU counts") and ranked.startswith("ranked by the step to expect")
+    assert mfu.startswith("MFU counts") and ranked.startswith("ranked by the expected step")
     assert len(others) == len(said)
     assert all(part in line for part, line in zip(said, others, strict=True))
 
@@ -146,9 +146,7 @@ def test_nodes_over_which_nothing_divides_stand_by(spares: int | None, standing_
     changed, plan = plan_on_what_divides(spec)
     assert (changed.cluster.num_nodes, changed.cluster.reliability.spare_nodes) == (2, standing_by)
     assert (plan.world_size, plan.best is not None) == (8, True)
-    assert plan.assumptions[0] == (
-        "a batch of 32 divides evenly over no layout of all 3 nodes: 2 work, 1 stand by as spares"
-    )
+    assert plan.assumptions[0] == ("no layout divides a batch of 32 evenly over all 3 nodes: 2 are used, 1 are spares")
     assert plan.assumptions[1:] == plan_capacity(changed).assumptions
 
 

@@ -233,7 +233,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 @pytest.mark.parametrize("speeds", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, 1.0, 1.0)])
 def test_speeds_are_one_for_each_rank(speeds: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="2 pipeline ranks need as many speeds above 0"):
+    with pytest.raises(ValueError, match="2 pipeline ranks need the same number of speeds above 0"):
         cut_by_times(LayerTimes([1.0] * 3), Layout(pp=2), speeds)
 
 

@@ -135,7 +135,7 @@ def test_replica_groups_keep_their_layout() -> None:
     ("planned", "why"),
     [
         (made(), "no probe of the machine"),
-        (made(layout=LayoutSpec(tp=2)), "predicts no such run"),
+        (made(layout=LayoutSpec(tp=2)), "cannot predict such a run"),
         (replace(made(), device="cuda"), "the catalogue has no accelerator like the device of this run"),
     ],
 )

@@ -131,9 +131,9 @@ def test_a_change_of_layout_says_what_it_was_and_took() -> None:
         "step 30: the layout is dp_shard=4 zero_stage=3; advice: scheduler=auto would make pp=2 dp_shard=2 "
         "zero_stage=1 of it: rank 3 is slow; 20% shorter steps are expected"
     )
-    failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout stays as it was: no memory")
+    failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout is unchanged: no memory")
     shown = "the layout is dp_shard=4 zero_stage=3 and could not become pp=2 dp_shard=2 zero_stage=1"
-    assert describe_event(failed) == f"step 30: {shown}: the layout stays as it was: no memory"
+    assert describe_event(failed) == f"step 30: {shown}: the layout is unchanged: no memory"
 
 
 def test_moved_layers_say_how_they_were_cut() -> None:

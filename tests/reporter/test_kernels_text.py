@@ -64,5 +64,5 @@ def test_names_and_figures_are_whole_in_80_columns() -> None:
 def test_the_choice_with_its_figures() -> None:
     chosen = KernelSpec(rope="compiled", swiglu="frugal")
     assert describe_choice(chosen, TABLE) == "swiglu frugal, rope compiled (0.66 of the default's time)"
-    assert describe_choice(KernelSpec(), TABLE) == "torch's defaults, which nothing beat"
+    assert describe_choice(KernelSpec(), TABLE) == "torch's defaults, because nothing was faster"
     assert describe_choice(KernelSpec(), None) == "torch's defaults"

@@ -108,7 +108,7 @@ def test_verdicts_have_their_evidence_and_advice_on_both_pages(report: Report) -
     assert "Loss" not in render_verdicts_page(report).partition("<body>")[2]
     many = replace(report, verdicts=(SLOW,) * (MOST_VERDICTS + 2))
     assert "2 lighter ones are left out" in render_verdicts_page(many)
-    assert "Too few steps were made" in render_verdicts_page(replace(report, verdicts=()))
+    assert "Too few steps for a diagnosis" in render_verdicts_page(replace(report, verdicts=()))
 
 
 def test_the_recipe_is_there_and_closed(report: Report) -> None:
@@ -161,7 +161,7 @@ def test_a_page_of_a_long_run_is_small_and_keeps_what_shows(report: Report) -> N
     top = min(points, key=lambda point: point[1])
     assert top[0] == pytest.approx(64 + 672 * SPIKE / STEPS, abs=0.1)
     assert top[1] == pytest.approx(34 + 242 / 22, abs=0.1), "a twentieth of what is drawn lies above it"
-    assert "Of 200,000 steps the lowest and the highest" in page
+    assert "Of 200,000 steps, the lowest and the highest" in page
 
 
 def test_losses_that_were_not_finite_are_told(report: Report) -> None:

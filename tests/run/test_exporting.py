@@ -79,7 +79,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_heldout_loss(make: Make) -> N
         journal.write(EvalEvent(step=step, heldout_loss=loss, heldout_bits_per_byte=None))
     journal.close()
     assert find_checkpoint(run, None, best=True) == 4, "step 8 has no checkpoint, and step 4 was made again"
-    with pytest.raises(RecipeError, match="--best and --step each name a checkpoint"):
+    with pytest.raises(RecipeError, match="--best and --step each select a checkpoint"):
         find_checkpoint(run, 4, best=True)
 
 
@@ -136,7 +136,7 @@ def test_the_datas_own_tokenizer_goes_with_the_weights(
 def test_adapters_go_alone_and_whole_weights_have_none(
     make: Make, requests: list[ExportRequest], tmp_path: Path
 ) -> None:
-    with pytest.raises(RecipeError, match="trained whole weights, and no adapters"):
+    with pytest.raises(RecipeError, match="trained full weights, not adapters"):
         write_adapters(Export(make(), 4), tmp_path / "out")
     run = make(lora=LoraSpec(rank=4), init=InitSpec(f"hf:{tmp_path / 'base'}"))
     assert write_adapters(Export(run, 4), tmp_path / "out") == "LoRA adapters"

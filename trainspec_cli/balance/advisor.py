@@ -227,10 +227,12 @@ class LayoutAdvisor:
         if self._lost is not None:
             expected_s = self._lost.before_s
             was_s = format_duration(self._lost.before_s)
-            reason = f"as {layout.describe()} a step takes {format_duration(step_s)}, and it took {was_s} before"
+            reason = (
+                f"a step takes {format_duration(step_s)} in {layout.describe()}; before that change it took {was_s}"
+            )
         elif self._is_usual and self._home_s < math.inf:
             expected_s = self._home_s
-            reason = f"all ranks compute as usual again, and the run was planned as {home}"
+            reason = f"all ranks have their usual speed again; the planned layout is {home}"
         else:
             return
         self._timing.want(_home(self._home, step_s, expected_s, reason) if expected_s < step_s else None)

@@ -202,7 +202,7 @@ def _check_leaves(
 ) -> Iterator[Problem]:
     if disturbance.leaves and replica_groups == 1:
         message = "a node can leave only if replica groups continue without it, and this run has no replica groups"
-        hint = "set resilience=elastic on the command line, or leave `leaves` out"
+        hint = "set resilience=elastic on the command line, or omit `leaves`"
         yield Problem("unsupported", message, f"{path}.leaves", hint)
         return
     for number, leave in enumerate(disturbance.leaves):

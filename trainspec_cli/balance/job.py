@@ -107,7 +107,7 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
         shares_change="shares" in spec.scheduler.may_change,
-        # Replica groups wait for one another's figures in each step, so that they are recorded before the next one.
+        # Replica groups wait for one another's results in each step, so a step is recorded before the next one starts.
         late_steps=int(spec.cluster.device != "cpu" and replica_groups == 1),
     )
 

@@ -110,7 +110,7 @@ class OtherLayouts:
         home = self.in_layout(self._home, usual)
         if home is None or home.step_s >= before.step_s:
             return None
-        reason = f"all ranks are equally fast again, and the run was planned as {self._home.layout.describe()}"
+        reason = f"all ranks are equally fast again; the planned layout is {self._home.layout.describe()}"
         return self._proposal(before, home, home.step_s, reason)
 
     def _proposal(self, before: PacedStep, found: PacedStep, expected_s: float, reason: str) -> LayoutProposal:

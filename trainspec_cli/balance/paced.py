@@ -202,7 +202,7 @@ def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
     if layout.stage_layers and layout.num_stages == layout.pp:
         rank = odd // (layout.world_size // layout.pp)
         effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
-    why = "; ".join(effects) or "less of a step waits for it"
+    why = "; ".join(effects) or "it delays a smaller part of a step"
     return f"{' and '.join(text for _, text in odds)}; as {layout.describe()}, {why}"
 
 

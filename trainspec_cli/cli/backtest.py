@@ -25,7 +25,9 @@ def backtest(
     as_json: AsJson = False,
     fit: Annotated[Path | None, typer.Option(help="Write efficiencies fitted to the rows to this YAML file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies of this YAML file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw predicted against measured to this SVG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot predicted against measured step times to this SVG file.")
+    ] = None,
 ) -> None:
     """Predict every row with exactly the layout that it states, and print the error by source, model and chip."""
     if profile is None:
@@ -50,7 +52,7 @@ def backtest(
     if fit is not None:
         lines = [f"  {name}: {value:.4e}" for name, value in fit_table(result, eff).as_dict().items()]
         head = (
-            "# Efficiencies fitted to measured runs; put them under `cluster:`, or give them to `backtest --profile`."
+            "# Efficiencies fitted to measured runs; put them under `cluster:`, or pass them to `backtest --profile`."
         )
         fit.write_text("\n".join([head, "efficiency:", *lines, ""]), encoding="utf-8")
     if plot is not None:

@@ -25,12 +25,12 @@ Sources = Annotated[
 ]
 Cluster = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Cluster of a table, as in `cluster.name`.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", help="Write the profile here, and not to the cache.")
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the profile to this file instead of the cache.")
 ]
 Show = Annotated[bool, typer.Option("--show", help="Print the stored profiles.")]
 Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or that of --cluster.")]
 Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Layouts of a recipe to run.")]
-Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Steps of each of them.")]
+Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps of each layout.")]
 
 
 def calibrate(

@@ -66,7 +66,7 @@ def prepare(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to make.")] = None,
     path: Annotated[str | None, typer.Option(help="File, folder or quoted glob.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Entries of the tokenizer to train.")] = 4096,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead.")] = None,
     end_of_document: Annotated[str | None, typer.Option(help="Its token that ends a document.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of each JSON line, or column of a table, to read.")] = "text",
@@ -90,7 +90,7 @@ def prepare(
         _tell_ready(source, READY[source], as_json)
         return
     if source is None or output is None:
-        raise typer.BadParameter("give --source and --output, or a recipe", param_hint="--source")
+        raise typer.BadParameter("specify --source and --output, or a recipe", param_hint="--source")
     data = DataSpec(
         seq_len=1,  # the shards do not depend on it
         source=source,
@@ -141,7 +141,7 @@ def _tell_ready(source: str, why: str, as_json: bool) -> None:
 
 @app.command()
 def info(
-    folder: Annotated[Path, typer.Argument(help="A folder made by `data prepare`.")],
+    folder: Annotated[Path, typer.Argument(help="A folder written by `data prepare`.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare its digest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:

@@ -69,7 +69,7 @@ def _text(found: KeyMeaning, *, several: bool) -> str:
         "meaning": " ".join(found.doc.split()),
         "unit": found.unit,
         "value": found.value,
-        "default": "none: it must be given" if found.default is None else found.default,
+        "default": "none: a value is required" if found.default is None else found.default,
         "keys": ", ".join(found.below),
     }
     title = f"{found.key} ({found.of})" if several else found.key

@@ -38,9 +38,9 @@ def export(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; the run trains in fp32.")
     ] = "fp32",
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest if not given.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the newest.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
-    max_file_gb: Annotated[float, typer.Option(help="Larger models are cut into files of this size.")] = 5.0,
+    max_file_gb: Annotated[float, typer.Option(help="Larger models are split into files of this size.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's weights, config, tokenizer and generation config; transformers loads them without trainspec."""

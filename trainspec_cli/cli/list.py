@@ -98,7 +98,7 @@ FIGURES: dict[str, Callable[[], dict[str, Row]]] = {
 
 def list(
     group: Annotated[
-        str | None, typer.Argument(metavar="GROUP", help="List only this group, with figures.", show_default=False)
+        str | None, typer.Argument(metavar="GROUP", help="List only this group, with key values.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

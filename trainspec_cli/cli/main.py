@@ -44,7 +44,7 @@ _TRUNK = {
     "launch": Command("train", "train a recipe on this machine", takes_keys=True),
     "sbatch": Command(
         "train",
-        "train a recipe, or run a training command of your own, as a Slurm job",
+        "train a recipe, or run your own training command, as a Slurm job",
         takes_keys=True,
         takes_command=True,
     ),
@@ -58,13 +58,15 @@ _TRUNK = {
     "watch": Command("look at runs", "show a running run, from another terminal", takes_run=True),
     "logs": Command("look at runs", "print the output of a run, and follow it (-f)", takes_run=True),
     "report": Command("look at runs", "show how a run went, and where its time was spent", takes_run=True),
-    "diagnose": Command("look at runs", "name what slows a run: cause, place, cost, proof and remedy", takes_run=True),
+    "diagnose": Command(
+        "look at runs", "find what slows a run: cause, place, cost, evidence and remedy", takes_run=True
+    ),
     "list": Command("recipes", "list recipes and the options of every group: models, clusters, optimizers, ..."),
     "show": Command("recipes", "print a composed recipe, or what differs from another", takes_keys=True),
-    "validate": Command("recipes", "find all problems of a recipe at once", takes_keys=True),
+    "validate": Command("recipes", "find all problems in a recipe", takes_keys=True),
     "explain": Command("recipes", "explain a key of a recipe: its meaning and allowed values"),
-    "schema": Command("recipes", "print the JSON Schema with which editors check and complete recipes"),
-    "migrate": Command("recipes", "bring files of earlier versions of the training spec to the current one"),
+    "schema": Command("recipes", "print the JSON Schema that editors use to check and complete recipes"),
+    "migrate": Command("recipes", "convert files from earlier versions of the training spec"),
     "data": Command("recipes", "prepare text for training, and inspect it"),
     "completion": Command("recipes", "print the script for shell completion: bash, zsh or fish"),
     "kernels": Command("clusters", "measure which kernels are fastest here, for a recipe", takes_keys=True),
@@ -278,7 +280,7 @@ def _usage_problem(name: str, error: Any) -> Problem:
     option = getattr(error, "option_name", "").lstrip("-")
     # Users of argparse programs pass --optim.lr=3e-4.
     if option == "recipe" or "." in option:
-        hint = f"values are given without dashes: {option}=<value>"
+        hint = f"values are set without dashes: {option}=<value>"
     elif type(error).__name__ == "NoSuchOption":
         meant = _meant_option(error.ctx, option)
         if COMMANDS[name].takes_command:

@@ -77,7 +77,7 @@ MaxRestarts = Annotated[
 ]
 Grace = Annotated[
     float,
-    typer.Option("--grace-s", metavar="S", min=0, help="Time to save and end after a request to stop."),
+    typer.Option("--grace-s", metavar="S", min=0, help="Time to save and exit after a request to stop."),
 ]
 HangAfter = Annotated[
     float | None,
@@ -85,7 +85,7 @@ HangAfter = Annotated[
         "--hang-s",
         metavar="S",
         min=0,
-        help="Seconds without a step or a sign of work that count as a hang; 0: never.",
+        help="Seconds without a step or other activity that count as a hang; 0: never.",
         show_default=f"{HANG_S:g}; {SILENT_S:g} until a step is counted",
     ),
 ]

@@ -25,7 +25,8 @@ Trace = Annotated[
 Verbose = Annotated[
     bool,
     typer.Option(
-        "--verbose", help="Also print memory and step time by part, communication, refusals and all assumptions."
+        "--verbose",
+        help="Also print memory and step time by part, communication, rejected layouts and all assumptions.",
     ),
 ]
 

@@ -87,7 +87,7 @@ def runs(
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
         print("there are no runs below ./runs, and none was launched from here")
-        print("`trainspec launch recipe=quickstart` makes one")
+        print("`trainspec launch recipe=quickstart` creates one")
 
 
 def _show_limits(*, clear: bool, as_json: bool) -> None:
@@ -203,7 +203,7 @@ def prune(
         raise RecipeError(Problem("usage", message, "--status", hint))
     if not 0 <= older_than < math.inf:
         raise RecipeError(
-            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "give a number of days, 0 or more")
+            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "specify a number of days, 0 or more")
         )
     _remove(list(removal.plan_pruning(statuses, older_than * DAY_S, checkpoints=checkpoints)), yes=yes, as_json=as_json)
 

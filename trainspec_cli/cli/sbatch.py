@@ -48,11 +48,12 @@ Arguments = Annotated[
     ),
 ]
 Submit = Annotated[bool, typer.Option("--submit", help="Submit the script, and print the job's number.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the script; make nothing and submit nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the script without creating or submitting anything.")]
 AllowSetup = Annotated[
     bool,
     typer.Option(
-        "--allow-setup", help="Submit shell lines of a recipe's file that another user owns or everyone may write."
+        "--allow-setup",
+        help="Submit shell lines from a recipe file that another user owns or that everyone can write to.",
     ),
 ]
 OF_RECIPE, OF_COMMAND = (
@@ -161,7 +162,7 @@ def sbatch(
     # These go to stderr, because stdout with the script or the job number may be piped.
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
     if dry_run:
-        lines = ["nothing was made; replace --dry-run by --submit to submit the job"]
+        lines = ["nothing was created; replace --dry-run with --submit to submit the job"]
     lines += [f"warning     {warning}" for warning in made.warnings]
     print("\n".join(lines), file=sys.stderr)
 

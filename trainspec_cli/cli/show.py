@@ -77,7 +77,7 @@ def _compose_other(other: str) -> JsonObject:
         except UnreadableFileError as error:
             raise RecipeError(error.problems) from error
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-            raise RecipeError(f"{file} holds no composed recipe", code="bad_yaml")
+            raise RecipeError(f"{file} does not contain a composed recipe", code="bad_yaml")
         return values
     examined = examine([f"recipe={other}"])
     require(without_uncounted(examined.problems))

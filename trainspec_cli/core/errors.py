@@ -106,7 +106,7 @@ EXIT_CODES = {
     MachineError.exit_code: "the environment lacks something",
     WorkerError.exit_code: "a worker failed",
     Stopped.exit_code: "stopped on request with a checkpoint written",
-    Interrupted.exit_code: "interrupted before there was a checkpoint",
+    Interrupted.exit_code: "interrupted before the first checkpoint",
 }
 
 

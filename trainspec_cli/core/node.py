@@ -48,7 +48,7 @@ def _cpu_line(key: str, cpuinfo: Path) -> str:
 # of runs.
 
 
-CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured figures: {CACHE}=FOLDER"
+CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured results: {CACHE}=FOLDER"
 
 
 def cache_dir() -> Path:

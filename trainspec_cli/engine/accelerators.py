@@ -28,7 +28,7 @@ class DeviceKind:
     collectives: str
     """The backend of process groups for tensors on such devices."""
     is_numbered: bool = True
-    """False if a machine has only one device, to which torch assigns no number."""
+    """False if a machine has only one device, without a number in torch."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True

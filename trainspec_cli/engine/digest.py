@@ -30,7 +30,7 @@ def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
 
 def _read_digests(received: Mapping[str, str]) -> dict[str, str]:
     if not all(re.fullmatch("[0-9a-f]{64}", digest) for digest in received.values()):
-        raise ValueError("a parameter's digest is no SHA-256")
+        raise ValueError("a parameter's digest is not a SHA-256")
     return dict(received)
 
 

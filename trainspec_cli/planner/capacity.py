@@ -402,16 +402,16 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     if chip.vendor == "cpu":
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:
-        yield f"{chip.name}: no measured matmul rate; a usual part of the peak is taken, by its board power"
+        yield f"{chip.name}: no measured matmul rate; a fraction of the peak is assumed, based on its board power"
     network = spec.cluster.fabric.tiers[1:]
     is_stated = spec.cluster.nic_gbit_per_s or (network and all(tier.gbit_per_s for tier in network))
     if fabric.num_devices > fabric.scaleup_devices and not is_stated:
-        yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s per device, as is usual"
+        yield f"the cluster specifies no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s per device is assumed"
     if main_size(spec) != spec.batching.global_batch_size:
         yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
     if not spec.framework.counted:
         version = f" ({spec.framework.version})" * bool(spec.framework.version)
-        yield f"the step and its memory are those of {spec.framework.name}{version}, by its published facts"
+        yield f"the step and its memory are those of {spec.framework.name}{version}, from its published description"
     if not spec.compile and not spec.framework.fused_kernels:
         yield "kernels are launched one by one (compile: false)"
 
@@ -442,7 +442,7 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
 
 PREDICTED_SIZES = 6
-"""Number of sizes of a changing batch for which predictions are made; the others are interpolated."""
+"""Number of sizes of a changing batch that are predicted; the others are interpolated."""
 
 
 def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
@@ -550,8 +550,8 @@ def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple
         plan = plan_capacity(fewer, machine)
         if _tokens_per_s(plan) > _tokens_per_s(best[1]):
             note = (
-                f"a batch of {samples:,} divides evenly over no layout of all "
-                f"{cluster.num_nodes:,} nodes: {nodes:,} work, {left:,} stand by as spares"
+                f"no layout divides a batch of {samples:,} evenly over all "
+                f"{cluster.num_nodes:,} nodes: {nodes:,} are used, {left:,} are spares"
             )
             best = fewer, replace(plan, assumptions=(note, *plan.assumptions))
     return best

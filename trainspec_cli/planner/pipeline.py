@@ -88,7 +88,7 @@ class CutProblem:
         if len(times.layers_s) < layout.num_stages:
             raise ValueError(f"{len(times.layers_s)} layers do not fill {layout.num_stages} pipeline stages")
         if speeds and (len(speeds) != layout.pp or min(speeds) <= 0):
-            raise ValueError(f"{layout.pp} pipeline ranks need as many speeds above 0, not {list(speeds)}")
+            raise ValueError(f"{layout.pp} pipeline ranks need the same number of speeds above 0, not {list(speeds)}")
         rank_of_stage = tuple(layout.rank_of_stage(stage) for stage in range(layout.num_stages))
         beside = [0.0] * layout.pp
         beside[rank_of_stage[0]] += times.embedding_s
@@ -114,7 +114,7 @@ class CutProblem:
         return inf if self.missing_bytes(borders) else max(self.loads(borders))
 
     def missing_bytes(self, borders: Sequence[int]) -> float:
-        """Return the total number of bytes by which the ranks exceed their memory."""
+        """Return the total number of bytes that the ranks need beyond their memory."""
         if not self.ranks[0].bytes_before:
             return 0.0
         left = [rank.room_bytes for rank in self.ranks]
@@ -554,7 +554,7 @@ def input_of(layout: Layout, action: Action) -> Action | None:
     if kind == "forward":
         return Action(kind, stage - 1, micro_batch) if stage > 0 else None
     if kind == "backward_weight" or stage + 1 == layout.num_stages:
-        return None  # its rank has made the pass before it
+        return None  # its rank has run the pass before it
     return Action(kind, stage + 1, micro_batch)
 
 

@@ -92,7 +92,7 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """The NIC to which a port or transceiver belongs; its T0 switch follows from it."""
+    """The NIC of a port or transceiver; its T0 switch follows from it."""
     t0: int = 0
     """The T0 switch itself, or the T0 switch of a link."""
 

@@ -62,9 +62,9 @@ def look_ahead(plan: Plan, machine: Machine, probe: MachineProbe | None) -> Outl
         name = machine.gpu_names[0] if machine.gpu_names else "the device of this run"
         return Outlook(f"the catalogue has no accelerator like {name}: {ALONE}")
     if not is_predictable(whole):
-        return Outlook(f"the planner predicts no such run on a CPU: {ALONE}")
+        return Outlook(f"the planner cannot predict such a run on a CPU: {ALONE}")
     if probe is None:
-        return Outlook(f"no probe of the machine on which this ran is in the cache here: {ALONE}")
+        return Outlook(f"the cache here has no probe of the machine of this run: {ALONE}")
     return _on_cpu(whole, machine, probe, may_change=may_change)
 
 

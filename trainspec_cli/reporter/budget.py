@@ -34,7 +34,7 @@ LINES: Mapping[Way, str] = {
 }
 FOOTER = (
     "Budgeted by trainspec. Prices stay as they are and money has no interest; buying counts what the machines are "
-    "still worth at the end. Down time, checkpoints and work done again are in the runs' times."
+    "still worth at the end. The runs' times include down time, checkpoints and repeated work."
 )
 Rows = Sequence[Sequence[str]]
 
@@ -115,7 +115,7 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
     for each in budget.sensitivities:
         low, high = ([_money(usd[way]) for way in ways if way in usd] for usd in (each.low_usd, each.high_usd))
         rows.append((each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high))
-    yield "What matters", "in all, with one input at its bounds", rows
+    yield "What matters", "in total, with one input at its bounds", rows
 
 
 def _money(usd: float) -> str:
@@ -124,7 +124,11 @@ def _money(usd: float) -> str:
 
 def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
     totals = [
-        (NAMES[way], format_money(budget.usd[way]), "in all, less what is left" if way == "owned" else "in all")
+        (
+            NAMES[way],
+            format_money(budget.usd[way]),
+            "in total, minus the remaining value" if way == "owned" else "in all",
+        )
         for way in WAYS
         if way in budget.usd
     ]

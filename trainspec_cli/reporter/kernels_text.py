@@ -61,5 +61,5 @@ def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:
         # A kernel named in the recipe was not necessarily measured.
         ratio = "" if figure is None or figure.ratio is None else f" ({figure.ratio:.2f} of the default's time)"
         chosen.append(f"{op} {backend}{ratio}")
-    measured = "torch's defaults, which nothing beat" if table is not None else "torch's defaults"
+    measured = "torch's defaults, because nothing was faster" if table is not None else "torch's defaults"
     return ", ".join(chosen) or measured

@@ -80,7 +80,7 @@ def _beside(report: Report) -> str:
     if report.skipped_steps:
         said.append(f"Updates skipped because they were not finite: {len(report.skipped_steps):,}.")
     if len(report.loss) > 2 * LOSS_STRETCHES:
-        said.append(f"Of {len(report.loss):,} steps the lowest and the highest of each stretch are drawn.")
+        said.append(f"Of {len(report.loss):,} steps, the lowest and the highest of each interval are drawn.")
     return " ".join(said)
 
 

@@ -23,9 +23,9 @@ from trainspec_cli.reporter.page.parts import (
 from trainspec_cli.reporter.text import status_line, title_of
 from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
-NO_VERDICTS = "too few steps were made to say anything"
+NO_VERDICTS = "too few steps for a diagnosis"
 NO_VERDICTS_WITHOUT_PLAN = (
-    "no hang and no leak of memory was seen, and no steps that became twice as slow; a command's steps show no more"
+    "no hang, no memory leak and no steps that became twice as slow were detected; a command's steps show no more"
 )
 
 

@@ -79,7 +79,7 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
     """Return `step`, or the newest step if it is None. With `best`, return the step with the lowest held-out loss.
     Raises RecipeError if the run has no such complete checkpoint."""
     if best and step is not None:
-        raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "omit one of them"))
+        raise RecipeError(Problem("usage", "--best and --step each select a checkpoint", "--best", "omit one of them"))
     steps = run.checkpoint_steps()
     if not steps:
         raise RecipeError(Problem("no_checkpoint", f"{run.root} has no complete checkpoint", hint="train it first"))
@@ -167,7 +167,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
     to `output`/base. Raises RecipeError if the run did not train adapters."""
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
-        message = f"{wanted.run.root} trained whole weights, and no adapters"
+        message = f"{wanted.run.root} trained full weights, not adapters"
         raise RecipeError(Problem("unsupported", message, "--format", "pass --format hf"))
     output = output.expanduser().resolve()
     config = _config(plan, wanted)

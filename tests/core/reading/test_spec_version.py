@@ -29,7 +29,7 @@ def test_every_version_that_there_has_been_is_read(version: str) -> None:
 def test_a_newer_version_is_told_by_name(version: str) -> None:
     fault = find_fault(version)
     assert fault is not None and fault.code == NEWER_VERSION
-    assert f"was made by a newer trainspec: it has version {version}" in fault.why
+    assert f"was written by a newer trainspec: it has version {version}" in fault.why
     assert fault.why.endswith("this one reads 0.1 and 1.0") and "pip install --upgrade trainspec" in fault.hint
 
 
@@ -73,5 +73,5 @@ def test_yaml_is_read_without_its_version(tmp_path: Path) -> None:
     file.write_text('spec_version: "1.0"\na: 1\n')
     assert read_versioned_yaml(file) == {"a": 1}
     file.write_text('spec_version: "9.0"\na: 1\n')
-    with pytest.raises(MachineError, match="was made by a newer trainspec"):
+    with pytest.raises(MachineError, match="was written by a newer trainspec"):
         read_versioned_yaml(file)

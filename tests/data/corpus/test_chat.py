@@ -93,7 +93,7 @@ def test_what_is_too_long_loses_its_end(prepared):
     assert (Packed(folder, "train", longest).cut, Packed(folder, "train", longest - 1).cut) == (0, 1)
     data = DataSpec(64, "chat")
     (note,) = Collection.open(folder.path).check(data, 400)
-    assert note == "1 conversations are longer than data.seq_len=64 and lose their ends"
+    assert note == "1 conversations are longer than data.seq_len=64 and are truncated"
     assert max(short.counted(index) for index in range(len(short))) <= 64
 
 

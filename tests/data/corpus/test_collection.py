@@ -124,7 +124,7 @@ def test_validation_by_conversations_takes_the_template_next_to_the_tokenizer(fi
 def test_parts_of_different_tokenizers_are_refused(files, tokenizer):
     own = prepare(DataSpec(8, "jsonl", str(files / "text.jsonl"), tokenizer=TokenizerSpec(280)))
     parts = {"own": PartSpec("tokens", str(own)), "lines": PartSpec("jsonl", str(files / "text.jsonl"))}
-    with pytest.raises(RecipeError, match="were made with different tokenizers"):
+    with pytest.raises(RecipeError, match="were prepared with different tokenizers"):
         prepare(DataSpec(8, "mixture", mixture=parts, tokenizer=tokenizer))
 
 

@@ -195,7 +195,7 @@ def leave_a_link(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip_a_bit, "was altered: its sha256 is not the manifest's"),
+        (flip_a_bit, "was altered: its sha256 does not match the manifest"),
         (lambda path: path.write_bytes(path.read_bytes()[:-10]), "bytes, the manifest says"),
         (lambda path: path.unlink(), "is missing"),
         (leave_a_link, "is a link"),
@@ -518,7 +518,9 @@ def test_a_part_in_a_file_without_a_digest_is_refused(tmp_path):
 def test_a_tensor_that_the_checkpoint_lacks_is_named(tmp_path):
     save(RunDir(tmp_path), trained(), 3)
     whole = read_manifest(RunDir(tmp_path).checkpoint(3))
-    with pytest.raises(MachineError, match=r"it holds no model\.other: it is of another model or optimizer"):
+    with pytest.raises(
+        MachineError, match=r"it does not contain model\.other: it belongs to a different model or optimizer"
+    ):
         fill_parts(tmp_path, whole, [TensorPart.whole("model.other", torch.zeros(2))])
 
 
@@ -673,7 +675,7 @@ def test_weights_alone_leave_the_optimizer_as_it_is_and_new_adapters_too(tmp_pat
     whole = read_weights(RunDir(tmp_path).checkpoint(3), {"0.weight": (7, 5)})
     assert whole.keys() == {"0.weight"} and torch.equal(whole["0.weight"], saved.modules[0][0].weight)
     other = Share("0.gate", torch.nn.Parameter(torch.zeros(2, 2)))
-    with pytest.raises(MachineError, match=r"it holds no model\.0\.gate"):
+    with pytest.raises(MachineError, match=r"it does not contain model\.0\.gate"):
         load_weights(RunDir(tmp_path).checkpoint(3), Held([*held.shares, other], held.modules, held.optimizer))
 
 

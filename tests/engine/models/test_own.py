@@ -94,7 +94,7 @@ def test_another_number_of_parameters_is_refused_with_the_right_one(asked: int) 
         ("self.half()", "parameter `mix.weight` is torch.float16"),
         ("self.twin = self.mix.weight", "parameters include one under two names"),
         ("self.mask = torch.ones(3)", "attribute `mask` is a tensor that is neither parameter nor buffer"),
-        ("raise ValueError('no')", "raised ValueError: no when the block of layer 0 was made"),
+        ("raise ValueError('no')", "raised ValueError: no when the block of layer 0 was created"),
     ],
 )
 def test_blocks_that_cannot_be_sharded_or_moved_are_refused(

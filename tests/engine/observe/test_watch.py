@@ -267,7 +267,7 @@ def test_the_first_rank_that_reports_ends_the_run_with_everyones_stack(clock, tm
     told = read_error(RunDir(tmp_path).error(1), WorkerErrorRecord)
     assert (told.rank, told.step, told.code, told.exit_code, told.type) == (1, 6, "hang", 5, "Hang")
     assert told.hint == "raise resilience.hang_floor_s if a step may take longer than that"
-    assert told.message.startswith("step 6 hung: 3.0 s, and 2.0 s are allowed; rank 0, 3 is late: it gives no sign")
+    assert told.message.startswith("step 6 hung: 3.0 s, and 2.0 s are allowed; rank 0, 3 is late: it does not respond")
     assert told.message.endswith("; the others wait in gloo:x")
     assert told.traceback == (
         "rank 0 reported nothing\nrank 3 reported nothing\n"

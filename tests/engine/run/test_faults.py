@@ -113,7 +113,7 @@ def test_a_throttled_pass_waits_by_its_samples_and_layers(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        ("exception", InjectedFault, "a fault that the recipe asked for"),
+        ("exception", InjectedFault, "a fault injected by the recipe"),
         ("oom", torch.OutOfMemoryError, "no memory is left"),
     ],
 )

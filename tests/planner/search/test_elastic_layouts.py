@@ -92,7 +92,7 @@ def test_every_layout_of_four_devices_and_no_other() -> None:
         ({"layout": LayoutSpec(cp=4), "data": DataSpec(seq_len=1022, source="tokens")},
          "the sequence does not divide by cp"),
         ({"layout": LayoutSpec(pp=3)}, "the axes' product is not the number of devices"),
-        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would go without samples"),
+        ({"batching": BatchingSpec(3), "layout": LayoutSpec(tp=AUTO)}, "a data-parallel rank would get no samples"),
         ({"layout": LayoutSpec(pp=16)}, "more pipeline stages than layers"),
     ],
     ids=str,
@@ -149,7 +149,10 @@ def test_fewer_samples_than_micro_batches_of_a_turn_are_interleaved_only_where_i
     wanted = LayoutSpec(pp=4, pipeline_schedule=AUTO, virtual_stages=AUTO)
     layouts, space = found_in(4, layout=wanted, batching=BatchingSpec(3))
     assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b"}
-    few = "fewer samples per rank than micro-batches of a turn", "a zero-bubble schedule needs a micro-batch a stage"
+    few = (
+        "fewer samples per rank than micro-batches of a turn",
+        "a zero-bubble schedule needs one micro-batch per stage",
+    )
     assert set(space.refused) == set(few)
     wanted = replace(wanted, pipeline_schedule="interleaved")
     layouts, _ = found_in(4, layout=wanted, batching=BatchingSpec(3))

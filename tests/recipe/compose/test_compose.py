@@ -451,7 +451,7 @@ def test_a_command_line_has_no_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "code", "message"),
     [
-        ('"1.2"', "newer_version", "recipes/old.yaml was made by a newer trainspec: it has version 1.2"),
+        ('"1.2"', "newer_version", "recipes/old.yaml was written by a newer trainspec: it has version 1.2"),
         ('"0.3"', "unknown_version", "recipes/old.yaml has an unknown `spec_version`, '0.3' (known: 0.1 and 1.0)"),
         ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; expected text"),
     ],

@@ -32,7 +32,7 @@ def longer(seconds: float) -> dict[str, float]:
     ("counters", "cause", "why"),
     [
         ({"cpu_s": 0.1}, "slow_device", "more processor time"),
-        ({}, "slow_device", "the system counts no reason"),
+        ({}, "slow_device", "no counter of the system shows a reason"),
         ({"throttled_s": 0.1, "queued_s": 0.1}, "slow_device", "a quota"),
         ({"queued_s": 0.1}, "stolen_cores", "other processes"),
         ({"starved_s": 0.1}, "host_bound", "to queue work"),

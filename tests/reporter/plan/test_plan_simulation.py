@@ -62,9 +62,9 @@ def test_each_pace_is_against_the_undisturbed_one(simulation: Simulation) -> Non
 @pytest.mark.parametrize(
     ("won", "of_real", "said"),
     [
-        (0.94, 0.75, "94% of what whole samples allow is won back (75% of what the speeds allow)"),
-        (None, 0.5, "whole samples allow nothing to win back; a larger batch has finer shares"),
-        (None, None, "other shares would win nothing back: 0 of 0"),
+        (0.94, 0.75, "94% of what whole samples allow is recovered (75% of what the speeds allow)"),
+        (None, 0.5, "whole samples allow nothing to be recovered; a larger batch has finer shares"),
+        (None, None, "other shares would recover nothing: 0 of 0"),
     ],
 )
 def test_what_is_won_back(simulation: Simulation, won: float | None, of_real: float | None, said: str) -> None:
@@ -104,12 +104,12 @@ def test_all_of_it_is_shown_with_the_plan(simulation: Simulation, plan: PlanRepo
         "device 3 computes 2 times as long",
         "samples/s of undisturbed time",
         "scheduler on 20 80.0% 15.0 s",
-        "94% of what whole samples allow is won back (75% of what the speeds allow)",
+        "94% of what whole samples allow is recovered (75% of what the speeds allow)",
         "step decision reason computing in a step",
         "1,200 other shares rank 3 is slow 8.0 s -> 5.0 s, was 6.0 s",
     ):
         assert line in lines
-    assert "scheduler on" in shown.partition("is won back")[2], "its speed by step is drawn"
+    assert "scheduler on" in shown.partition("is recovered")[2], "its speed by step is drawn"
     assert lines[-1] != "none"
     assert "none" in as_text(render_simulation(replace(simulation, decisions=()), 100)).splitlines()[-1]
 

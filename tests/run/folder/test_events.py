@@ -258,7 +258,7 @@ def test_events_of_a_newer_version_are_refused_with_their_line(tmp_path):
     write(path, RetryEvent(step=1))
     with path.open("a") as file:
         file.write('{"spec_version": "4.0", "type": "retry", "time": 1.0, "step": 2}\n')
-    with pytest.raises(UnreadableFileError, match=r"was made by a newer trainspec: it has version 4\.0") as caught:
+    with pytest.raises(UnreadableFileError, match=r"was written by a newer trainspec: it has version 4\.0") as caught:
         list(read_log(path))
     assert caught.value.problems[0].line == 2
     assert [event.step for event in read_sound(path)] == [1, 2], "how a run ended is written down all the same"

@@ -23,7 +23,7 @@ WAITS, WORKS = Whereabouts(True, {"world": 5}), Whereabouts(False, {"world": 4})
 @pytest.mark.parametrize(
     ("found", "late", "why"),
     [
-        ({0: WAITS, 2: WAITS}, [1], "no sign of life"),
+        ({0: WAITS, 2: WAITS}, [1], "does not respond"),
         ({0: WAITS, 1: WORKS, 2: WAITS}, [1], "in no collective"),
         ({0: WAITS, 1: Whereabouts(True, {"world": 4}), 2: WAITS}, [1], "fewer collectives"),
         ({0: WAITS, 1: WAITS, 2: WAITS}, [], "all ranks wait"),

@@ -97,7 +97,7 @@ def test_other_data_is_prepared_in_the_tokens_that_the_model_knows(
 def test_tokens_of_another_tokenizer_are_refused(run_on: RunDir, texts: tuple[Path, Path], console: RunConsole) -> None:
     others = load(["recipe=tiny", "data.source=jsonl", f"data.path={texts[1]}", "data.tokenizer.vocab_size=280"])
     folder = prepare_data(others, console)
-    with pytest.raises(RecipeError, match="were made with different tokenizers"):
+    with pytest.raises(RecipeError, match="were prepared with different tokenizers"):
         prepare_resume(run_on, ["data.source=tokens", f"data.path={folder}"], NodeOptions(), console)
 
 

@@ -179,7 +179,7 @@ def test_a_run_without_a_checkpoint_was_interrupted(run: Run, shown: StringIO) -
     run.dir.checkpoint(10).rmdir()
     run.ending = replace(run.ending, stop_requested=True)
     assert run() == 130
-    assert shown.getvalue() == "interrupted before there was a checkpoint\nrun folder  run\n"
+    assert shown.getvalue() == "interrupted before the first checkpoint\nrun folder  run\n"
 
 
 def fail(run: Run, **options: Any) -> TrainspecError:

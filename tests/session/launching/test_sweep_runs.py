@@ -51,7 +51,7 @@ def test_a_range_is_its_values(text: str, values: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["4..1", "0..1:1", "0..1.5", "0..1:x3", "0..1000000", "1..1"])
 def test_what_is_no_rising_range_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="is no rising range of 2 to 1000 values"):
+    with pytest.raises(RecipeError, match="is not a rising range of 2 to 1000 values"):
         read_sweep(f"a={text}")
 
 

@@ -71,7 +71,7 @@ def test_the_layout_in_force_counts(run_of):
         ),
     )  # fmt: skip
     assert before.is_known
-    assert "predicts no such run" in look(folder).basis
+    assert "cannot predict such a run" in look(folder).basis
 
 
 def test_a_plan_of_another_version_leaves_the_measured_parts(run_of):

@@ -127,7 +127,7 @@ def test_a_run_that_is_closed_is_the_machines_fault(
     with pytest.raises(MachineError) as caught:
         find_run("their run")
     (problem,) = caught.value.problems
-    assert problem.message == "their run/run.json is closed to this user"
+    assert problem.message == "their run/run.json is not accessible to this user"
     assert (problem.code, problem.hint) == ("closed_run", "have its owner open it: chmod -R g+rX 'their run'")
 
 

@@ -117,7 +117,7 @@ LATER = tuple(tuple(position + 8 * (step >= 5) for position in own) for step, ow
 def test_each_sample_is_taken_once(name: str, taken: Any) -> None:
     check, live = LEGAL[name]
     finding = judged(check, otherwise(sound(check.run.case, **live), taken=taken))
-    assert (finding.passed, finding.figures["samples"]) == (False, "not as they must be")
+    assert (finding.passed, finding.figures["samples"]) == (False, "not as required")
 
 
 @pytest.mark.parametrize("name", ["LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5"])
@@ -151,4 +151,4 @@ def test_equal_figures_count_only_if_the_disturbance_took_place(name: str, live:
     check, _ = LEGAL[name]
     finding = judged(check, sound(check.run.case, **live))
     assert not finding.passed
-    assert [key for key, value in finding.figures.items() if value == "not as they must be"] == [fact]
+    assert [key for key, value in finding.figures.items() if value == "not as required"] == [fact]

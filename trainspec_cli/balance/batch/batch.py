@@ -230,7 +230,7 @@ def measure_noise(samples: int, squares: Sequence[PartSquares]) -> NoiseMeasurem
     Raises ValueError for fewer than two parts, because noise shows only in the differences between parts.
     """
     if (fewest := min(of.parts for of in squares)) < 2:
-        raise ValueError(f"the noise of a gradient shows between parts, and {fewest} had samples")
+        raise ValueError(f"gradient noise is measured between parts, but only {fewest} had samples")
     trace = sum(samples * (of.weighted_square - of.square) / (of.parts - 1) for of in squares)
     return NoiseMeasurement(trace, sum(of.square for of in squares) - trace / samples)
 

@@ -496,7 +496,7 @@ class LayerScheduler:
         usual = median_low(paces)
         odd = max(range(len(paces)), key=lambda rank: max(paces[rank] / usual, usual / paces[rank]))
         if abs(paces[odd] / usual - 1) <= self._change:
-            return "the stages' measured times are not as even as their cut was planned"
+            return "the stages' measured times are less even than planned"
         return f"pipeline rank {odd} takes {paces[odd] / usual:.2g} times the usual time for its layers"
 
 

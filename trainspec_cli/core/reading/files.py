@@ -398,7 +398,7 @@ def find_fault(stated: object) -> VersionFault | None:
     shown = repr(stated)[:40]
     # A newer file needs a different remedy than a misspelled version: upgrading instead of editing.
     if is_newer(stated):
-        why = f"was made by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
+        why = f"was written by a newer trainspec: it has version {stated} of the training spec; this one reads {known}"
         return VersionFault(NEWER_VERSION, why, "upgrade: pip install --upgrade trainspec")
     if isinstance(stated, str):
         why = f"has an unknown `{VERSION_KEY}`, {shown} (known: {known})"

@@ -91,7 +91,7 @@ def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
         missing = [name for name in _SIGNS[first] if record.get(name) is None]
         raise FormatError(f"`{missing[0]}` is missing", allowed) from error
     if found != first and {found, first} != {"messages", "completions"}:
-        raise FormatError(f"a record of {found} among those of {first}", f"{allowed}; a file has one format")
+        raise FormatError(f"a {found} record among {first} records", f"{allowed}; a file has one format")
     return found
 
 

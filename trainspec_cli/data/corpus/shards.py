@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> ShardManifest:
         message = f"{folder.absolute()} {got}: not a token folder"
         source = source_of(folder)
         given = folder if folder.is_file() else "FILES"
-        hint = f"make one: trainspec data prepare --source {source} --path {given} --output FOLDER"
+        hint = f"create one: trainspec data prepare --source {source} --path {given} --output FOLDER"
         raise RecipeError(Problem("missing_file", message, "data.path", hint))
     try:
         fields = read_object(file)
@@ -134,10 +134,10 @@ def read_manifest(folder: Path) -> ShardManifest:
             if not all(0 <= count < 2**53 for count in counts):
                 raise ValueError(f"{name} has a count below 0, or larger than any disk")
             if sum(shard.tokens for shard in split.shards) != split.tokens:
-                raise ValueError(f"the shards of {name} do not hold its {split.tokens:,} tokens")
+                raise ValueError(f"the shards of {name} do not contain its {split.tokens:,} tokens")
             for shard in split.shards:
                 if "\0" in shard.file or len(shard.file) > 4096:
-                    raise ValueError(f"a shard of {name} has a name that no file can have")
+                    raise ValueError(f"a shard of {name} has an invalid file name")
         return manifest
     except (ValueError, KeyError) as error:
         raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
@@ -387,7 +387,7 @@ def publishing(folder: Path) -> Iterator[Path]:
         temporary.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(error.errno, "was made by another process", str(folder)) from error
+            raise FileExistsError(error.errno, "was created by another process", str(folder)) from error
         raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # already renamed on success

@@ -261,8 +261,8 @@ class Collection:
         silenced = sum(rows.silenced for rows in packed if isinstance(rows, Packed))
         if not cut:
             return []
-        note = f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,} and lose their ends"
-        return [f"{note}; {silenced:,} of them lose every reply and are left out" if silenced else note]
+        note = f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,} and are truncated"
+        return [f"{note}; {silenced:,} of them lose every reply and are omitted" if silenced else note]
 
     def order(self, data: DataSpec, seed: int) -> SampleOrder:
         """Return the stream of training samples. Raises RecipeError for a part without samples."""
@@ -305,6 +305,6 @@ def check_tokenizers(folders: list[Path]) -> None:
     """Raise RecipeError if token folders were created with different tokenizers."""
     digests = {TokenFolder.open(folder).manifest.any_tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
-        message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"
+        message = f"{' and '.join(map(str, digests.values()))} were prepared with different tokenizers"
         hint = "set data.tokenizer.path=FILE to use one for all; prepare token folders made with another one again"
         raise RecipeError(Problem("contradiction", message, "data.tokenizer.path", hint))

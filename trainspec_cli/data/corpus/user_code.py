@@ -228,7 +228,7 @@ class OwnTokenizer:
         (self._extension,) = TOKENIZER.named(data.tokenizer.code, data.tokenizer.options)
         self._error = error
         call = load(self._extension)
-        with user_code_errors(self._extension, "when the tokenizer was made", error):
+        with user_code_errors(self._extension, "when the tokenizer was created", error):
             self._inner: Any = call(**arguments(data.tokenizer.options))
         self.vocab_size = self._number("vocab_size", LARGEST_VOCABULARY)
         self.end_of_document = self._number("end_of_document", self.vocab_size - 1)

@@ -70,7 +70,7 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
         names = [SINGLE]
     else:
         message = f"{folder} has neither {SINGLE} nor {INDEX}"
-        raise RecipeError(Problem("missing_file", message, "init.from", "name a folder with safetensors files"))
+        raise RecipeError(Problem("missing_file", message, "init.from", "specify a folder with safetensors files"))
     entries: dict[str, StoredTensor] = {}
     for name in names:
         entries |= read_header(folder / name)
@@ -117,7 +117,7 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
     shape, (start, end) = described.shape, described.data_offsets
     if described.dtype not in DTYPE_BYTES:
         message = f"{file}: {name} is of type {described.dtype}; supported are {', '.join(DTYPE_BYTES)}"
-        raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
+        raise RecipeError(Problem("unsupported", message, "init.from", "use a checkpoint that is not quantised"))
     # The product of the dimensions is computed next, and an untrusted header could make it arbitrarily large.
     if len(shape) > MAX_DIMS or not all(0 <= number < MAX_EXTENT for number in (*shape, start, end)):
         raise ValueError(f"{name} has {list(shape)} as its shape, or offsets below 0")

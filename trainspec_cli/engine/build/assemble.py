@@ -214,7 +214,7 @@ def spread_stage(
 
 
 def layers_of(plan: Plan, stage: int) -> range | None:
-    """Return the layers of `stage`; None stands for all layers."""
+    """Return the layers of `stage`; None means all layers."""
     if plan.layout.num_stages == 1:
         return None
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]

@@ -56,7 +56,7 @@ class Allowance:
     def check(self, kind: Kind, samples: int) -> None:
         """Raise an allocation error in the backward pass of a micro-batch that is too large."""
         if self.samples is not None and samples > self.samples and kind.startswith("backward"):
-            raise torch.OutOfMemoryError(f"a fault that the recipe asked for: {samples} samples do not fit")
+            raise torch.OutOfMemoryError(f"a fault injected by the recipe: {samples} samples do not fit")
 
 
 @dataclass(frozen=True)

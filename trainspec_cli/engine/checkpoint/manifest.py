@@ -110,11 +110,13 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         stated = content.pop("sha256", None)
         schema = content.get("schema")
         if schema in OLDER:
-            raise ValueError(f"it is of an earlier version of trainspec ({schema}), whose format held pickled objects")
+            raise ValueError(
+                f"it was written by an earlier version of trainspec ({schema}), whose format contained pickled objects"
+            )
         if schema != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
         if stated != _digest(content):
-            raise ValueError("it was altered: its sha256 is not its content's")
+            raise ValueError("it was altered: its sha256 does not match its content")
         manifest = read_record(CheckpointManifest, content)
         check_content(manifest.files, manifest.tensors)
         digested = {file.name for file in manifest.files}
@@ -173,7 +175,7 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
         if found.bytes != expected.bytes:
             raise refused(folder, f"{path} has {found.bytes:,} bytes, the manifest says {expected.bytes:,}")
         if found.sha256 != expected.sha256:
-            raise refused(folder, f"{path} was altered: its sha256 is not the manifest's")
+            raise refused(folder, f"{path} was altered: its sha256 does not match the manifest")
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:

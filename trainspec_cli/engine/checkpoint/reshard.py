@@ -298,7 +298,7 @@ def _move_back(
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
         if error := _move(back, names, after, before, lambda: None):
-            raise RuntimeError(f"the state could not be moved back to the layout before: {error}")
+            raise RuntimeError(f"the state could not be moved back to the previous layout: {error}")
 
 
 # One bucket

@@ -79,7 +79,7 @@ class Saved:
     about: About
     bytes: int
     blocked_s: float
-    """Time for which training waited, in seconds."""
+    """Time that training waited, in seconds."""
     written_s: float
     """Time until the checkpoint was complete on disk, in seconds."""
     error: TrainspecError | None = None
@@ -284,9 +284,7 @@ def _enter_thread(device: torch.device) -> None:
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
 """Parameters that a run may add to a checkpoint without adapters."""
-OTHER_STATE = (
-    "the checkpoint is whole, so keep it: give the model, the adapters and the optimizer that it was written with"
-)
+OTHER_STATE = "the checkpoint is complete, so keep it: use the model, the adapters and the optimizer that wrote it"
 
 
 @dataclass(frozen=True)
@@ -406,7 +404,11 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
         for part in parts:
             entry = manifest.tensors.get(part.name)
             if entry is None:
-                raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer", OTHER_STATE)
+                raise refused(
+                    folder,
+                    f"it does not contain {part.name}: it belongs to a different model or optimizer",
+                    OTHER_STATE,
+                )
             dtype = CODES[part.tensor.dtype]
             if (entry.dtype, entry.shape) != (dtype, part.full_shape):
                 there = f"{entry.dtype} {list(entry.shape)}"

@@ -87,7 +87,7 @@ class CrossGroupComm:
         those of the peers are unknown. In this case, only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
-            self.staged_because = f"this torch has no backend of its own for {device.type}"
+            self.staged_because = f"this torch has no backend for {device.type}"
             return
         if size == 1:
             return

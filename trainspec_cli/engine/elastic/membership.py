@@ -30,7 +30,7 @@ from trainspec_cli.run.recovery.reliability import plan_healing
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0
-"""Time in seconds for which a quorum waits for groups that are alive but busy (writing, evaluating)."""
+"""Time in seconds that a quorum waits for groups that are alive but busy (writing, evaluating)."""
 
 
 @dataclass(frozen=True)

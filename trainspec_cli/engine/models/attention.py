@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Return (B, H, S, E). `scale` multiplies the scores; None stands for 1 / sqrt(E).
+    """Return (B, H, S, E). `scale` multiplies the scores; None means 1 / sqrt(E).
 
     Attention is causal if there is no mask (bool, broadcast to (B, H, S, T): True if a query attends to a key).
     """

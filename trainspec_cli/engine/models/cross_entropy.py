@@ -95,7 +95,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_TD, dweight_VD = ctx.saved_tensors
         scaled_VD = None
         if dweight_VD is not None:
-            # Rounded as it is written: a product in fp32 would be the largest tensor of a step with a large vocabulary.
+            # Round while writing, because a product in fp32 would be the largest tensor of a step with a large
+            # vocabulary.
             scaled_VD = torch.empty_like(dweight_VD, dtype=ctx.weight_dtype)
             torch.mul(dweight_VD, scale, out=scaled_VD)
         return None, dx_TD * scale.to(dx_TD.dtype), scaled_VD, None, None

@@ -230,7 +230,7 @@ class Router(nn.Module):
         return (frequency_BE * summed_BE).sum() * self.spec.balance_loss * self.loss_scale
 
     def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the highest weights of each expert per sequence. The other choices become `num_experts` with weight
+        """Keep the highest weights of each expert in a sequence. The other choices become `num_experts` with weight
         0."""
         experts = self.spec.num_experts
         factor = self.spec.capacity_factor or 0.0

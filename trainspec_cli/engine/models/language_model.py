@@ -24,8 +24,8 @@ INIT_STD = 0.02
 
 
 class PublishedModel(nn.Module):
-    """A model that publishes the modules to which techniques are applied, and the dims along which its parameters may
-    be split."""
+    """A model that publishes the modules that techniques apply to, and the dims that its parameters may be split
+    along."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     """The dim along which tensor parallelism splits each parameter. The first matching pattern applies."""

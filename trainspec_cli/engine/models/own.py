@@ -84,7 +84,7 @@ class BlockMaker:
 
     def make(self, layer: int) -> nn.Module:
         """Return the block of a layer, on torch's default device."""
-        with user_code_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
+        with user_code_errors(self.extension, f"when the block of layer {layer} was created", RecipeError):
             block = self._call(self.model.hidden_size, layer, **arguments(self.model.options))
         if not isinstance(block, nn.Module):
             what = f"returned {type(block).__name__}; expected a torch.nn.Module"
@@ -113,7 +113,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the parts of a block that cannot be sharded, saved or moved, with a remedy for each."""
     names = dict(block.named_parameters(remove_duplicate=False))
     if len(names) != len(list(block.parameters())):
-        yield "parameters include one under two names", "give each place its own parameter"
+        yield "parameters include one under two names", "use a separate parameter in each place"
     for name, parameter in names.items():
         if parameter.dtype != torch.float32:
             yield (
@@ -121,7 +121,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
                 "make it torch.float32: precision.compute sets the compute format",
             )
         elif not parameter.dim():
-            yield f"parameter `{name}` has no dimension, and cannot be sharded", "give it the shape (1,)"
+            yield f"parameter `{name}` has no dimension, and cannot be sharded", "use the shape (1,)"
         elif not parameter.requires_grad:
             yield f"parameter `{name}` is not trained", "make it a buffer: self.register_buffer(...)"
     for place, module in block.named_modules():

@@ -86,9 +86,10 @@ class ProcessorClock:
 
 COMPUTING = ("forward", "backward", "optimizer")
 LEAST_AHEAD_S = 2e-4
-"""A host that is ahead of its device by less than this does not keep it busy: both clocks agree to about 50 us."""
+"""A host that is ahead of its device by less than this does not keep the device busy, because the two clocks agree only
+to about 50 us."""
 LEAST_AHEAD = 0.1
-"""The same, as a fraction of the part of a step: a device that is slower than its host by more is its own limit."""
+"""The same, as a fraction of the part of a step. If the host is further ahead, the device itself is the bottleneck."""
 
 
 class QueuedTime(NamedTuple):
@@ -96,8 +97,8 @@ class QueuedTime(NamedTuple):
 
     own_s: float
     exposed_s: float
-    """The time in exposed communication; `own_s` is that in all other parts. Exposed communication on an accelerator
-    does not occupy the thread, so that all of it is `own_s` there."""
+    """The part of it in exposed communication; `own_s` is the part in all other parts of the step. On an accelerator,
+    exposed communication does not occupy the thread, so all of it is `own_s`."""
 
 
 BLOCKED_S = 1e-3
@@ -105,8 +106,8 @@ BLOCKED_S = 1e-3
 
 
 class UnixClock:
-    """The Unix time of a moment on the device: that of the last moment whose Unix time is known, plus the time between
-    them. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
+    """The Unix time of a moment on the device: the last known Unix time of a moment, plus the time between the two
+    moments. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
 
     def __init__(self, moment: Mark, now: Callable[[], float] = time.time):
         """`now`: the clock, whose time the moments get."""
@@ -140,7 +141,7 @@ class StepClock:
         self._running = ["other"]
         self._marks: list[tuple[str, Mark]] = []
         self._queued_at: list[float] = []
-        """The host's time when it queued each mark, on an accelerator."""
+        """On an accelerator, the host time at which each mark was queued."""
         self._last = self.mark()
         self._beside: list[Span] = []
         self._processor = ProcessorClock(counts=not host_is_emulated(device))
@@ -245,7 +246,7 @@ class Segments:
     agreed: Span
     unix: UnixClock
     queued_at: Sequence[float] = ()
-    """The host's time when it had queued each part, on an accelerator."""
+    """On an accelerator, the host time at which each part had been queued."""
 
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
@@ -271,8 +272,8 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return the time of passes and optimizer in which the device waited for the host, which had not queued enough:
-        at the end of such a part the device has nothing left to do. None on a CPU."""
+        """Return the time during passes and optimizer when the device waited because the host had not queued enough
+        work: at the end of such a part, the device has nothing left to do. None on a CPU."""
         if not self.queued_at:
             return None
         self.unix.wait_for(self.end)

@@ -141,7 +141,7 @@ LOOK_STEPS, LOOK_S = 3, 2.0
 STALLED_S = 1.0
 """A hanging rank does not make steps, so its stack is sampled for this many seconds."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes inside the program, for which py-spy also takes samples."""
+"""Causes inside the program. For these, py-spy also takes samples."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 
@@ -249,7 +249,7 @@ class DeeperLook(threading.Thread):
     def _warn(self, why: str) -> None:
         """Record that there is no profile, unless a newer launch has taken over the run or the disk is full."""
         with suppress(WorkerError, OSError):
-            self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
+            self._journal.write(WarningEvent(step=self._step, message=f"no profile is recorded: {why}"))
 
     def _profile(self, order: LookOrder) -> None:
         """Profile and record the result; record nothing if the run ends first."""

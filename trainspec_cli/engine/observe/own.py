@@ -49,7 +49,7 @@ class OwnWatcher:
     """Passes events to the methods of a user-defined object."""
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
-        """`methods`: names of the methods to call, by event type; "" stands for all types."""
+        """`methods`: names of the methods to call, by event type; "" means all types."""
         self._extension = extension
         self._made = made
         self._methods = methods

@@ -79,7 +79,7 @@ def build_own_optimizer(
     call = load(extension)
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        with user_code_errors(extension, "when the optimizer was made", RecipeError):
+        with user_code_errors(extension, "when the optimizer was created", RecipeError):
             made = call(groups, lr=optim.lr, **arguments(optim.options))
         if not isinstance(made, torch.optim.Optimizer):
             message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}"
@@ -104,7 +104,7 @@ def build_own_optimizer(
     trial = Trial(forms, float(sum(shaped)))
     if optim.state_bytes != trial.state_bytes:
         path = "optim.state_bytes"
-        found = f"{extension.text} keeps {trial.state_bytes:g} bytes of each parameter"
+        found = f"{extension.text} keeps {trial.state_bytes:g} bytes per parameter"
         message = f"`{path}` is {optim.state_bytes:g}, and {found}"
         raise RecipeError(Problem("contradiction", message, path, f"set {path}={trial.state_bytes:g}"))
     groups = parameter_groups(shares, optim)
@@ -202,7 +202,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     def _refuse(self, what: str, name: str) -> WorkerError:
         message = f"`{self._extension.path}`: {self._extension.text} {what}"
-        hint = f"keep {name} in `self.state[parameter]`, made in the first update"
+        hint = f"keep {name} in `self.state[parameter]`, created in the first update"
         return WorkerError(Problem("own_code", message, self._extension.path, hint))
 
 
@@ -264,8 +264,8 @@ def _train(
                 raise RecipeError(Problem("unsupported", message, extension.path))
             entries[name] = StateForm.of(value)
         if update and entries != found:
-            message = f"`{extension.path}`: {extension.text} keeps other entries of state from update to update"
-            hint = "make all of them in the first update"
+            message = f"`{extension.path}`: {extension.text} changes its entries of state between updates"
+            hint = "create all of them in the first update"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
         found = entries
     return torch.cat([parameter.detach().flatten() for parameter in parameters]), found

@@ -105,7 +105,7 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Guard:
-    """Whether an update is skipped, and the divisor of the gradients. Both are on the device, so that the host never
+    """The flag that skips an update, and the divisor of the gradients. Both are on the device, so that the host never
     waits."""
 
     skipped: Tensor

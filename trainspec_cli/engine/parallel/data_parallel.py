@@ -61,7 +61,7 @@ class DataParallel:
     """How each parameter's gradient is stored, by parameter name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
-    """The format in which parameters are gathered; None for the compute format."""
+    """The format of gathered parameters; None for the compute format."""
     sums: GradientSums | None = None
     """The gradient sums on gloo; None if FSDP2 and its hooks compute them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
@@ -435,7 +435,7 @@ class ModuleLosses:
 
     @torch.no_grad()
     def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Replace the errors of each parameter by the result of `share_of`, of which replicas keep equal parts."""
+        """Replace the errors of each parameter by equal parts of the result of `share_of`, one for each replica."""
         parts = []
         for parameter, columns in zip(_parameters(self.module), self._sizes, strict=True):
             share = share_of(parameter).float().flatten() / self.replicas.size()

@@ -92,7 +92,7 @@ Splits = tuple[list[int], list[int]]
 
 
 def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
-    """Return the actual splits, for which the host waits once."""
+    """Return the actual splits. The host waits for them once."""
     sent, came = torch.stack((counts_nL.sum(1), came_nL.sum(1))).tolist()
     return sent, came
 

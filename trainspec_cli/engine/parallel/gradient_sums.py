@@ -138,7 +138,7 @@ class GradientSums:
         self.can_join = True
         """False if gradients are compressed, because each module then has separate blocks."""
         self.waited_s = 0.0
-        """Time for which the last step waited for sums, in seconds."""
+        """Time that the last step waited for sums, in seconds."""
 
     def add(self, summand: Summand) -> None:
         """Sum a module's gradients. The result may only be read after `finish`. All ranks call this in the same
@@ -196,8 +196,8 @@ class GradientSums:
 
 
 class ModuleSums:
-    """The exchanges of one module, in the form in which FSDP2 calls them: its reduce-scatter over several shards, and a
-    hook that gets the sum over shards. Both return before anything is summed."""
+    """The exchanges of one module, as FSDP2 calls them: its reduce-scatter over several shards, and a hook that gets
+    the sum over shards. Both return before anything is summed."""
 
     def __init__(
         self,

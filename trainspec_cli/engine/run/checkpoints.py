@@ -95,9 +95,7 @@ class Checkpoints:
         restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
             if len(state.compression.feedbacks) > restored.feedback:
-                lost = (
-                    "what compressed gradients had lost is not in the checkpoint for this layout: it starts from zero"
-                )
+                lost = "the checkpoint has no compression errors for this layout: error feedback starts from zero"
                 self._warn(restored.manifest.step, lost)
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
@@ -137,7 +135,7 @@ class Checkpoints:
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
-        """Record a step's figures, which are the same on every rank. `writing`: whether any rank was writing when the
+        """Record a step's results, which are the same on every rank. `writing`: whether any rank was writing when the
         step ended."""
         first = self._cadence.note_step(step_time_s, writing=writing)
         if first is not None and first <= self._run.plan.total_steps:
@@ -235,7 +233,7 @@ class Checkpoints:
         if saved.error:
             if self._saver.kept_step == step:
                 self._saver.kept_step = self._kept_before
-            self._warn(step, f"{saved.error}; the checkpoints before it are whole")
+            self._warn(step, f"{saved.error}; the checkpoints before it are complete")
             return
         self._run.journal.write(
             CheckpointEvent(

@@ -47,7 +47,7 @@ class StepSamples:
     group_samples: int
     """Number of samples of this group."""
     lr_factor: float = 1.0
-    """Factor by which the learning rate is multiplied."""
+    """Factor on the learning rate."""
     group: int | Absent = ABSENT
     """The number of this replica group, if there are several."""
     groups: tuple[int, ...] | Absent = ABSENT
@@ -65,7 +65,7 @@ class Coordinator:
     restores_at_start = True
     """True if the state is restored from a checkpoint before the first step; otherwise `begin` heals or restores it."""
     waits_for_groups = False
-    """True if each step waits for other replica groups. Its figures have then reached the host when it ends."""
+    """True if each step waits for other replica groups, so that its results have reached the host when it ends."""
     merges_at_end = False
     """True if `bring_together` produces the weights of the last step, so that no weights are saved before."""
     leads = True

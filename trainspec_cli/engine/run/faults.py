@@ -96,9 +96,9 @@ def inject(kind: str, state: TrainState | None = None) -> None:
             while True:
                 time.sleep(1)
         case "exception":
-            raise InjectedFault("a fault that the recipe asked for")
+            raise InjectedFault("a fault injected by the recipe")
         case "oom":
-            raise torch.OutOfMemoryError("a fault that the recipe asked for: no memory is left")
+            raise torch.OutOfMemoryError("a fault injected by the recipe: no memory is left")
         case "bitflip":  # the lowest bit of the exponent of one value
             assert state is not None, "no fault of a move flips a bit"
             values = state.shares[0].local.detach().view(torch.int32).flatten()

@@ -37,7 +37,7 @@ from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Recovery
 from trainspec_cli.run.recovery.recovery import enough_groups
 
 WAIT_S = 0.1
-HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
+HEALS_WITHOUT_LOST = "no other replica group has the compression errors of this one: error feedback starts from zero"
 STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
 """A stall is the amount by which a step's time exceeds the median of this many previous steps."""

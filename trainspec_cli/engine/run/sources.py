@@ -56,7 +56,7 @@ class DataSource(Protocol):
         """Return `result` with the figures of the last `evaluate`."""
 
     def write_sample(self) -> WrittenSample | None:
-        """Continue the recipe's prompt; None if the recipe has none."""
+        """Continue the recipe's prompt; None if the recipe has no prompt."""
 
     def first_text(self, position: int) -> FirstTextEvent | None:
         """Return the text of the sample at `position` with the mask of its trained tokens; None if samples are not

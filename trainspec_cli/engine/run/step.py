@@ -41,7 +41,7 @@ class StepOutcome:
     skipped: Tensor
     """1 if something was not finite and nothing was updated."""
     stop: Tensor
-    """The number of ranks that were asked to stop."""
+    """The number of ranks that received a request to stop."""
     writing: Tensor
     """The number of ranks that were writing a checkpoint."""
     steps_to_sample: Tensor

@@ -24,7 +24,7 @@ class SpeedFigures(NamedTuple):
     last_s: float
     """The rank's compute time in its last step, in seconds."""
     waited_s: float
-    """Time for which the rank waited for the exchanges of each micro-batch, in seconds."""
+    """Time that the rank waited for the exchanges of each micro-batch, in seconds."""
     proposal: float
     """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
@@ -49,7 +49,7 @@ class BucketFigures(NamedTuple):
 
     bucket_bytes: float
     waited_s: float
-    """Time for which the step waited for gradients, in seconds."""
+    """Time that the step waited for gradients, in seconds."""
     step_s: float
     gradient_bytes: float
     """Total size in bytes of the gradients of all blocks that may share a bucket."""
@@ -65,7 +65,7 @@ class StepReport:
     """
 
     stop: bool = False
-    """True if this rank was asked to stop."""
+    """True if this rank received a request to stop."""
     writing: bool = False
     """True if this rank is writing a checkpoint."""
     steps_to_sample: int = 0

@@ -294,7 +294,7 @@ class Trainer:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether to measure the noise. With cp this needs an exchange of all gradients, which is skipped if nothing
+        """True if the noise is measured. With cp this needs an exchange of all gradients, which is skipped if nothing
         depends on it."""
         plan = self.run.plan
         hindrance = noise_hindrance(self.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)

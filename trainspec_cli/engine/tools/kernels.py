@@ -163,7 +163,7 @@ SUM_ERROR = 8 * torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation in the form in which a run uses it."""
+    """An operation in the form that a run uses."""
 
     dtype: torch.dtype
     device: torch.device

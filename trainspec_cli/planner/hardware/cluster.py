@@ -416,7 +416,9 @@ def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
     source = f"reports, and from a low assumption ({assumed})" if assumed else "reports"
     file = "_".join(words(gpu.name)) or "mine"
     how = f"describe it in conf/accelerator/{file}.yaml with `name: {gpu.name}` for better predictions"
-    note = f"no accelerator of the catalogue is like {gpu.name}: its rates are low ones, derived from what its driver"
+    note = (
+        f"the catalogue has no accelerator like {gpu.name}: its rates are low estimates, derived from what its driver"
+    )
     return derived, f"{note} {source}; {how}"
 
 

@@ -59,7 +59,7 @@ class MemoryBlock:
 
     @property
     def reach(self) -> float:
-        """Return the maximum size to which a free block can grow."""
+        """Return the size of a free block after it has grown as far as possible."""
         grows = self.after is not None and not self.after.is_mapped
         return self.size + (self.after.size if self.after is not None and grows else 0)
 

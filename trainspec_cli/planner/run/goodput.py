@@ -42,7 +42,7 @@ class SimulatedJob:
     interval_s: float
     """Amount of work between checkpoints."""
     blocked_s: float
-    """Time for which a checkpoint blocks training."""
+    """Time that a checkpoint blocks training."""
     written_s: float
     """Time from the start of a checkpoint until it is complete."""
     state_bytes_per_device: float
@@ -140,7 +140,7 @@ class _Simulation:
         self.away: dict[int, int] = {}
         """Absent replica groups, each with the failure that its return will end."""
         self.paused_by = 0
-        """The failure or return for which the job is waiting; the ends of earlier ones are ignored."""
+        """The failure or return that the job is waiting for; the ends of earlier ones are ignored."""
         self.event = 0
         self.failures = 0
         self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)

@@ -288,7 +288,8 @@ class Search:
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Function that returns a layer's memory with a specific recomputation."""
     samples: int | None = None
-    """Number of samples in the step by which layouts are ranked; None for the number in the run's first step."""
+    """Number of samples in the step that determines the ranking of layouts; None for the number in the run's first
+    step."""
     slack: float = 1.0
     """Factor on the limit: a layout that exceeds it by less than this factor may fit when counted exactly."""
     start_s: float = 0.0

@@ -67,7 +67,7 @@ class Space:
                 if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
                     continue
                 closed = cp > 1 and wanted.cp == AUTO and "cp" in model.record.refuses
-                if not self._keep(not closed, "cp does not go with this family of models"):
+                if not self._keep(not closed, "this family of models does not support cp"):
                     continue
                 if not self._is_run(tp=tp, cp=cp):
                     continue
@@ -107,7 +107,7 @@ class Space:
         samples = self.spec.batching.global_batch_size
         wanted = self.spec.layout
         idle = samples < width and AUTO in (wanted.tp, wanted.cp, wanted.pp)
-        if not self._keep(not idle, "a data-parallel rank would go without samples"):
+        if not self._keep(not idle, "a data-parallel rank would get no samples"):
             return
         per_rank = -(-samples // width)
         base = Layout(
@@ -123,7 +123,7 @@ class Space:
                     for accum in self._micro_batches(per_rank, turns_of(layout)):
                         # A zero-bubble schedule brings no gain with fewer micro-batches than stages.
                         starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
-                        if not self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage"):
+                        if not self._keep(not starved, "a zero-bubble schedule needs one micro-batch per stage"):
                             continue
                         # Require the exchanges that the recipe compresses or measures.
                         if self.spec.framework.counted and (self._limits_exchanges or self._measures_noise):

@@ -76,7 +76,7 @@ class Rates:
     element_bytes: float
     wide_element_bytes: float
     generation: int
-    """Tensor core generation for which attention kernels are written: 2 Ampere, 3 Hopper, 4 Blackwell."""
+    """Tensor core generation that attention kernels are written for: 2 Ampere, 3 Hopper, 4 Blackwell."""
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250
@@ -576,7 +576,7 @@ class TimedRank:
     time_s: float
     """Time of one micro-batch in seconds, forward and backward."""
     bubble_s: float
-    """Time in seconds for which it waits for the others, over the full step."""
+    """Time in seconds that it waits for the others, over the full step."""
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:

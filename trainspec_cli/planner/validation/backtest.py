@@ -193,7 +193,7 @@ def predict(row: Row, eff: Efficiency) -> Prediction:
     except RowRefused as refusal:
         return Prediction(row, refused=str(refusal))
     except (ArithmeticError, ValueError, AssertionError):
-        return Prediction(row, refused="its sizes describe no run")
+        return Prediction(row, refused="its sizes do not describe a run")
 
 
 def close_recompute(stated: Stated) -> Setup:

@@ -61,7 +61,7 @@ def number(row: Row, key: str, default: float | None = None) -> float | None:
     except ValueError:
         raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is not a number") from None
     if not 0 <= value <= LARGEST_OF.get(COLUMNS.get(key, key), LARGEST_CELL):
-        raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is beyond what is reckoned with")
+        raise RowRefused(f"column {key}: {text[:SHOWN_CHARS]!r} is out of range")
     return value
 
 

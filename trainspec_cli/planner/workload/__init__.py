@@ -72,7 +72,7 @@ class Work:
     ep_bytes: float = 0.0
     """Bytes that a rank sends to the experts, in one direction."""
     expert_copies: int = 1
-    """Number of experts to which each token is sent."""
+    """Number of experts that each token is sent to."""
     experts: float = 0.0
     """Number of experts on this rank."""
     params: float = 0.0

@@ -81,9 +81,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
         why = f"processes wait {milliseconds(rise('memory_stall_s'))} per step for memory"
         return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
     if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
-        why = (
-            f"they wait {milliseconds(rise('queued_s'))} more of each step for a processor, which other processes have"
-        )
+        why = f"they wait {milliseconds(rise('queued_s'))} more of each step for a processor that other processes use"
         return replace(found, evidence=(*found.evidence, why))
     return replace(found, confidence=round(found.confidence / 2, 2))
 
@@ -542,7 +540,7 @@ def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
 
 def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
     stall = evidence.stalls.get(rank)
-    return (f"rank {rank} is at\n{stall.stack}",) if stall else (f"rank {rank} gives no sign of life",)
+    return (f"rank {rank} is at\n{stall.stack}",) if stall else (f"rank {rank} does not respond",)
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:

@@ -296,7 +296,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return Slow(rank, episode, "host_bound", "the time passes between the passes, in Python")
     waited_s = more("host_queued_s")
     if np.isfinite(waited_s) and waited_s > EXPLAINS * excess_s:
-        why = f"other processes have its host thread's processor for {milliseconds(waited_s)} more of each step"
+        why = f"other processes occupy its host thread's processor for {milliseconds(waited_s)} more of each step"
         return Slow(rank, episode, "stolen_cores", why, is_counted=True)
     starved_s = more("starved_s")
     if np.isfinite(starved_s) and starved_s > EXPLAINS * excess_s:
@@ -306,7 +306,9 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
         why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"
         return Slow(rank, episode, "slow_device", why)
-    return Slow(rank, episode, "slow_device", "it computes longer than its peers, and the system counts no reason")
+    return Slow(
+        rank, episode, "slow_device", "it computes longer than its peers, and no counter of the system shows a reason"
+    )
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:

@@ -59,7 +59,7 @@ TABLED_CANDIDATES = 20
 FOOTER = (
     "Planned by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak of the "
     "format that the matrix products run in; HFU counts what is executed, recomputation included. A GiB is 2<sup>30"
-    "</sup> bytes. Bounds hold nine times in ten."
+    "</sup> bytes. Ranges are 90% intervals."
 )
 
 
@@ -242,7 +242,7 @@ def _assumptions(of_run: Sequence[Assumption], of_layouts: Sequence[str]) -> str
             f"<tr><td><code>{escape(key)}</code></td>{cell(value, 'number')}{cell(within, 'number')}{source}</tr>"
         )
     rows += [f"<tr><td>layouts</td><td></td><td></td>{cell(text)}</tr>" for text in of_layouts]
-    text = "Inputs of the figures, each with the key that changes it; x2 means between half and twice the value."
+    text = "Inputs of the predictions, each with the key that changes it; x2 means between half and twice the value."
     return section("Assumptions", text, table(("key", "#value", "#within", "source"), rows))
 
 

@@ -179,7 +179,7 @@ def describe_dips(planes: PlanesPlan) -> str:
     """Describe how the forecast accounts for network failures."""
     return (
         f"The forecast counts {planes.dips_per_day:.3g} failures of the network a day as dips, which cost "
-        f"{percent(planes.dip_share, 3)} of the time, instead of ends of the job."
+        f"{percent(planes.dip_share, 3)} of the time, instead of job failures."
     )
 
 
@@ -331,14 +331,14 @@ def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
 
 
 def describe_won_back(simulation: Simulation) -> str:
-    """`94% of what whole samples allow is won back (92% of what the speeds allow)`"""
+    """`94% of what whole samples allow is recovered (92% of what the speeds allow)`"""
     won = simulation.won_back
     of_real = simulation.won_back_of_real
     if of_real is None:
-        return "other shares would win nothing back: 0 of 0"
+        return "other shares would recover nothing: 0 of 0"
     if won is None:
-        return "whole samples allow nothing to win back; a larger batch has finer shares"
-    return f"{percent(won)} of what whole samples allow is won back ({percent(of_real)} of what the speeds allow)"
+        return "whole samples allow nothing to be recovered; a larger batch has finer shares"
+    return f"{percent(won)} of what whole samples allow is recovered ({percent(of_real)} of what the speeds allow)"
 
 
 def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:

@@ -35,7 +35,7 @@ SHOWN_REASONS = 8
 SHOWN_ADVICE = 4
 SHOWN_CHECKS = 5
 UNKNOWN = "unknown"
-MORE = "memory and step time by part, communication, refused layouts, goodput, failures and checkpoints"
+MORE = "memory and step time by part, communication, rejected layouts, goodput, failures and checkpoints"
 SHOWN_SIZES = 6
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -310,7 +310,7 @@ def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
         table.add_row(*row)
     for note in run.notes:
         table.add_row("note", "", "", note)
-    return Group(Text("The run  (expected, and the bounds that hold nine times in ten)", style="bold"), table)
+    return Group(Text("The run  (expected, with 90% intervals)", style="bold"), table)
 
 
 def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:

@@ -314,8 +314,8 @@ def decode(line: bytes) -> Message:
     plain = parse_json(line)
     kind = plain.pop(KIND, None) if isinstance(plain, dict) else None
     if not isinstance(kind, str) or kind not in _MESSAGES:
-        raise ValueError("no message of this protocol")
+        raise ValueError("not a message of this protocol")
     message: Message = from_plain(_MESSAGES[kind], plain)
     if isinstance(message, GroupExited) and message.exit_code is not None and message.exit_code not in EXIT_CODES:
-        raise ValueError(f"no process ends with the code {message.exit_code}")
+        raise ValueError(f"{message.exit_code} is not an exit code of a process")
     return message

@@ -56,7 +56,7 @@ class PendingPeer:
         """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError if that
         can no longer happen because of a wrong proof, a closed connection or a timeout."""
         if time.monotonic() > self._deadline:
-            raise HandshakeError("the connection has proved nothing in time")
+            raise HandshakeError("the connection did not authenticate in time")
         try:
             piece = self._connection.recv(ANSWER_BYTES - len(self._answer))
         except BlockingIOError:

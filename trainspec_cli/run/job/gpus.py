@@ -45,7 +45,7 @@ AMD_NAMES = {
     0x75A3: "AMD Instinct MI355X",
 }
 """PCI device -> name (from libdrm's amdgpu.ids); /sys has no names."""
-UNTESTED_AMD = "trainspec was never run on an AMD GPU: this path is built after ROCm's documents alone"
+UNTESTED_AMD = "trainspec has never run on an AMD GPU: this path is based only on ROCm's documentation"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
 """PCI vendors of accelerators in /sys/class/accel for which trainspec can plan but on which it cannot run."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})

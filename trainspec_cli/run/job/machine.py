@@ -247,7 +247,7 @@ def describe_communication(plan: Plan, run: RunDir) -> list[str]:
     empty for a run without NCCL between nodes."""
     settings = communication_settings(plan, run)
     if settings:
-        lines = ["# Set for the workers of this run; a variable that you have set yourself stays as it is."]
+        lines = ["# Set for the workers of this run; a variable that you have set yourself is not changed."]
         for setting in settings:
             lines += [f"# {setting.reason} ({setting.source})", f"{setting.name}={on_one_line(setting.value)}"]
         return lines

@@ -50,7 +50,7 @@ class Whereabouts:
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
     """Return the ranks that the others are waiting for, and why; no ranks if all wait in the same collectives."""
     if silent := [rank for rank in range(world_size) if rank not in found]:
-        return silent, "it gives no sign of life"
+        return silent, "it does not respond"
     if elsewhere := [rank for rank, place in found.items() if not place.waiting]:
         if len(elsewhere) < world_size:
             return sorted(elsewhere), "it is in no collective"

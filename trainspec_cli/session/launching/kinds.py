@@ -120,7 +120,7 @@ class RecipeRuns:
         if outcome.exit_code == Stopped.exit_code:
             stopped = f"stopped with a checkpoint at step {run.newest_step}"
             return f"{stopped}\n{folder}\n{report}\nresume      {command_to_resume(run)}"
-        return f"interrupted before there was a checkpoint\n{folder}"
+        return f"interrupted before the first checkpoint\n{folder}"
 
 
 def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:

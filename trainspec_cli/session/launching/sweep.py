@@ -48,7 +48,7 @@ def _expand(part: str, sweep: str) -> list[str]:
     if not count and low.is_integer() and high.is_integer():
         count = int(high - low) + 1
     if not low < high or not 2 <= count <= MOST_VALUES or (by_ratio and low <= 0):
-        message = f"--sweep is `{sweep}`, and `{part}` is no rising range of 2 to {MOST_VALUES} values"
+        message = f"--sweep is `{sweep}`, and `{part}` is not a rising range of 2 to {MOST_VALUES} values"
         hint = "such as 0..4 (whole numbers), 0..1:5 (five in equal steps) or 1e-4..1e-2:x5 (five in equal ratios)"
         raise RecipeError(Problem("usage", message, hint=hint))
     parts = [step / (count - 1) for step in range(count)]

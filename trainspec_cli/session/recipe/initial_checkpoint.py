@@ -103,7 +103,9 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
     try:
         if (folder := spec.init.hugging_face) is not None:
             if not isinstance(spec.model, DecoderModel):
-                raise RecipeError(Problem("unsupported", "Hugging Face folders hold decoders", "init.from"))
+                raise RecipeError(
+                    Problem("unsupported", "models from Hugging Face folders must be decoders", "init.from")
+                )
             open_weights(folder, spec.model)
         elif (folder := spec.init.other) is not None:
             if not isinstance(spec.model, DecoderModel):

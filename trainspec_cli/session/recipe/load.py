@@ -292,7 +292,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         return list(arguments), ()
     if "model" not in given:
         hint = "set recipe=NAME, or model=NAME cluster=NAME: trainspec list shows both"
-        raise RecipeError(Problem("missing_value", "neither a recipe nor a model is named", RECIPE, hint))
+        raise RecipeError(Problem("missing_value", "neither a recipe nor a model is specified", RECIPE, hint))
     named = [*arguments, f"{RECIPE}={DEFAULTS}"]
     if POOLS in given and "cluster" not in given:
         named.append("cluster=auto")
@@ -373,7 +373,9 @@ def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile
     found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
     for what, here in found.items():
         if (made := getattr(profile, what)) != here:
-            stale = f"the profile of {profile.cluster} is not used: it was made with {what} {made}, and this is {here}"
+            stale = (
+                f"the profile of {profile.cluster} is not used: it was measured with {what} {made}, and this is {here}"
+            )
             return None, f"{stale}; trainspec calibrate renews it, trainspec calibrate --forget removes it"
     return profile, describe_profile(profile)
 

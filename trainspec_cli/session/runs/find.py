@@ -106,7 +106,7 @@ def refusing_closed(name: str) -> Iterator[None]:
         yield
     except PermissionError as error:
         hint = f"have its owner open it: chmod -R g+rX {shlex.quote(name)}"
-        problem = Problem("closed_run", f"{error.filename} is closed to this user", hint=hint, environment=True)
+        problem = Problem("closed_run", f"{error.filename} is not accessible to this user", hint=hint, environment=True)
         raise MachineError(problem) from error
 
 

@@ -127,7 +127,7 @@ def examine(folder: Path) -> list[BundleFault]:
     try:
         record = read_bundle(folder)
     except DamagedRecordError as error:
-        hint = "give a folder that trainspec bundle made, or copy bundle.json again from the original"
+        hint = "specify a folder that trainspec bundle created, or copy bundle.json again from the original"
         return [BundleFault("bad_bundle", f"{folder / RECORD} {error}", hint)]
     faults = []
     for name, entry in sorted(record.files.items()):
@@ -242,14 +242,14 @@ def main() -> int:
         return 0
     target = arguments.venv
     if os.path.lexists(target):
-        hint = f"give another folder: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
+        hint = f"choose another folder: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
         _print_faults([BundleFault("output_exists", f"{target} already exists", hint)])
         return EXIT_USAGE
     try:
         install(folder, record, target)
     except (OSError, subprocess.CalledProcessError) as error:
         why = f"pip ended with exit code {error.returncode}" if hasattr(error, "returncode") else str(error)
-        hint = "see pip's output above; free some space, or give a folder that you may write to"
+        hint = "see pip's output above; free some space, or choose a folder that you can write to"
         return _print_faults([BundleFault("cannot_install", f"{target} could not be created: {why}", hint)])
     program = shlex.quote(str(target.absolute() / "bin" / "trainspec"))
     launches = record.launches or {"quickstart": ("recipe=quickstart",)}

@@ -237,7 +237,7 @@ def _copy_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
         if source.module or source.file is None:
             yield f"{extension.path} runs {source.describe()}: install its package too"
         elif not source.file.resolve().is_relative_to(here):
-            yield f"{extension.path} runs {source.describe()}: copy that file, and give its new path in the recipe"
+            yield f"{extension.path} runs {source.describe()}: copy that file, and set its new path in the recipe"
         else:
             for file in source_files(source):
                 _copy(file, bundle / file.resolve().relative_to(here))

@@ -281,7 +281,7 @@ def own_wheel(staging: Path, source: Path | None, on_step: OnLine) -> Wheel:
             _pip(order, on_step)
         except MachineError as error:
             what = f"no wheel could be built from {CHECKOUT}" if is_checkout else f"pip has no {order[-1]}"
-            hint = "put a wheel of trainspec into a folder with all others, and give --wheels FOLDER"
+            hint = "put a wheel of trainspec into a folder with all others, and pass --wheels FOLDER"
             message = f"{what}: {error.problems[0].message}"
             raise MachineError(Problem("no_own_wheel", message, hint=hint, environment=True)) from error
         found = sorted(staging.glob(f"{NAME}-*.whl"))
@@ -316,7 +316,7 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
         )
     of_target = f" for {target.platform} with Python {target.python}" if target else ""
     hint = (
-        "give a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip config "
+        "choose a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip config "
         "list and PIP_INDEX_URL show pip's index"
     )
     message = f"pip could not download the wheels{of_target}: {reason}"

@@ -6,7 +6,7 @@ WING = Wing(
     commands={
         "bundle": Command(
             "clusters",
-            "make a folder that installs trainspec without a network",
+            "create a folder that installs trainspec without a network",
             takes_keys=True,
         ),
     },

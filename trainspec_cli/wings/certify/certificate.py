@@ -210,7 +210,7 @@ def read_fingerprint(wanted: str) -> str:
     try:
         return _fingerprint_of(read_text(file, MAX_KEY_BYTES))
     except UnreadableFileError as error:
-        hint = f"give the file of a public key, or its fingerprint ({FINGERPRINT}...)"
+        hint = f"pass the file of a public key, or its fingerprint ({FINGERPRINT}...)"
         raise RecipeError(Problem("bad_key", f"--key: {error}", "--key", hint)) from error
     except NoKeyError as error:
         raise _no_key(file, f"holds no public key: {error}") from error
@@ -359,5 +359,5 @@ def _first_difference(stated: JsonValue, follows: JsonValue, path: str = "") -> 
 
 
 def _refused(file: Path, why: str) -> RecipeError:
-    hint = "make one with trainspec certify --output FILE"
+    hint = "create one with trainspec certify --output FILE"
     return RecipeError(Problem("bad_certificate", f"{file} {why}", file=str(file), hint=hint))

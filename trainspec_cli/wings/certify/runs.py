@@ -276,7 +276,7 @@ def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
         message = f"{folder} is not the folder of a certification"
         raise RecipeError(Problem("other_certification", message, "--dir", "choose a new folder"))
     try:
-        make_folder(folder, "choose a folder of your own: --dir FOLDER")
+        make_folder(folder, "choose your own folder: --dir FOLDER")
         lock = (folder / LOCK).open("w")
     except OSError as error:
         message = f"{folder} cannot be written: {error.strerror}"

@@ -235,7 +235,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
             header = number
             break
     if header is None:
-        hint = f"give the whole output of `{COMMAND}`: {COMMAND} > topology.txt"
+        hint = f"pass the complete output of `{COMMAND}`: {COMMAND} > topology.txt"
         raise MachineError(Problem("no_matrix", f"{source} contains no GPU matrix", hint=hint, environment=True))
     affinities = [name for name in _AFFINITIES if name in lines[header]]
     columns = lines[header].partition(_AFFINITIES[0])[0].split()
@@ -259,7 +259,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     if missing := [gpu for gpu in gpus if gpu not in rows]:
         message = f"the matrix in {source} has columns but no rows for {', '.join(missing)}"
         raise MachineError(
-            Problem("no_matrix", message, hint=f"give the whole output of `{COMMAND}`", environment=True)
+            Problem("no_matrix", message, hint=f"pass the complete output of `{COMMAND}`", environment=True)
         )
     found = []
     for gpu in gpus:

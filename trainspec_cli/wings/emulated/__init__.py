@@ -15,7 +15,7 @@ KIND = "emulated"
 
 @dataclass(frozen=True)
 class DeviceDisturbance:
-    """What is slow in virtual time, where, and when. Without a place it concerns all ranks."""
+    """What is slow in virtual time, where, and when. Without a place, all ranks are affected."""
 
     slowness: float = 1.0
     """Operations take this many times as long as on the chip; exchanges and copies are not affected."""
@@ -116,7 +116,7 @@ def read_settings(text: str) -> Settings:
             disturbances.append(DeviceDisturbance(**disturbance))  # type: ignore[arg-type]
     settings = Settings(**found, disturbances=tuple(disturbances))  # type: ignore[arg-type]
     if settings.order is not None and settings.time is not None:
-        message = f"{EMULATED}: `order` and `time` exclude each other: in random order, no operation has a time"
+        message = f"{EMULATED}: `order` and `time` cannot be combined: in random order, operations have no times"
         raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
     if settings.time is None and (disturbances or settings.launch_us is not None):
         message = f"{EMULATED}: `{text}`: durations need `time`"

@@ -1,7 +1,7 @@
 """What disturbances and faults cost a run whose steps take the rehearsed times.
 
-Steps come from the rehearsal; what follows a fault is decided by the functions that `plan` and the supervisor use: the
-simulation of the scheduler (`disturb=`) and the simulation of failures (goodput).
+The steps come from the rehearsal. The consequences of a fault come from the functions that `plan` and the supervisor
+use: the simulations of the scheduler (`disturb=`) and of failures (goodput).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from trainspec_cli.wings.emulated.planned import PlanToRehearse, Rehearsal, Rehe
 from trainspec_cli.wings.emulated.rehearsal import FaultCost, stage_of
 
 FAILING = ("kill", "stop", "hang", "lose_node")
-"""Faults after which a process is gone."""
+"""Faults that end a process."""
 SLOW = ("slow", "throttle")
 REHEARSED = (*FAILING, *SLOW, "lose_link", "lose_plane")
 
 
 def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bool) -> tuple[Fault, ...]:
-    """Return the recipe's faults. Raises RecipeError if a rehearsal of these ranks cannot say what one of them, or the
-    disturbance, costs."""
+    """Return the recipe's faults. Raises RecipeError if a rehearsal of these ranks cannot determine the cost of a fault
+    or of the disturbance."""
     faults = parse_faults(planned.spec.fault)
     plan = planned.plan
     rehearsed = {planned.kinds[stage_of(plan, rank)] for rank in ranks}
     if (faults or disturbed) and rehearsed != set(planned.kinds):
-        message = "a disturbance or fault needs the time of a step, and these ranks leave out a kind of pipeline stage"
+        message = "a disturbance or fault needs the time of a step, but these ranks lack a kind of pipeline stage"
         raise RecipeError(Problem("usage", message, "--ranks", "use --ranks=ends"))
     for fault in faults:
         text = describe(fault)
         if fault.kind not in REHEARSED:
-            message = f"a rehearsal does not know what `{text}` costs"
+            message = f"a rehearsal cannot determine the cost of `{text}`"
             raise RecipeError(
                 Problem("unsupported", message, "fault", f"use {', '.join(REHEARSED)}, or leave faults out: fault=''")
             )
@@ -66,8 +66,8 @@ def describe(fault: Fault) -> str:
 def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
     """Return the job for the simulation of a disturbed run, with the rehearsed step in place of the planned one.
 
-    How a time depends on the samples is the planner's: each part is scaled to the rehearsed one. The run keeps its
-    layout, since no other one has been rehearsed.
+    The planner determines how times depend on the samples; each part is scaled to the rehearsed one. The run keeps its
+    layout, because no other layout has been rehearsed.
     """
     job = describe_job(planned.spec, planned.candidate, None)
     parts = job.cluster.parts
@@ -78,7 +78,7 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
     stages = []
     gradients = 0.0
     for stage, within_s, (compute_s, exposed_s) in zip(parts.stages, planned_s, step.stages_s, strict=True):
-        # Exchanges inside layers and those of data parallelism are told apart as in the plan.
+        # Exchanges inside layers and those of data parallelism are distinguished as in the plan.
         share = within_s / (within_s + gradients_s) if within_s else 0.0
         factor = exposed_s * share / within_s if within_s else 0.0
         gradients = max(gradients, exposed_s * (1 - share))
@@ -100,7 +100,7 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
     )
     cluster = job.cluster.with_parts(parts)
     job = replace(job, cluster=cluster, layouts=None)
-    # The rest, such as the optimizer, is the same in every step.
+    # The other parts, such as the optimizer, are the same in every step.
     rest_s = step.step_s - Situations(job, Disturbance()).at(1).even_s
     return replace(job, cluster=cluster.with_parts(replace(parts, rest_s=rest_s)))
 
@@ -108,7 +108,7 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
 def add_costs(
     planned: PlanToRehearse, done: Rehearsal, disturbed: NamedDisturbance | None, faults: Sequence[Fault]
 ) -> Rehearsal:
-    """Add what the disturbance and the faults cost, if the step has a time: none ran out of memory."""
+    """Add the costs of the disturbance and the faults, if the step has a time because no rank ran out of memory."""
     step = done.step
     if step is None:
         return done
@@ -160,16 +160,16 @@ def _cost_of_slowness(fault: Fault, planned: PlanToRehearse, step: RehearsedStep
 
 
 def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, step: RehearsedStep) -> FaultCost:
-    """Simulate the run with and without the failure: it restarts from its checkpoint, or continues with the other
-    replica groups."""
+    """Simulate the run with and without the failure, after which it restarts from its checkpoint or continues with the
+    other replica groups."""
     spec = planned.spec
-    # With the rehearsed step, since an interval of `auto` follows from it.
+    # Use the rehearsed step, because it determines an `auto` interval.
     timed = replace(planned.candidate, step_time_s=step.step_s, sized_steps=())
     resilience = forecast.recovery_modes(spec.resilience, timed.layout.dp_replicate)[0]
     job = forecast.describe_job(spec, planned.capacity, timed, resilience, done.checkpoint_bytes)
     cluster = spec.cluster.reliability
     if fault.kind not in ("lose_node", "lose_link"):
-        cluster = replace(cluster, swap_s=0.0, spare_nodes=None)  # its node is still there
+        cluster = replace(cluster, swap_s=0.0, spare_nodes=None)  # its node is still available
     if fault.kind in ("stop", "hang"):
         floor_s = spec.resilience.hang_floor_s
         steps_s = [step.step_s] * LEARNING_STEPS

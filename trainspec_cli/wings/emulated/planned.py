@@ -180,7 +180,8 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         # The recipe's run may have compiled blocks and fused kernels, but a rehearsal has neither.
         as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
-        # Each pipeline rank is counted: a plan takes the peak of an earlier, fuller one for some.
+        # Each pipeline rank is counted separately, because a plan uses the peak of an earlier, fuller rank for some of
+        # them.
         run = run_of(eager)
         peaks = [engine_peak(run, stage) for stage in range(plan.layout.pp)]
         tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in zip(peaks, best.memory, strict=True)]
@@ -191,7 +192,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     outside_bytes = CONTEXT_BYTES + in_groups
     if device_bytes <= outside_bytes:
         message = f"--memory-gib {memory_gib:g} leaves no memory for tensors"
-        hint = f"give more than {outside_bytes / GIB:.2f}: the device's context and communicators need that much"
+        hint = f"specify more than {outside_bytes / GIB:.2f}: the device's context and communicators need that much"
         raise RecipeError(Problem("usage", message, "--memory-gib", hint))
     return PlanToRehearse(
         plan=plan,

@@ -91,8 +91,8 @@ class RankRehearsal:
     peak_bytes: int
     """Peak memory in the last step."""
     reserved_bytes: int
-    """The most that the allocator holds during the steps, including memory that is free for reuse by the same stream
-    only."""
+    """Maximum memory that the allocator holds during the steps, including memory that only the same stream can
+    reuse."""
     checkpoint_bytes: int
     """Size of the data that a checkpoint copies to the host, if this rank writes everything that it holds."""
     peak: MemoryMoment
@@ -115,9 +115,9 @@ class FaultCost:
 
     fault: str
     wall_s: float | None
-    """Seconds by which the run ends later; None if the fault ends it."""
+    """Delay of the run's end in seconds; None if the fault ends the run."""
     lost_steps: float
-    """Steps that are made again."""
+    """Number of steps that are repeated."""
     pause_s: float
     """Seconds from the fault until the first new step begins; 0 if the run continues."""
     device_hours: float
@@ -193,6 +193,6 @@ def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
 
 
 def equal_ranks(plan: Plan) -> int:
-    """Return the number of ranks that do the same as any one of them: those with its pipeline stages and its part of
+    """Return the number of ranks that do the same work as a given rank: those with the same pipeline stages and part of
     the sequences, in all replica groups."""
     return plan.world_size // (plan.layout.pp * plan.layout.cp)

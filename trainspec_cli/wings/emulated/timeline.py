@@ -51,7 +51,7 @@ class Timeline:
     """The number of micro-batches that were run; later ones repeat them."""
     parts: tuple[StepPart, ...]
     allocated: tuple[tuple[float, int], ...]
-    """Points (seconds, bytes), of which only some are kept; the peak is one of them."""
+    """Points (seconds, bytes). Only some are kept, including the peak."""
     reserved: tuple[tuple[float, int], ...]
     slices: tuple[Slice, ...] = ()
     """The slices of all streams; empty in `--json`, because only a trace needs them."""

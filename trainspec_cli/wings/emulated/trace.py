@@ -23,7 +23,9 @@ def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
     timelines = [(one.rehearsed, one.rehearsed.timeline) for one in done.ranks if one.rehearsed.timeline is not None]
     if not timelines:
         message = "a trace needs virtual time, and the rates of this device are unknown"
-        raise RecipeError(Problem("unsupported", message, "--trace", "name a cluster with a known chip: cluster=h100"))
+        raise RecipeError(
+            Problem("unsupported", message, "--trace", "choose a cluster with a known chip: cluster=h100")
+        )
     drawn: list[JsonValue] = []
     for rank, timeline in timelines:
         drawn += _draw_rank(rank, timeline)

@@ -460,7 +460,7 @@ class CommandRuns:
             raise RecipeError(Problem("own_command", message, hint=anew))
         if changes or detach:
             what = f"`{changes[0]}`" if changes else "--detach"
-            message = f"{what} applies to recipes only, but the run in {run.root} is a command of your own"
+            message = f"{what} applies to recipes only, but the run in {run.root} is your own command"
             raise RecipeError(Problem("own_command", message, hint=f"run trainspec resume {name}"))
         result = read_result(run)
         if result and result.status == "done":

@@ -162,7 +162,7 @@ class OwnStart:
                 f"{f' on {process.host}' if len(silent) > 1 else ''}"
                 for process in named
             ]
-            message = f"no sign of work for {waited_s:.0f} s: {', '.join(names)} {why}"
+            message = f"no activity for {waited_s:.0f} s: {', '.join(names)} {why}"
             self._write_hang(named[0].rank or 0, named[0].host, message, None, "")
         return [run_state.WorkerFailed(GROUP)]
 

@@ -103,7 +103,7 @@ def test_too_many_classes_are_refused(folder):
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="no sub-folder with pictures"):
+    with pytest.raises(RecipeError, match="no sub-folder with images"):
         find_samples(spec(tmp_path), MODEL)
 
 

@@ -212,7 +212,7 @@ def test_memory_that_runs_out_elsewhere_is_told_too(start: Start) -> None:
         train(context)
     assert raised.value.shortage.failed == MemorySetting(BATCH, "none", "none")
     other = start("exception(step=1)", name="other")
-    with pytest.raises(RuntimeError, match="a fault that the recipe asked for"):
+    with pytest.raises(RuntimeError, match="a fault injected by the recipe"):
         train(other)
 
 

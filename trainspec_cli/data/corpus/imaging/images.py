@@ -41,8 +41,8 @@ class ImageFolder:
             raise RecipeError(Problem("missing_file", f"{str(folder)[:300]} is not a folder", "data.path"))
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and list_pictures(path))
         if not self.classes:
-            message = f"{folder.absolute()} has no sub-folder with pictures (.npy, {', '.join(PICTURES)})"
-            raise RecipeError(Problem("no_samples", message, "data.path", "make one sub-folder per class"))
+            message = f"{folder.absolute()} has no sub-folder with images (.npy, {', '.join(PICTURES)})"
+            raise RecipeError(Problem("no_samples", message, "data.path", "create one sub-folder per class"))
         if len(self.classes) > model.num_classes:
             message = (
                 f"{folder.absolute()} has {len(self.classes)} classes (sub-folders), the model has {model.num_classes}"

@@ -178,16 +178,16 @@ def read_directives(path: Path) -> list[DirectiveEvent]:
     found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
     for number, directive in enumerate(found, 1):
         if directive.number != number:
-            raise _unfollowed(path, f"has directive {directive.number} where {number} must be: lines are missing")
+            raise _unfollowed(path, f"has directive {directive.number} instead of {number}: lines are missing")
         if directive.kind not in ("shares", *OF_LAYOUT):
             raise _unfollowed(path, f"has a directive of the kind `{directive.kind}`, which this version does not know")
         sizes = (directive.micro_batch_size, directive.micro_batches)
         if not (sum(directive.counts) and all(isinstance(size, int) and size for size in sizes)):
-            raise _unfollowed(path, f"has a directive that divides nothing (number {number})")
+            raise _unfollowed(path, f"has a directive without a division (number {number})")
         if directive.kind in OF_LAYOUT and ABSENT in (directive.before, directive.layout):
             raise _unfollowed(path, f"has a directive without a layout (number {number})")
     return found
 
 
 def _unfollowed(path: Path, why: str) -> UnreadableFileError:
-    return unreadable(path, why, f"to go on in other ways than before, take {path.name} out of the run's folder")
+    return unreadable(path, why, f"to continue with new decisions, remove {path.name} from the run's folder")

@@ -36,7 +36,9 @@ from trainspec_cli.run.channel.messages import Proposal
 from trainspec_cli.run.folder.event_types.events import ADVICE, DirectiveEvent
 
 Prepare = Callable[[int, int], None]
-DROPS_LOST = "what compressed gradients had lost is not sent in this layout, in part or as a whole: it starts from zero"
+DROPS_LOST = (
+    "some compression errors do not belong to an exchange of this layout: error feedback starts from zero for them"
+)
 
 
 class RelayoutError(Exception):
@@ -120,11 +122,11 @@ class LayoutChanges:
             if due.followed is not None:
                 number = due.followed.number
                 message = (
-                    f"the layout of directive {number}, which this run has followed before, cannot be made: {error}"
+                    f"the layout of directive {number}, which this run has followed before, cannot be built: {error}"
                 )
                 hint = "give the run more memory, or start it again from its recipe"
                 raise WorkerError(message, code="cannot_move", hint=hint) from error
-            self._directives.write(_directive(step, due, before, f"the layout stays as it was: {error}"))
+            self._directives.write(_directive(step, due, before, f"the layout is unchanged: {error}"))
             return None
         if due.followed is not None:
             self._directives.layout_number = due.followed.number

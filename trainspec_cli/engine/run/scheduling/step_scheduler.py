@@ -142,14 +142,14 @@ class StepPace:
         allowed = batching.sizes_up_to(EQUIVALENT_FRACTION * scale)
         first = batching.global_batch_size
         if batching.schedule.kind == "ramp":
-            return "In the next run, let batching.schedule.stages grow later or less"
+            return "In the next run, make batching.schedule.stages grow later or less"
         if len(allowed) > 1:
             return f"In the next run, set batching.schedule.max_global_batch_size={allowed[-1]}"
         smaller = max(1, math.floor(min(scale, first) / 4))
         steps = round(self._schedule.run_samples / smaller)
         lr = self._spec.optim.lr * lr_factor(self._schedule.lr_rule, smaller, first)
         return (
-            f"In the next run, begin with a smaller batch: set batching.global_batch_size={smaller} "
+            f"In the next run, start with a smaller batch: set batching.global_batch_size={smaller} "
             f"train.max_steps={steps} optim.lr={lr:.3g}, or batching.schedule.kind=constant"
         )
 
@@ -334,7 +334,7 @@ class StepScheduler:
         shows_speed: bool = True,
         garbage_s: float = 0.0,
     ) -> None:
-        """Record the parts of this rank's step time, and the figures that all ranks `reported` in the step.
+        """Record the parts of this rank's step time, and the values that all ranks `reported` in the step.
 
         `samples`: the samples of the replica group. On a GPU, the next step has already begun. `shows_speed`: False for
         a step that took unusually long, such as a profiled one. `garbage_s`: seconds of garbage collection in its

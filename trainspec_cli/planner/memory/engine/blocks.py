@@ -647,7 +647,7 @@ class BlockProfile:
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-    """The stretches of the backward. They include the gradients of the output (which reuse its memory) and of the
+    """The segments of the backward. They include the gradients of the output (which reuse its memory) and of the
     parameters."""
     put_off: float
     """Bytes kept from the backward of the inputs until that of the weights, if the schedule splits the two."""

@@ -160,15 +160,15 @@ as activations."""
 
 
 Stream = Literal["compute", "gather", "reduce"]
-"""The stream where memory is allocated: the caching allocator has a pool for each, and only it can use what is free
-there. FSDP2 makes buffers of all-gathers in one stream, and sums of gradients in another."""
+"""The stream in which memory is allocated. The caching allocator has a separate pool for each stream, which no other
+stream can use. FSDP2 allocates the buffers of all-gathers in one stream, and sums of gradients in another."""
 
 
 class PeakMemory(dict[str, float]):
     """Bytes by cause (`CAUSES`) at the fullest moment of a rank's step."""
 
     idle_bytes = 0.0
-    """What the pools hold at that moment because each was fuller at another one."""
+    """Bytes that the pools hold at that moment because each pool was fuller at another moment."""
 
 
 class Account:
@@ -496,7 +496,7 @@ class _Replay:
         self._backpropagate(self.stages[action.stage], exchanges=False)
 
     def _backward_weight(self, action: Action) -> None:
-        """Run the deferred products one after another; everything they need lives until the last one."""
+        """Run the deferred products one after another; all of their inputs are kept until the last one."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
             stage.sharding.make_gradient(block.own, put_off=True)
@@ -516,7 +516,7 @@ class _Replay:
         return not self.given.lora.rank
 
     def _loss(self, stage: _Stage) -> None:
-        """Count the loss, which keeps the gradients of the hidden states, and those of the head in fp32."""
+        """Count the loss, which keeps the gradients of the hidden states and, in fp32, those of the head."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width

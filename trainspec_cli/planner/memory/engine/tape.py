@@ -436,7 +436,7 @@ class Tape:
         return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
 
     def negated(self, x: Value) -> Value:
-        """Negate the right side of a difference, of which only the gradient needs memory."""
+        """Negate the right side of a difference; only its gradient needs memory."""
         width = x.width
         return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
 

@@ -34,7 +34,7 @@ from trainspec_cli.wings.bundle import (
     read_bundle,
 )
 
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make or check.", show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create or check.", show_default=False)]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
@@ -91,7 +91,7 @@ def bundle(
     targets = tuple(check_target(python or python_here(), name) for name in platform or [platform_here()])
     if wheels is not None and not wheels.is_dir():
         raise RecipeError(
-            Problem("missing_file", f"--wheels {wheels} is not a folder", "--wheels", "give a folder with wheels")
+            Problem("missing_file", f"--wheels {wheels} is not a folder", "--wheels", "specify a folder with wheels")
         )
     check_new(out)
     recipes = tuple(_load_recipes(arguments or []))

@@ -59,7 +59,7 @@ Only = Annotated[
 Processes = Annotated[
     int | None,
     typer.Option(
-        help="The most processes of a case (default: the number of GPUs, or 4). The CPU runs them if GPUs are too few.",
+        help="Maximum number of processes (default: the number of GPUs, or 4). The CPU is used if GPUs are too few.",
         min=2,
     ),
 ]
@@ -119,7 +119,7 @@ def certify(
         given = {"--output": output, "--only": only, "--dir": folder, "--engine": engine, "--device": device}
         for option in (option for option, value in given.items() if value):
             message = f"{option} cannot be combined with --verify, which reads an existing certificate"
-            raise RecipeError(Problem("usage", message, option, "give one of the two"))
+            raise RecipeError(Problem("usage", message, option, "use only one of the two"))
         certificate = read_verified(verify, read_fingerprint(key) if key is not None else "")
     else:
         # Check the key and the output file now instead of after minutes of runs.

@@ -13,8 +13,8 @@ TOOLS = ENGINE + "tools/"
 FSDP = "/torch/distributed/fsdp/"
 
 _forward: dict[int, str] = {}
-"""Number of an autograd node -> the line of the engine that created it. Only the main thread's: autograd's threads
-count separately, and the nodes that they create while recomputing are never run."""
+"""Number of an autograd node -> the line of the engine that created it. Only nodes of the main thread: autograd's
+threads count separately, and the nodes that they create while recomputing are never run."""
 
 
 def find_origin() -> str:
@@ -51,9 +51,9 @@ class LoggedBlock:
     part: str
     """The part of the step where it was allocated."""
     total_bytes: int
-    """All allocated bytes directly after this allocation."""
+    """Total allocated bytes directly after this allocation."""
     ended: int | None = None
-    """The number of blocks in the log when it was released; None while it is live."""
+    """Number of blocks in the log when it was released; None while it is live."""
 
 
 class AllocationLog:
@@ -82,7 +82,7 @@ class AllocationLog:
         block.ended = len(self._blocks)
 
     def begin(self) -> None:
-        """Forget released blocks. The peak is that of the time from now on."""
+        """Forget released blocks. From now on, the peak covers only later allocations."""
         self._blocks = self.live
         for block in self._blocks:
             block.total_bytes = 0

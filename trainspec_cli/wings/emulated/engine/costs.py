@@ -1,7 +1,6 @@
-"""Virtual time: how long an operation or exchange lasts on a chip, from the planner's rates of the chip and its links.
-
-A matrix product lasts what the planner says for its dimensions, attention and convolutions what their FLOPs take, and
-any other operation what the bytes that it reads and writes take at the chip's memory bandwidth.
+"""Virtual time: the duration of an operation or exchange on a chip, from the planner's rates for the chip and its
+links. A matrix product takes the planner's time for its dimensions, attention and convolutions the time for their
+FLOPs, and any other operation the time to read and write its bytes at the chip's memory bandwidth.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
 from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
-"""Matrix products, with the position of their first factor among their arguments."""
+"""Matrix products, with the position of the first factor among the arguments."""
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BACKWARD: (1, 7)}
-"""The kernels that stand for any attention kernel (device.py), with the positions of `query` and `is_causal`."""
+"""The kernels that represent all attention kernels (device.py), with the positions of `query` and `is_causal`."""
 BACKWARD_FLOPS = 2.5
-"""FLOPs of attention's backward over those of its forward (FlashAttention-2, arXiv:2307.08691)."""
+"""Ratio of the FLOPs of attention's backward to those of its forward (FlashAttention-2, arXiv:2307.08691)."""
 LOOKUPS = ("embedding", "index", "index_select", "gather")
-"""Operations that read only the rows of their first tensor that they return."""
+"""Operations that read only those rows of their first tensor that they return."""
 SCATTERS = ("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
 """Operations that change only some rows of their first tensor."""
 WRITES = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 """Operations that overwrite their first tensor without reading it."""
 FREE = ("empty", "new_empty", "resize_", "set_")
-"""Beginnings of names of operations that touch no memory."""
+"""Name prefixes of operations that do not access memory."""
 
 
 @dataclass
@@ -69,7 +68,8 @@ class ChipCosts:
     attention_generation: int = 2
     """Generation of tensor cores that torch's attention kernels are written for (`Rates.generation`)."""
     sources: dict[int, random.Random] = field(default_factory=dict)
-    """Number of a stream -> its source of noise: the streams' threads then do not disturb one another's noise."""
+    """Number of a stream -> its source of noise. Separate sources make the noise independent of the order of the
+    threads."""
 
     def rates(self, dtype: torch.dtype) -> Rates:
         formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -78,7 +78,7 @@ class ChipCosts:
         return rates_of(self.chip, name, name, self.eff)
 
     def memory_s(self, nbytes: float) -> float:
-        """Return the time of one kernel that reads and writes this much memory (planner/time/step.py)."""
+        """Return the time of a kernel that reads and writes this many bytes (planner/time/step.py)."""
         if not nbytes:
             return self.eff.kernel_s
         rates = self.rates(torch.bfloat16)
@@ -117,7 +117,8 @@ class ChipCosts:
         return traffic_s
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        """Return the time of an exchange among these global ranks; `nbytes` is its largest side on any rank."""
+        """Return the time of an exchange among these global ranks; `nbytes` is the larger of sent and received bytes on
+        any rank."""
         group = group_of_ranks(self.fabric, ranks, self.eff)
         if kind == "allreduce":
             return all_reduce_s(group, nbytes, self.eff)
@@ -132,11 +133,11 @@ class ChipCosts:
         return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
 
     def disturbances_at(self, at_s: float) -> list[DeviceDisturbance]:
-        """Return what disturbs this rank at a time of its host."""
+        """Return the disturbances of this rank at a virtual time of its host."""
         return [one for one in self.disturbances if one.lasts_at(at_s) and one.concerns(self.rank, self.node_ranks)]
 
     def factor(self, stream: Stream, at_s: float) -> float:
-        """Return how many times its usual time a stream's next operation lasts, if it is queued at `at_s`."""
+        """Return the slowdown factor of a stream's next operation if it is queued at `at_s`."""
         present = self.disturbances_at(at_s)
         factor = math.prod(one.slowness for one in present)
         if jitter := max((one.jitter for one in present), default=0.0):
@@ -145,7 +146,7 @@ class ChipCosts:
         return factor
 
     def host_s(self, at_s: float, seconds: float = 0.0, work: str = "") -> float:
-        """Return how long the host takes for work that usually takes `seconds`, or for a named piece of work."""
+        """Return how long the host takes for work that usually takes `seconds`, or for work with this name."""
         slowness = 1.0
         for one in self.disturbances_at(at_s):
             slowness *= one.host_slowness
@@ -161,7 +162,7 @@ class ChipCosts:
             if not one.lasts_at(at_s) or not one.is_crossed_by(ranks, self.node_ranks, self.world_size):
                 continue
             jitter = max(jitter, one.link_jitter)
-            if one.link_slowness != 1.0:  # of the bytes: the latency stays
+            if one.link_slowness != 1.0:  # only the bytes: the latency stays the same
                 seconds += (one.link_slowness - 1.0) * (seconds - self.exchange_s(kind, ranks, 1))
             seconds += messages_in_a_row(kind, len(ranks)) * one.link_delay_us / 1e6
         if jitter:
@@ -170,7 +171,7 @@ class ChipCosts:
 
 
 def messages_in_a_row(kind: str, ranks: int) -> int:
-    """Return how many messages of an exchange depend on one another, in a ring."""
+    """Return the number of consecutive messages of an exchange in a ring."""
     return {"allreduce": 2 * (ranks - 1), "allgather": ranks - 1, "reducescatter": ranks - 1}.get(kind, 1)
 
 
@@ -207,8 +208,8 @@ def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | None:
-    """Return the costs on the chip of a worker with this environment; None without virtual time. Raises RecipeError for
-    a chip that the catalogue does not have."""
+    """Return the costs on the chip of a worker with this environment; None without virtual time. Raises RecipeError if
+    the chip is not in the catalogue."""
     if settings.time is None:
         return None
     chips = load_group("accelerator", build_accelerator)
@@ -236,7 +237,7 @@ class VirtualTime:
         self.use(costs_of(settings, os.environ), settings)
 
     def use(self, costs: ChipCosts | None, settings: Settings) -> None:
-        """Begin virtual time at these costs; None: there is none."""
+        """Start virtual time with these costs; None for no virtual time."""
         self.costs = costs
         if self.costs is not None:
             HOST.is_virtual = True
@@ -244,7 +245,7 @@ class VirtualTime:
             HOST.duration_s = self.costs.host_s
 
     def spend(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Queue the time of an operation in the current stream."""
+        """Queue the duration of an operation in the current stream."""
         if self.costs is not None:
             stream = current_stream()
             HOST.launch()
@@ -253,8 +254,7 @@ class VirtualTime:
             stream.spend(seconds * self.costs.factor(stream, HOST.now_s), name, lambda: _shapes(args))
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
-        """Return the time of a copy that reads and writes `nbytes` inside the device, or of one between host and device
-        that sends them."""
+        """Return the time of a copy of `nbytes` inside the device, or between host and device."""
         if self.costs is None:
             return 0.0
         HOST.launch()

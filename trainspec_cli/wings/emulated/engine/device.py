@@ -86,7 +86,7 @@ class DeviceTensor(torch.Tensor):
         self._storage.record_stream(stream)
 
     def tolist(self) -> Any:
-        """Return the values; torch refuses this for classes of tensors."""
+        """Return the values; torch does not allow this for tensor subclasses."""
         return self.cpu().tolist()
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -169,7 +169,7 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op._schema.is_mutable and (not op._schema.returns or op._schema.returns[0].alias_info is not None):
         result = _run_in_place(op, args, kwargs)
     elif _reads(op, args, kwargs):
-        TIME.spend(op, args, kwargs, None)  # first: the host waits for it
+        TIME.spend(op, args, kwargs, None)  # the host waits for it first
         return _run(op, args, kwargs)
     else:
         result = _run(op, args, kwargs)
@@ -185,7 +185,7 @@ def _is_composed(op: Any) -> bool:
 
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""Operations for which torch implicitly copies host indices to the device, which is easily overlooked."""
+"""Operations where torch implicitly copies host indices to the device, which is easily overlooked."""
 
 
 def _on_device(index: Any) -> Any:
@@ -344,7 +344,7 @@ def _infer(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """Return what the shapes of an operation's outputs depend on; 1, 1.0 and True differ."""
+    """Return a key that determines the shapes of an operation's outputs; 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if isinstance(value, tuple | list):
@@ -392,14 +392,14 @@ def is_pinned(host: Tensor) -> bool:
 
 
 def pin(host: Tensor) -> Tensor:
-    # The storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
+    # Keep the storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
     storage = host.untyped_storage()
     _pinned[storage.data_ptr()] = weakref.ref(storage)
     return host
 
 
 def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copy from or to the device. A copy between the device and page-locked memory may run late."""
+    """Copy from or to the device. A copy between the device and page-locked memory may run later."""
     is_new = op.overloadpacket.__name__ == "_to_copy"
     source = args[0] if is_new else args[1]
     non_blocking = bool(kwargs.get("non_blocking")) or (not is_new and len(args) > 2 and bool(args[2]))
@@ -428,7 +428,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if from_host:
         counts["host to device"] += 1
         if MEMORY.has_values and not (non_blocking and is_pinned(source)):
-            value = source.detach().clone()  # it must be read before the call returns
+            value = source.detach().clone()  # it must be read before this call returns
     # Inside the device, both ends use its memory; their formats may differ.
     inside = not (from_host or to_host)
     copy_s = TIME.copy_s(nbytes_of((source, target) if inside else source), inside=inside)
@@ -449,14 +449,14 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _copy_in(inputs: list[Tensor], output: Tensor, sizes: list[int], numel: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Copy FSDP2's shards to their place in the buffer of an all-gather. It is an operation of its own, whose schema
-    does not say that it returns its argument and a view of it."""
+    """Copy FSDP2's shards to their place in the buffer of an all-gather. The schema of this operation does not state
+    that it returns its argument and a view of it."""
     own = output.narrow(0, numel * rank, numel)
     torch._foreach_copy_(own.split(sizes), inputs)
     return own, output
 
 
-# Attention: torch asks a device of this kind for one kernel, while a CPU has its own; the values must be the same.
+# Attention: torch calls a different kernel for such a device than for a CPU, but the values must be the same.
 
 
 def _attention(
@@ -540,8 +540,8 @@ FLASH = 1
 
 
 def _on_host(value: Any) -> Any:
-    """Return a tensor's host memory, or in sizes mode unused host memory of its shape, for which torch chooses the same
-    kernel."""
+    """Return a tensor's host memory, or in sizes mode unused host memory of the same shape, for which torch chooses the
+    same kernel."""
     host = memory_of(value)
     if isinstance(host, Tensor) and host.is_meta:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
@@ -627,7 +627,7 @@ class DeviceModule:
         current_stream().run(partial(time.sleep, 0.0 if HOST.is_virtual else seconds), seconds)
 
     def host_work(self, name: str, seconds: float) -> None:
-        """Let the host spend time on a named piece of work (trainspec_cli/engine/accelerators.py)."""
+        """Let the host spend virtual time on named work (trainspec_cli/engine/accelerators.py)."""
         if HOST.is_virtual:
             HOST.work(seconds, name)
         elif seconds:
@@ -685,7 +685,7 @@ RESIZING = (
 FROM_DATA = ("tensor", "as_tensor")
 """Functions whose data torch moves to the device in C++, bypassing a device written in Python."""
 COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
-"""Operations for which a CPU has kernels but which torch composes for other devices."""
+"""Operations with kernels on a CPU that torch composes from others for other devices."""
 _libraries: list[torch.library.Library] = []
 
 

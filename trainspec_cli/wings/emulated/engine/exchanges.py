@@ -3,9 +3,9 @@
 An exchange is queued in a stream of its group, after everything queued in the calling stream so far. The host continues
 immediately, and `wait` makes the calling stream wait. The bytes are sent over gloo.
 
-Before the bytes are sent, the ranks tell one another what they run and when they arrived in virtual time. Ranks that do
-not run the same exchange all fail with an error that names both calls, where gloo would hang or corrupt memory. The
-exchange starts for all of them when the last one arrives.
+Before sending, the ranks compare what they run and when they arrived in virtual time. If they do not run the same
+exchange, all ranks fail with an error that names both calls, whereas gloo would hang or corrupt memory. The exchange
+starts for all ranks when the last one arrives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.streams import HOST, STREAMS, QueuedWork, Stream, StreamEvent, current_stream
 
 _kept: list[DeviceExchange] = []
-"""Exchanges in progress: torch's part of a handle does not keep the Python part alive."""
+"""Exchanges in progress. They are kept here because torch's part of a handle does not keep the Python part alive."""
 
 
 class DeviceExchange(torch._C._distributed_c10d.Work):
@@ -93,13 +93,13 @@ class Waited:
         return self._future.result()
 
 
-# What a rank brings to an exchange
+# A rank's part in an exchange
 
 
 @dataclass(frozen=True)
 class Arrival:
     agreed: str
-    """What has to be the same on all ranks."""
+    """The properties that must be the same on all ranks."""
     text: str
     """The exchange and the line that calls it, for errors."""
     nbytes: int
@@ -109,7 +109,7 @@ class Arrival:
 
 
 ARRIVAL_BYTES = 640
-"""Size of an arrival on its way to the other ranks; texts are cut accordingly."""
+"""Size of the message that reports an arrival to the other ranks; texts are shortened to fit."""
 SITE_CHARS = 160
 SHAPE_CHARS = 80
 
@@ -125,12 +125,12 @@ def decode(message: Tensor) -> Arrival:
 
 
 UNEVEN = {"allgather_", "reduce_scatter_", "alltoall_", "alltoall_base_", "all_to_all_single", "gather_", "scatter_"}
-"""Exchanges whose tensors may have another size on each rank."""
+"""Exchanges whose tensors may differ in size between ranks."""
 MESSAGES = {"send": "message", "recv_": "message"}
 
 
 def describe(op: Any, args: Any, made: Any = None) -> tuple[str, Arrival]:
-    """Return the kind of an exchange, and what this rank brings to it. `made`: its result, if it is a new tensor."""
+    """Return the kind of an exchange, and this rank's part in it. `made`: its result, if it is a new tensor."""
     name = op.overloadpacket.__name__
     # Variants of one exchange: `_allgather_base_`, `all_gather_into_tensor`.
     kind = re.sub("_|base|into|tensor|single|coalesced", "", name)
@@ -153,8 +153,8 @@ LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<"
 
 
 def call_site() -> str:
-    """Return `FILE:LINE` of the innermost call outside torch and this device; in autograd's threads there may be none,
-    and torch's own is returned."""
+    """Return `FILE:LINE` of the innermost call outside torch and this device. In autograd's threads there may be no
+    such call; then return torch's."""
     frame = inspect.currentframe()
     innermost = ""
     while frame is not None:
@@ -184,17 +184,17 @@ def listed(arrivals: Mapping[int, Arrival]) -> str:
 
 
 class Communicator:
-    """The exchanges of a group. Collectives have connections of their own, like NCCL's, because the host's collectives
-    over the same group are in no fixed order with them."""
+    """The exchanges of a group. Collectives use separate connections, like NCCL's, because the host's collectives over
+    the same group have no fixed order relative to them."""
 
     def __init__(self, group: Any):
         self.group = group
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.streams: defaultdict[str, Stream] = defaultdict(Stream)
-        """The stream of collectives (""), and those of messages to and from each peer: batched messages do not wait for
-        one another."""
+        """The stream of collectives (""), and the streams of messages to and from each peer, because batched messages
+        do not wait for one another."""
         self.numbers: defaultdict[str, int] = defaultdict(int)
-        """The number of exchanges so far, of collectives ("") and of messages between two ranks."""
+        """Number of exchanges so far: collectives (""), and messages between two ranks."""
 
     @cached_property
     def store(self) -> dist.PrefixStore:
@@ -205,14 +205,15 @@ class Communicator:
         return Waited(self._open)
 
     def _open(self) -> tuple[Any, Any]:
-        """Return the connections, as torch's backend and as a process group. All ranks of the group call this."""
+        """Return the connections, as torch's backend and as a process group. Called collectively by all ranks of the
+        group."""
         rank, size = self.group.rank(), self.group.size()
         gloo = dist.ProcessGroupGloo(self.store, rank, size, dist.distributed_c10d.default_pg_timeout)
         own = dist.ProcessGroup(self.store, rank, size)
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         own._set_group_name(self.own_name)  # torch's flight recorder counts collectives by this name
         registry = torch._C._distributed_c10d
-        registry._unregister_process_group(self.own_name)  # of an earlier group of that name, since destroyed
+        registry._unregister_process_group(self.own_name)  # of an earlier group with this name, which was destroyed
         registry._register_process_group(self.own_name, own)
         return gloo, own
 
@@ -247,11 +248,11 @@ def stream_names() -> dict[Stream, str]:
 
 
 LATE_S = 1.0
-"""Real time after which a waiting rank reports in the store that it has arrived."""
+"""Real time after which a waiting rank reports its arrival in the store."""
 
 
 class PendingExchange:
-    """An exchange in progress: its ranks meet, compare what they run, and run it."""
+    """An exchange in progress: its ranks compare what they run, and then run it."""
 
     def __init__(self, communicator: Communicator, key: str, kind: str, mine: Arrival, begin: Callable[[Any], Any]):
         self._communicator = communicator
@@ -278,7 +279,7 @@ class PendingExchange:
         self._work.wait()
 
     def _meet(self) -> bool:
-        """Return whether all ranks have arrived; start the transfer then."""
+        """Return whether all ranks have arrived; if so, start the transfer."""
         raise NotImplementedError
 
     @property
@@ -294,7 +295,7 @@ class PendingExchange:
             self.end_s += TIME.costs.disturbed_exchange_s(self._kind, ranks, nbytes, self.end_s, self._where)
 
     def _report(self) -> None:
-        """Tell the other ranks that this one waits. Raises RuntimeError when they are too late."""
+        """Report to the other ranks that this one is waiting. Raises RuntimeError if they are too late."""
         store = self._communicator.store
         if not self._is_reported:
             self._is_reported = True
@@ -334,7 +335,7 @@ class PendingCollective(PendingExchange):
 
 
 MEETING_TAG = 1 << 20
-"""Tags of messages by which the two ends of a message meet; the engine uses smaller ones for its own."""
+"""Tags of the messages that match the two ends of a message; the engine uses smaller tags for its messages."""
 
 
 class PendingMessage(PendingExchange):
@@ -354,7 +355,7 @@ class PendingMessage(PendingExchange):
         super().__init__(communicator, f" from rank {ends[0]} to {ends[1]}", kind, mine, begin)
         gloo = communicator.group._get_backend(torch.device("cpu"))
         self._arrived = torch.empty(ARRIVAL_BYTES, dtype=torch.uint8, device="cpu")
-        # Messages in both directions between two ranks may be under way: each has tags of its own.
+        # Messages in both directions between two ranks may be in progress at the same time, so each has separate tags.
         to_receiver = MEETING_TAG + 2 * tag
         to_sender = to_receiver + 1
         self._sent = encode(self._mine)

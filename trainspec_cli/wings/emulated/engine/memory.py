@@ -69,7 +69,7 @@ class EmulatedMemory:
         self.peak_bytes = 0
         self.peak_reserved_bytes = 0
         self.has_values = True
-        """False: blocks are counted, but no host memory is behind them."""
+        """False: blocks are counted, but not backed by host memory."""
         self.log: AllocationLog | None = None
         self.on_change: Callable[[int, int], None] | None = None
         """Called with the allocated and the reserved bytes after each allocation and release."""
@@ -83,7 +83,8 @@ class EmulatedMemory:
         return sum(one.reserved_bytes for one in self._allocators.values())
 
     def allocate(self, nbytes: int, stream: Stream, shape: str = "") -> Allocation:
-        """Raises torch.OutOfMemoryError, with `shape`, if it does not fit even after all unused memory is released."""
+        """Raises torch.OutOfMemoryError, which names `shape`, if it does not fit even after all unused memory is
+        released."""
         with LOCK:
             self._reclaim()
             allocator = self._allocators.get(id(stream))
@@ -149,9 +150,10 @@ class EmulatedMemory:
             self.on_change(self.allocated_bytes, self.reserved_bytes)
 
     def _overwrite(self, allocation: Allocation) -> None:
-        """In order mode, fill a new block with NaN (-1 in integers), in its stream: nothing may rely on what is in it,
-        and another stream may still read it as part of a tensor that has been freed too early. Not at the release: a
-        stream often waits for the others before its next allocation, and only then is the memory written."""
+        """In order mode, fill a new block with NaN (-1 in integers), in its stream. Nothing may rely on its content,
+        and another stream may still read it as part of a tensor that was freed too early. It is not filled when
+        released: a stream often waits for the others before its next allocation, and only then is the memory
+        written."""
         if SCHEDULER.random is not None and self.has_values:
             block = allocation.block
             memory = self.arena(block)[block.address : block.address + int(block.size)]
@@ -165,7 +167,7 @@ class EmulatedMemory:
         return self._arenas[key]
 
     def statistics(self) -> dict[str, int]:
-        """Return those entries of torch.accelerator.memory_stats that the engine uses."""
+        """Return the entries of torch.accelerator.memory_stats that the engine uses."""
         return {
             "allocated_bytes.all.current": self.allocated_bytes,
             "allocated_bytes.all.peak": self.peak_bytes,
@@ -228,7 +230,7 @@ class DeviceStorage:
             self._allocation.used_by.add(stream)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the host memory of a tensor in this storage; without values, a tensor that only has its shape."""
+        """Return the host memory of a tensor in this storage; without values, a tensor that has only the shape."""
         shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
         if self._allocation is None and tensor.numel():
             raise RuntimeError("the memory of this tensor has been freed")

@@ -1,7 +1,7 @@
 """Run steps of one rank of a plan on the emulated device, without values and without the other ranks.
 
-Tensors have shapes and memory, and exchanges complete at once, so one process can be any rank of any world. Tokens are
-spread evenly over experts. Blocks run eagerly, with the default kernels.
+Tensors have shapes and memory, and exchanges complete immediately, so one process can represent any rank of any world.
+Tokens are spread evenly over experts. Blocks run eagerly, with the default kernels.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def run(request: RehearsalRequest) -> RankRehearsal:
 
 
 def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
-    """Build the rank's part of the plan, make steps, and copy its state to the host as a checkpoint does.
+    """Build the rank's part of the plan, run steps, and copy its state to the host as a checkpoint does.
 
     Call it once, in a separate process whose TRAINSPEC_DEVICE is `emulated` and TRAINSPEC_EMULATED has `sizes=1`: the
-    process keeps the device. If memory runs out, the result says where.
+    process keeps the device. If memory runs out, the result states where.
     """
     began_s = time.perf_counter()
     refuse(plan)
@@ -131,8 +131,8 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
     is_pipeline = plan.layout.pp > 1
     holds_all = is_pipeline and plan.layout.pipeline_schedule == "gpipe"
     run_batches = plan.grad_accum_steps if holds_all else max(traced_micro_batches(plan))
-    # Without a pipeline, their time follows from a step with fewer, which is made first so that the last step is the
-    # one that counts. A pipeline's passes are timed one by one.
+    # Without a pipeline, their time follows from a step with fewer micro-batches, which runs first so that the last
+    # step is the one that counts. A pipeline's passes are timed one by one.
     fewer = [1] if TIME.costs is not None and not is_pipeline and run_batches < plan.grad_accum_steps else []
     times_s: dict[int, dict[str, float]] = {}
     for count in [*fewer, *[run_batches] * steps]:
@@ -178,7 +178,7 @@ def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
 def _time_pipeline(
     timed: Sequence[tuple[Action | None, Segments]], micro_batches: int, message_bytes: int
 ) -> PipelineSeconds:
-    """Return the time of each pass, and of what a step does between and after them."""
+    """Return the time of each pass, and of the work between and after the passes."""
     passes = []
     for action, segments in timed:
         if action is not None:
@@ -199,8 +199,8 @@ def _time_pipeline(
 def _noting_parts(
     state: TrainState, log: AllocationLog, micro_batches: int
 ) -> Iterator[list[tuple[Action | None, Segments]]]:
-    """Name the part of the step in the log, and yield a list of the passes with their marks; None stands for what is
-    done between two passes. The passes come in the order of the schedule."""
+    """Name the part of the step in the log, and yield a list of the passes with their marks; None represents the work
+    between two passes. The passes come in the order of the schedule."""
     clock = state.clock
     time_part = clock.part
     passes = iter(actions(state.mesh.layout, micro_batches)[state.mesh.rank("pp")])

@@ -1,14 +1,14 @@
 """The streams of an emulated device: queues of work, ordered within a stream, and between streams only by events and
 waits.
 
-In order mode work runs late: when something waits for it, or when a seeded random scheduler picks it. A wait missing
-from the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible. The scheduler
-gives streams random priorities and changes them at random moments (Burckhardt et al. 2010, "A randomized scheduler with
-probabilistic guarantees of finding bugs"), so that a stream may fall far behind the others.
+In order mode, work runs late: when something waits for it, or when a seeded random scheduler selects it. A wait that is
+missing in the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible. The
+scheduler gives streams random priorities and changes them at random moments (Burckhardt et al. 2010, "A randomized
+scheduler with probabilistic guarantees of finding bugs"), so that a stream may fall far behind the others.
 
-With virtual time, each stream and the host have a clock. A piece of work starts when the stream has finished the work
-before it, but not before the host queued it, and the host's clock moves when it queues something or waits. None of
-that depends on real time, nor on when the work really runs.
+With virtual time, each stream and the host have a clock. Work starts when the host has queued it and the stream has
+finished the work before it. The host's clock advances when it queues something or waits. None of this depends on real
+time, or on when the work really runs.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ import torch
 from trainspec_cli.wings.emulated import KIND
 
 counts: Counter[str] = Counter()
-"""What this process has done on the device: operations, copies by direction, synchronisations."""
+"""Counts of this process's operations, copies by direction, and synchronisations on the device."""
 
 LOCK = threading.RLock()
-"""Held while work is queued or run: the main thread, autograd's and the loader's all use the device."""
+"""Held while work is queued or run, because the main thread, autograd's threads and the loader's thread all use the
+device."""
 
 PICKED = (0.0, 0.1, 0.5)
-"""In order mode: the probabilities of running a piece of queued work after another one is queued; a schedule has one of
-them."""
+"""In order mode: the probabilities of running queued work after more work is queued; each schedule uses one of them."""
 NEEDED = (0.0, 0.8, 1.0)
-"""In order mode: the probabilities that a wait runs only the work that it needs, and not what has priority."""
+"""In order mode: the probabilities that a wait runs only the work that it needs, rather than work with higher
+priority."""
 CHANGED = 0.05
-"""In order mode: the probability that a stream gets another priority after a piece of its work."""
+"""In order mode: the probability that a stream's priority changes after some of its work."""
 QUERIED = 0.1
-"""In order mode: the probability that asking whether work is done runs a piece of it, so that polling ends."""
+"""In order mode: the probability that a query whether work is done runs some of it, so that polling ends."""
 IDLE_S = 0.03
-"""In order mode: real time when nothing is queued or run, after which exchanges run, and the work that they need:
-another rank may wait for them."""
+"""In order mode: real time without queued or running work after which exchanges run, with the work that they need,
+because another rank may be waiting for them."""
 POLL_S = 2e-5
 BACKGROUND_S = 5e-4
-"""Pause between two attempts to progress exchanges for which no thread waits."""
+"""Pause between two attempts to progress exchanges that no thread is waiting for."""
 
 
 class HostClock:
@@ -62,7 +63,7 @@ class HostClock:
         self.launch_s = 0.0
         """Time to queue one operation."""
         self.duration_s: Callable[..., float] = lambda _at_s, seconds, _work: seconds
-        """How long work that begins now takes, given the time that it usually takes, and its name."""
+        """How long work that starts now takes, given its usual duration and its name."""
         self._shared = [0.0]
         self._own = threading.local()
 
@@ -84,7 +85,7 @@ class HostClock:
             self.work(self.launch_s)
 
     def work(self, seconds: float, name: str = "") -> None:
-        """Let this thread work for a time, or for that of a named piece of work."""
+        """Let this thread work for some virtual time, or for the duration of named work."""
         if self.is_virtual:
             clock = self._clock()
             clock[0] += self.duration_s(clock[0], seconds, name)
@@ -104,11 +105,11 @@ class Moment:
 
     stream: Stream
     number: int = 0
-    """The number of pieces of work queued in the stream until then."""
+    """Amount of work queued in the stream before it."""
     host_s: float = math.nan
-    """Real time at which the stream got there; NaN before."""
+    """Real time at which the stream reached it; NaN until then."""
     device_s: float = 0.0
-    """Virtual time at which the stream got there."""
+    """Virtual time at which the stream reached it."""
     queued_s: float = 0.0
     """Virtual time at which a host thread recorded it."""
 
@@ -119,7 +120,7 @@ class Moment:
 
 @dataclass
 class QueuedWork:
-    """A piece of work in a stream."""
+    """An item of work in a stream."""
 
     start: Callable[[], object] | None = None
     """Runs the work."""
@@ -194,12 +195,12 @@ class Stream:
 
     @property
     def needed(self) -> Stream:
-        """The stream whose next piece of work has to run before this one's: another one, if this one waits for it."""
+        """The stream whose work has to run first: this one, or the one that it is waiting for."""
         after = self._queue[0].after
         return self if after is None or after.is_reached else after.stream.needed
 
     def step(self) -> bool:
-        """Run the first piece of work if it may start. Return whether anything changed."""
+        """Run the first item of work if it may start. Return whether anything changed."""
         if not self._queue or SCHEDULER.is_running:
             return False  # work that frees tensors may queue more work, which must not run inside it
         SCHEDULER.is_running = True
@@ -290,8 +291,8 @@ class StreamEvent:
         self.at = moment
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait. Another thread that recorded the event did so before: this is how the clocks of threads
-        that hand work to one another are brought together."""
+        """Let a stream wait. If another thread recorded the event, this thread's clock advances at least to that
+        time."""
         if self.at is not None:
             HOST.wait_until(self.at.queued_s)
         (stream or current_stream()).wait_event(self)
@@ -339,10 +340,10 @@ class Scheduler:
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
         self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
-        """Called after a piece of work, with the stream's times before it and when it started."""
+        """Called after an item of work, with the stream's times before it and its start time."""
 
     def start_order(self, seed: int | None) -> None:
-        """Start a random order with this seed. None ends it: work then runs as soon as possible."""
+        """Start a random order with this seed. None ends order mode: work then runs as soon as possible."""
         self.finish_all()
         with LOCK:
             self._priorities.clear()
@@ -360,7 +361,7 @@ class Scheduler:
             pass
 
     def poll(self) -> None:
-        """Run all work that can start; in order mode, sometimes a piece of it."""
+        """Run all work that can start; in order mode, sometimes only one item."""
         if self.random is None:
             while self._step_all():
                 pass
@@ -368,14 +369,14 @@ class Scheduler:
             self._pick()
 
     def _step_all(self) -> bool:
-        """Run the first piece of work in every stream, if it may start. Return whether anything changed."""
+        """Run the first item of work in every stream, if it may start. Return whether anything changed."""
         changed = False
         for stream in tuple(self.busy):
             changed |= stream.step()
         return changed
 
     def _pick(self) -> bool:
-        """Run a piece of work of the stream that has the highest priority among those that may continue. Return whether
+        """Run an item of work of the stream with the highest priority among those that may continue. Return whether
         there was one."""
         assert self.random is not None
         for stream in self.busy:
@@ -390,7 +391,7 @@ class Scheduler:
         return False
 
     def _continue(self, stream: Stream) -> bool:
-        """In order mode, let an exchange in progress continue and, if nothing else happens, another one start. Return
+        """In order mode, let an exchange in progress continue or, if nothing else happens, start another one. Return
         whether anything changed."""
         if stream._queue and stream._queue[0].handle is not None:
             return stream.step()
@@ -419,7 +420,7 @@ class Scheduler:
             time.sleep(BACKGROUND_S)
 
     def finish(self, stream: Stream, number: int) -> None:
-        """Wait until a stream has completed this many pieces of work."""
+        """Wait until a stream has completed this many items of work."""
         while True:
             with LOCK:
                 while stream.done < number:

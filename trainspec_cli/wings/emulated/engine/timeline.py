@@ -16,7 +16,7 @@ from trainspec_cli.wings.emulated.engine.streams import DEFAULT, SCHEDULER, Queu
 from trainspec_cli.wings.emulated.timeline import COMPUTE, WAIT, Slice, StepPart, Timeline, keep_longest
 
 STRETCHES = 500
-"""A curve of the memory keeps the lowest and the highest value of this many stretches, so that a page and `--json` stay
+"""The memory curve keeps the lowest and the highest value of this many intervals, so that a page and `--json` stay
 small. The peak is one of these values."""
 REST = "rest of the step"
 """The part of a step outside the named parts."""
@@ -39,8 +39,8 @@ class _Merged:
 class StepTimeline:
     """The work of all streams since `begin`, and the memory at each allocation and release.
 
-    The memory is recorded at the compute stream's time. By the host's time, all of a step would happen in its first
-    moment, because a rehearsal's host takes no time to queue work.
+    The memory is recorded at the compute stream's time. In the host's time, the entire step would happen at its
+    beginning, because a rehearsal's host takes no time to queue work.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class StepTimeline:
         """The end of each stream's last wait, and the stream that it was for."""
 
     def start(self, log: AllocationLog) -> None:
-        """Record from now on, if there is virtual time. `log` knows the current part of the step."""
+        """Start recording, if there is virtual time. `log` knows the current part of the step."""
         if TIME.costs is not None:
             self._log = log
             self.begin(0)
             self._listen(True)
 
     def begin(self, micro_batches: int) -> None:
-        """Begin a step with this many micro-batches: forget everything so far, and count times from now on."""
+        """Start a step with this many micro-batches: discard earlier records, and count times from now on."""
         if self._log is None:
             return
         self._micro_batches = micro_batches
@@ -89,17 +89,17 @@ class StepTimeline:
         part = self._current_part()
         if work.after is not None and began_s > before_s:
             source = work.after.stream
-            # FSDP2's streams wait for an exchange, and the compute stream for them: name the exchange.
+            # FSDP2's streams wait for an exchange, and the compute stream waits for them, so name the exchange.
             while self._waited.get(source, (0.0, source))[0] == began_s:
                 source = self._waited[source][1]
             self._waited[stream] = began_s, source
-            # Another stream is idle until it has work, which is no wait.
+            # Any other stream is idle until it has work, which is not a wait.
             if stream is DEFAULT:
                 merged.append(_Merged(part, WAIT, before_s, began_s, "", work, 0, source))
         if not work.duration_s:
             return
         origin = find_origin()
-        # An exchange keeps its own name, since most of them come from a few lines of the engine.
+        # An exchange keeps its own name, because most exchanges come from a few lines of the engine.
         name = work.name if work.is_exchange else origin
         last = merged[-1] if merged else None
         follows = last is not None and last.end_s == began_s and last.waits_for is None and not work.is_exchange
@@ -122,7 +122,7 @@ class StepTimeline:
         return self._part
 
     def result(self) -> Timeline | None:
-        """Return the last step, or what there was of it when memory ran out; None without virtual time."""
+        """Return the last step, or its part before memory ran out; None without virtual time."""
         if self._log is None:
             return None
         names = {**stream_names(), DEFAULT: COMPUTE}

@@ -38,7 +38,7 @@ class Shares:
         """`largest`: maximum number of samples per rank per step. Raises RecipeError if that is too small."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
-            hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
+            hint = f"give {math.ceil(batch_size / ranks.count)} or more, and at least one sample for each rank"
             raise RecipeError(Problem("out_of_range", message, "largest_share", hint))
         self._run = run
         self._ranks = ranks
