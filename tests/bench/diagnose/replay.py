@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -26,6 +27,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +77,7 @@ def record(layout: str) -> dict[str, Any]:
     from trainspec_cli.engine.run.step_report import StepReport
     from trainspec_cli.wings.certify.cases import Case, build_plan
     from trainspec_cli.wings.emulated.engine import exchanges, streams
+    from trainspec_cli.wings.emulated.engine.memory import EmulatedMemory
 
     family, axes, _ = LAYOUTS[layout]
     enter("cpu")
@@ -94,7 +97,8 @@ def record(layout: str) -> dict[str, Any]:
 
     add, finish = streams.Stream.add, streams.Stream.finish
     wait, synchronize = streams.StreamEvent.wait, streams.StreamEvent.synchronize
-    factor, describe, queue = ChipCosts.factor, exchanges.describe, exchanges.queue
+    factor, attention, allocate = ChipCosts.factor, ChipCosts.attention_slowness, EmulatedMemory.allocate
+    describe, queue = exchanges.describe, exchanges.queue
 
     def noted_add(stream: Any, work: Any) -> None:
         exchange = pending.pop("exchange") if work.exchange is not None else None
@@ -119,6 +123,14 @@ def record(layout: str) -> dict[str, Any]:
         pending["scaled"] = True
         return factor(*given)
 
+    def noted_attention(*given: Any) -> float:
+        pending["scaled"] = "attention"
+        return attention(*given)
+
+    def noted_allocate(memory: Any, nbytes: int, stream: Any, shape: str = "") -> Any:
+        actions.append(["allocate", stream.number])
+        return allocate(memory, nbytes, stream, shape)
+
     def noted_describe(*given: Any) -> Any:
         pending["described"] = describe(*given)
         return pending["described"]
@@ -134,7 +146,9 @@ def record(layout: str) -> dict[str, Any]:
 
     streams.Stream.add, streams.Stream.finish = noted_add, noted_finish
     streams.StreamEvent.wait, streams.StreamEvent.synchronize = noted_wait, noted_synchronize
-    ChipCosts.factor, exchanges.describe, exchanges.queue = noted_factor, noted_describe, noted_queue
+    ChipCosts.factor, ChipCosts.attention_slowness = noted_factor, noted_attention
+    EmulatedMemory.allocate = noted_allocate
+    exchanges.describe, exchanges.queue = noted_describe, noted_queue
     streams.HOST.launch = lambda: actions.append(["launch"])
     shape = (MICRO_BATCH, plan.spec.data.seq_len)
     batches = [torch.randint(0, 64, shape, device=there) for _ in range(plan.grad_accum_steps)]
@@ -231,6 +245,10 @@ class Rank:
     taken_s: deque[float] = field(default_factory=lambda: deque([0.0] * 2, maxlen=2))
     """When the last batches were taken."""
     steps: list[dict[str, float]] = field(default_factory=list)
+    attended: Sequence[float] = ()
+    """The fraction of the pairs of tokens that attend to one another, by step."""
+    retries: Counter[int] = field(default_factory=Counter)
+    """The allocator's, by step."""
 
     def host(self, steps: int, meeting: Meeting) -> Iterator[int]:
         """Queue the work of all steps; yield the moment for which the host waits. A step is known two steps later."""
@@ -255,6 +273,17 @@ class Rank:
             for action in self.step["actions"]:
                 if action[0] == "launch":
                     self.now_s += self.costs.host_s(self.now_s, self.launch_s)
+                elif action[0] == "allocate":
+                    if retry_s := self.costs.retry_s(self.now_s):
+                        freed = self._mark(action[1], extra - 1)
+                        extra -= 1
+                        self.progress(meeting)
+                        if freed not in self.reached_s:
+                            yield freed
+                        self.now_s = max(self.now_s, self.reached_s[freed])
+                        self.now_s += self.costs.host_s(self.now_s, retry_s)
+                        self.costs.retried_s = self.now_s
+                        self.retries[index] += 1
                 elif action[0] == "sync":
                     number = moment_of(action[1])
                     if number >= 0 and number not in self.reached_s:
@@ -264,6 +293,8 @@ class Rank:
                     _, stream, seconds, scaled, after, moment, exchange = action
                     if scaled and seconds:
                         seconds *= self.costs.factor(SimpleNamespace(number=stream), self.now_s)  # type: ignore[arg-type]
+                    if scaled == "attention" and (slowness := self.costs.attention_slowness(self.now_s)) != 1.0:
+                        seconds *= slowness * self.attended[index]
                     if exchange is not None:
                         kind, ranks, nbytes, group = exchange
                         place = (group, tuple(ranks) if kind in ("send", "recv") else ())
@@ -348,6 +379,27 @@ class Rank:
         return True
 
 
+STEP_PAIRS = 2.0**20
+"""Pairs of tokens in a rank's step, if all attend to one another."""
+
+
+def draw_attended(row: int, steps: int) -> list[float]:
+    """Return the fraction of the pairs of tokens that attend to one another, in each step of a data-parallel rank. Its
+    samples are filled with documents whose lengths span two orders of magnitude."""
+    source = random.Random(f"documents of {row}")
+
+    def of_sample() -> float:
+        left = 1.0
+        pairs = 0.0
+        while left > 1e-3:
+            length = min(left, source.lognormvariate(math.log(0.2), 1.0))
+            pairs += length**2
+            left -= length
+        return pairs
+
+    return [fmean(of_sample() for _ in range(2 * MICRO_BATCH)) for _ in range(steps)]
+
+
 class Meeting:
     """Exchanges: they start when the last rank arrives."""
 
@@ -384,7 +436,14 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     assert costs[0] is not None
     meeting = Meeting(costs[0])
     launch_s = (read.launch_us or 0.0) / 1e6
-    ranks = [Rank(number, recorded[number], one, launch_s) for number, one in enumerate(costs) if one is not None]
+    stage = world_size // Layout(**axes).pp
+    rows = [rank % stage // Layout(**axes).tp for rank in range(world_size)]
+    attended = [draw_attended(row, steps) for row in range(1 + max(rows))]
+    ranks = [
+        Rank(number, recorded[number], one, launch_s, attended=attended[rows[number]])
+        for number, one in enumerate(costs)
+        if one is not None
+    ]
     hosts: list[Iterator[int] | None] = [rank.host(steps, meeting) for rank in ranks]
     awaited: list[int | None] = [None] * world_size
     while any(hosts):
@@ -404,7 +463,10 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     shape = series["forward"].shape
     counters = {name: np.zeros(shape) for name in COUNTERS if name not in ("cpu_s", "rss_bytes", "swap_bytes")}
     counters |= {"host_queued_s": np.zeros(shape), "agreed_s": series["agreed_s"], "starved_s": series["starved_s"]}
-    stage = world_size // Layout(**axes).pp
+    counters["allocator_retries"] = np.array(
+        [[float(rank.retries[step]) for rank in ranks] for step in range(shape[0])]
+    )
+    counters["attended"] = np.array([rank.attended for rank in ranks]).T * STEP_PAIRS
     return RunEvidence(
         steps=np.arange(1, shape[0] + 1),
         parts_s={name: series[name] for name in PARTS},
@@ -437,7 +499,7 @@ def _sampled(meeting: Meeting, series: Mapping[str, np.ndarray]) -> Iterator[Lin
 
 def settings_of(one: Disturbed, base: str, from_s: float, step_s: float, steps: int) -> str:
     """Return the device's settings for a run with one disturbance, which lasts to the end."""
-    if one.cause != "interference":
+    if "slow_every_s" not in one.settings:
         return f"{base};{one.settings},slow_from_s={from_s:.3f}"
     every_s = 4 * step_s
     return f"{base};{one.settings},slow_from_s={from_s:.3f},slow_until_s={from_s + 0.75 * every_s:.3f}"
@@ -476,8 +538,14 @@ def main() -> None:
         longer_s = [_step_s(replay(recorded[layout], layout, one, 12)) for one in (BASE, *slower)]
         transfer_s = longer_s[1] - longer_s[0]
         delays = (longer_s[2] - longer_s[0]) / 1e-3
-        sizes[layout] = {"step_s": longer_s[0], "transfer_s": transfer_s, "delays": delays}
-        print(f"{layout}: a step takes {longer_s[0]:.3f} s, {transfer_s:.3f} s of transfers; {delays:.0f} delays")
+        attention_s = sum(action[2] for action in recorded[layout][0]["actions"] if action[3:4] == ["attention"])
+        sizes[layout] = {
+            "step_s": longer_s[0], "transfer_s": transfer_s, "delays": delays, "attention_s": attention_s,
+        }  # fmt: skip
+        print(
+            f"{layout}: a step takes {longer_s[0]:.3f} s, {transfer_s:.3f} s of transfers; {delays:.0f} delays",
+            flush=True,
+        )
     print_matrix(recorded, sizes, options.cases)
     print_healthy(recorded, options.healthy)
 
