@@ -14,10 +14,11 @@ from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, Ru
 from trainspec_cli.reporter.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.reporter.diagnosis.looks import with_look
 from trainspec_cli.reporter.diagnosis.memory import find_memory
-from trainspec_cli.reporter.diagnosis.ranks import EXPLAINS, PAGES, OwnTimes, find_slow_ranks, lasts
+from trainspec_cli.reporter.diagnosis.ranks import EXPLAINS, PAGES, RETRIES, OwnTimes, find_slow_ranks, lasts
 from trainspec_cli.reporter.diagnosis.series import (
     CONFIRMING_STEPS,
     LEAST_SHARE,
+    MOST_RANKS,
     STEADY,
     Episode,
     find_episodes,
@@ -74,6 +75,9 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
     if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
         why = f"processes wait {milliseconds(rise('memory_stall_s'))} per step for memory"
         return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
+    if rise("allocator_retries") >= RETRIES:
+        why = f"allocators release their cache {rise('allocator_retries'):.1f} more times in a step"
+        return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
     if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
         why = (
             f"they wait {milliseconds(rise('queued_s'))} more of each step for a processor, which other processes have"
@@ -118,8 +122,6 @@ def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
 
 AVERAGED_STEPS = 17
 """Costs that occur only every few steps, such as garbage collection, are averaged over this many steps."""
-MOST_RANKS = 0.5
-"""Time wasted on more than this fraction of the ranks is reported for the entire run."""
 WARM_STEPS_OF_WASTE = 5
 """Compilation is expected in this many steps at the start of a run."""
 UNEVEN = 0.2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
+from trainspec_cli.reporter.diagnosis.series import MOST_RANKS
 from trainspec_cli.run.recovery.watch import EIGHTHS, grows_steadily, slope_per_step
 
 SETTLING_STEPS = 10
@@ -135,4 +137,8 @@ def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
                 evidence=(what,),
             )
         )
+    if len(verdicts) > max(1, MOST_RANKS * evidence.ranks):
+        since_step = min(one.since_step for one in verdicts)
+        text = f"{len(verdicts)} of {evidence.ranks} ranks: {verdicts[0].evidence[0]}"
+        return [replace(verdicts[0], rank=None, since_step=since_step, evidence=(text,))]
     return verdicts
