@@ -142,10 +142,15 @@ class ChipCosts:
 
     def factor(self, stream: Stream, at_s: float) -> float:
         """Return how many times its usual time a stream's next operation lasts, if it is queued at `at_s`."""
-        present = self.disturbances_at(at_s)
-        factor = math.prod(one.slowness for one in present)
-        if jitter := max((one.jitter for one in present), default=0.0):
-            source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
+        factor = 1.0
+        jitter = 0.0
+        for one in self.disturbances_at(at_s):
+            factor *= one.slowness
+            jitter = max(jitter, one.jitter)
+        if jitter:
+            source = self.sources.get(stream.number)
+            if source is None:  # to seed one takes longer than all else here
+                source = self.sources[stream.number] = random.Random(f"{self.rank}/{stream.number}")
             factor *= source.lognormvariate(0.0, jitter)
         return factor
 
