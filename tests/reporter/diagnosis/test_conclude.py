@@ -61,6 +61,16 @@ def test_memory_that_is_short_on_all_ranks_is_named_once() -> None:
     assert verdict.cost_s == pytest.approx(0.1, rel=0.1)
 
 
+def test_slow_steps_of_all_ranks_are_not_explained_by_documents_of_unequal_lengths() -> None:
+    telemetry = Telemetry()
+    telemetry.counters["attended"] *= telemetry.random.uniform(0.5, 1.5, (telemetry.steps, telemetry.ranks))
+    for rank in range(telemetry.ranks):
+        telemetry.slow(rank, 1.5)
+    assert heaviest(telemetry).cause == "noise"
+    telemetry.counters["attended"][60:] *= 1.5
+    assert heaviest(telemetry).cause == "as_planned"
+
+
 def test_two_slow_ranks_are_both_named_the_slower_first():
     found = conclude(Telemetry().slow(2, 1.3, cpu_s=0.06).slow(6, 1.6, first=80, throttled_s=0.12).evidence())
     assert [(one.cause, one.rank) for one in found] == [("slow_device", 6), ("slow_device", 2)]
