@@ -43,10 +43,13 @@ def job_of(
     parts: StepParts | None = None,
     change_s: float = inf,
     zero_stage: ZeroStage = 1,
+    shards: bool = True,
 ) -> DisturbedJob:
     """`ranks` data-parallel ranks of `each` samples per step, one a micro-batch."""
     whole = Layout(dp_replicate=replica_groups, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=zero_stage)
     own = Layout(dp_replicate=1, dp_shard=ranks // replica_groups, pp=pp, tp=tp, zero_stage=zero_stage)
+    if not shards:
+        whole = own = Layout(dp_replicate=ranks, pp=pp, tp=tp)
     nodes, size = max(1, whole.world_size // PER_NODE), ranks // replica_groups
     return DisturbedJob(
         cluster=Cluster(parts or parts_of(pp), whole, nodes, whole.world_size // nodes, replica_groups),

@@ -38,6 +38,8 @@ class StepSeconds:
     """(stages, ranks): compute over all micro-batches, as a rank measures it: without exchanges and waits."""
     passes_s: Floats
     """The same with the exchanges inside layers."""
+    updates_s: Floats
+    """The rank's update, if no other rank waits for it; otherwise 0."""
     ranks_s: Floats
     """Each data-parallel rank's pipeline, including filling and draining, and its update if no rank waits for it."""
     exchanged_s: float
@@ -149,7 +151,7 @@ class Cluster:
         exchanged_s = condition.gradients * (most * parts.gradients_each_s + parts.gradients_once_s)
         slowest_s = self._in_step_s(fixed_s, growing_s, counts, micro_batches) if in_step else float(ranks_s.max())
         total_s = slowest_s + exchanged_s + gathered_s + parts.rest_s
-        return StepSeconds(computed_s, passes_s, ranks_s, exchanged_s, total_s)
+        return StepSeconds(computed_s, passes_s, updates_s, ranks_s, exchanged_s, total_s)
 
     def _in_step_s(self, fixed_s: Floats, growing_s: Floats, counts: Floats, micro_batches: Floats) -> float:
         """Return the sum of the slowest rank's times over all micro-batches, for a pipeline with one stage."""

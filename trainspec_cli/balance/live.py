@@ -140,15 +140,25 @@ class LiveGroup:
             self.division = change.division
         return change
 
-    def end_step(self, taken: RankCounts, measured_s: list[list[float]], waited_s: float, *, reports: bool) -> None:
-        """Record the times measured by each stage (inner) of each rank (outer). The speeds exchanged in a step are
-        those from before it. `waited_s`: time in exchanges of the rank that waits least."""
+    def end_step(
+        self,
+        taken: RankCounts,
+        measured_s: list[list[float]],
+        updates_s: list[list[float]],
+        waited_s: float,
+        *,
+        reports: bool,
+    ) -> None:
+        """Record the times of passes and updates measured by each stage (inner) of each rank (outer). The speeds
+        exchanged in a step are those from before it. `waited_s`: time in exchanges of the rank that waits least."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         due = None
-        for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
-            for tracker, own_s in zip(trackers, row_s, strict=True):
-                tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + waited_s)
+        for trackers, samples, row_s, row_updates_s in zip(
+            self.trackers, taken.counts, measured_s, updates_s, strict=True
+        ):
+            for tracker, own_s, update_s in zip(trackers, row_s, row_updates_s, strict=True):
+                tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + waited_s, update_s)
         if reports and self._job.shares_change:
             speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
             settled = all(speed is not None and speed.is_settled for row in stages for speed in row)
@@ -259,7 +269,8 @@ class LiveRun:
                 self._layouts.note_step(step, self._groups[0], taken[0], seconds)
         for group, own in zip(situation.present, taken, strict=True):
             rows = self._job.groups[group].rows
-            self._groups[group].end_step(own, measured_s[rows].tolist(), seconds.waited_s(rows), reports=reports)
+            of_ranks = measured_s[rows].tolist(), seconds.updates_s.T[rows].tolist()
+            self._groups[group].end_step(own, *of_ranks, seconds.waited_s(rows), reports=reports)
 
     def _note(self, step: int, group: int, change: ShareChange, taken: RankCounts, seconds: StepSeconds) -> None:
         rows = self._job.groups[group].rows
@@ -275,6 +286,6 @@ class LiveRun:
                 micro_batches=micro_batches,
                 before_s=change.before_s,
                 expected_s=change.after_s,
-                achieved_s=float(seconds.computed_s[:, rows].max()) + micro_batches * each_s,
+                achieved_s=float((seconds.computed_s + seconds.updates_s)[:, rows].max()) + micro_batches * each_s,
             )
         )

@@ -149,6 +149,13 @@ def host_is_emulated(device: torch.device) -> bool:
     return _emulated(device, "host_time") is not None
 
 
+def emulated_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of an emulated chip; None if the device has to be measured. To measure an emulated chip
+    would take emulated time before the first step, and only in runs whose plan has no measured peak."""
+    peak = _emulated(device, "peak_flops")
+    return None if peak is None else peak(dtype)
+
+
 def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:
     """Return a function that only the module of an emulated device has. Some devices have no module."""
     function: Callable[..., Any] | None = getattr(getattr(torch, device.type, None), name, None)

@@ -184,3 +184,15 @@ def test_micro_batches_stay_as_many_where_larger_ones_would_fit() -> None:
 def test_micro_batches_come_in_whole_turns() -> None:
     taking_turns = Division((1.0,) * 4, micro_batch_size=8, turns=2)
     assert best_division(taking_turns, 64, ONE_SLOW, 8, 0.0).division.count_micro_batches(64) == 4
+
+
+@pytest.mark.parametrize("update_s", [0.0, 4.0, 40.0])
+def test_a_slow_update_leaves_a_rank_fewer_samples(update_s: float) -> None:
+    speeds = [Speed(0.2, 1.0, update_s=update_s)] * 3 + [Speed(0.2, 1.0, update_s=update_s).scaled(2.0)]
+    even = Division((1.0,) * 4, micro_batch_size=64)
+    best = best_division(even, 64, speeds, 64, 0.0)
+    counts = best.division.counts(64)
+    # The best of all shares of the slow rank, with the others' even.
+    others = {slow: -(-(64 - slow) // 3) for slow in range(1, 17)}
+    best_s = min(max(speeds[0].step_s(most, 1), speeds[3].step_s(slow, 1)) for slow, most in others.items())
+    assert best.compute_s == max(speed.step_s(count, 1) for speed, count in zip(speeds, counts, strict=True)) == best_s

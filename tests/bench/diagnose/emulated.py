@@ -84,10 +84,9 @@ GAP_STEPS = 4
 LEAST_STEPS = 8
 """A disturbance of fewer steps is not judged: the run ended in it."""
 CAUSES = (
-    "slow_device", "interference", "slow_node", "narrow_link", "slow_network", "delayed_link", "slow_loader",
-    "checkpoint_writing", "host_bound", "noise",
+    "slow_device", "slow_node", "narrow_link", "delayed_link", "slow_loader", "checkpoint_writing", "host_bound",
+    "memory_pressure", "uneven_lengths", "noise",
 )  # fmt: skip
-VERDICTS = {"interference": "slow_device", "slow_network": "narrow_link"}
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ class Disturbed:
     until_s: float = 0.0
 
     def is_named_by(self, verdict: RunVerdict) -> bool:
-        if verdict.cause != VERDICTS.get(self.cause, self.cause):
+        if verdict.cause != self.cause:
             return False
-        if self.cause in ("narrow_link", "slow_network", "delayed_link"):
+        if self.cause in ("narrow_link", "delayed_link"):
             # A link is named by its ranks, one of which is at the place.
             return any(
                 self.rank in (None, rank) and self.node in (None, rank // self.node_ranks)
@@ -123,9 +122,11 @@ def draw(
     node_ranks: int,
     transfer_s: float = 0.03,
     delays: float = 20.0,
+    attention_s: float = 3e-5,
 ) -> Disturbed | None:
     """Return a disturbance of a random size at a random place; None if the layout does not have the place. `transfer_s`
-    and `delays`: by how much a step grows for twice the transfer time, and for a second of delay."""
+    and `delays`: by how much a step grows for twice the transfer time, and for a second of delay. `attention_s`: how
+    long a step attends, if all pairs of tokens do."""
     has_nodes = nodes_of(layout) > 1
     rank = source.randrange(nodes_of(layout) * node_ranks)
     node = source.randrange(NODES)
@@ -133,18 +134,18 @@ def draw(
     longer_s = source.uniform(0.3, 1.0) * step_s
     computes_s = 0.75 * step_s
     match cause:
-        case "slow_device":
+        case "slow_device" if source.random() < 0.5:
             return Disturbed(cause, f"slowness={factor:.2f},slow_rank={rank}", (factor - 1) * computes_s, rank=rank)
-        case "interference":
+        case "slow_device":  # it comes and goes
             settings = f"slowness={factor + 0.5:.2f},slow_rank={rank},slow_every_s={4 * step_s:.3g}"
             return Disturbed(cause, settings, 0.6 * (factor - 0.5) * computes_s, 16, rank=rank)
         case "slow_node" if has_nodes:
             return Disturbed(cause, f"slowness={factor:.2f},slow_node={node}", (factor - 1) * computes_s, node=node)
-        case "narrow_link":
+        case "narrow_link" if source.random() < 0.5:
             where = f"slow_node={node}" if has_nodes else f"slow_rank={rank}"
             place = {"node": node} if has_nodes else {"rank": rank}
             return Disturbed(cause, f"link_slowness={1 + longer_s / transfer_s:.2f},{where}", longer_s, 13, **place)
-        case "slow_network":
+        case "narrow_link":  # all links
             return Disturbed(cause, f"link_slowness={1 + longer_s / transfer_s:.2f}", longer_s, 13)
         case "delayed_link":
             return Disturbed(cause, f"link_delay_us={longer_s / delays * 1e6:.0f}", longer_s, 12)
@@ -158,6 +159,16 @@ def draw(
         case "host_bound":
             slowness = source.uniform(6, 9)
             return Disturbed(cause, f"host_slowness={slowness:.2f},slow_rank={rank}", step_s, rank=rank)
+        case "memory_pressure":
+            # On all ranks: they do the same work, with the same memory.
+            place = {} if source.random() < 0.5 else {"rank": rank}
+            retries = source.randint(2, 6)
+            settings = f"retry_ms={longer_s / retries * 1e3:.1f},retry_every_ms={step_s / retries * 1e3:.1f}"
+            settings += f",slow_rank={rank}" if place else ""
+            steps = 4 + round(9 / (step_s + longer_s))
+            return Disturbed(cause, settings, longer_s, max(10, steps), **place)
+        case "uneven_lengths":
+            return Disturbed(cause, f"attention_slowness={1 + 2 * longer_s / attention_s:.0f}", longer_s, 20)
         case "noise":
             steps = 4 + round(9 / (factor * step_s))
             return Disturbed(cause, f"slowness={factor:.2f}", (factor - 1) * computes_s, max(10, steps))
@@ -182,7 +193,7 @@ def schedule(layout: str, rounds: int, seed: int) -> tuple[str, list[Disturbed],
                 continue
             until_s = now_s + one.steps * (step_s + one.longer_s)
             placed.append(replace(one, node_ranks=node_ranks_of(layout), from_s=now_s, until_s=until_s))
-            if cause == "interference":  # it comes and goes, three steps of four
+            if "slow_every_s" in one.settings:  # three steps of four
                 every_s = 4 * step_s
                 for turn in range(int((until_s - now_s) / every_s)):
                     begun_s = now_s + turn * every_s

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -24,8 +25,9 @@ import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,15 +35,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `lab`, as in the tests
 
+from trainspec_cli.balance.batch.division import even_division
 from trainspec_cli.balance.decisions.links import AxisLinks, Transfer
+from trainspec_cli.balance.decisions.shares import ShareScheduler, counts_updates, data_rows, exchange_each_s
+from trainspec_cli.balance.decisions.speeds import SETTLING_S, SpeedTracker, slowest
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.training import SchedulerSpec
 from trainspec_cli.reporter.diagnosis.conclude import conclude
 from trainspec_cli.reporter.diagnosis.evidence import COUNTERS, RunEvidence
+from trainspec_cli.reporter.diagnosis.watch import REMEMBERED_STEPS
 from trainspec_cli.run.folder.event_types.events import PARTS, LinkEvent
+from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.emulated import read_settings
 from trainspec_cli.wings.emulated.engine.costs import ChipCosts, costs_of
 
-from .emulated import CAUSES, CHIP, WRITTEN_STEPS, Disturbed, brief, draw, judge, nodes_of
+from .emulated import CAUSES, CHIP, WRITTEN_STEPS, Disturbed, brief, draw, judge, nodes_of, part_of
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "dp": ("dense", {"dp_replicate": 4}, 4),
@@ -73,8 +81,8 @@ def record(layout: str) -> dict[str, Any]:
     from trainspec_cli.engine.mesh import build_mesh
     from trainspec_cli.engine.run.step import train_step
     from trainspec_cli.engine.run.step_report import StepReport
-    from trainspec_cli.wings.certify.cases import Case, build_plan
     from trainspec_cli.wings.emulated.engine import exchanges, streams
+    from trainspec_cli.wings.emulated.engine.memory import EmulatedMemory
 
     family, axes, _ = LAYOUTS[layout]
     enter("cpu")
@@ -94,7 +102,8 @@ def record(layout: str) -> dict[str, Any]:
 
     add, finish = streams.Stream.add, streams.Stream.finish
     wait, synchronize = streams.StreamEvent.wait, streams.StreamEvent.synchronize
-    factor, describe, queue = ChipCosts.factor, exchanges.describe, exchanges.queue
+    factor, attention, allocate = ChipCosts.factor, ChipCosts.attention_slowness, EmulatedMemory.allocate
+    describe, queue = exchanges.describe, exchanges.queue
 
     def noted_add(stream: Any, work: Any) -> None:
         exchange = pending.pop("exchange") if work.exchange is not None else None
@@ -119,6 +128,14 @@ def record(layout: str) -> dict[str, Any]:
         pending["scaled"] = True
         return factor(*given)
 
+    def noted_attention(*given: Any) -> float:
+        pending["scaled"] = "attention"
+        return attention(*given)
+
+    def noted_allocate(memory: Any, nbytes: int, stream: Any, shape: str = "") -> Any:
+        actions.append(["allocate", stream.number])
+        return allocate(memory, nbytes, stream, shape)
+
     def noted_describe(*given: Any) -> Any:
         pending["described"] = describe(*given)
         return pending["described"]
@@ -134,7 +151,9 @@ def record(layout: str) -> dict[str, Any]:
 
     streams.Stream.add, streams.Stream.finish = noted_add, noted_finish
     streams.StreamEvent.wait, streams.StreamEvent.synchronize = noted_wait, noted_synchronize
-    ChipCosts.factor, exchanges.describe, exchanges.queue = noted_factor, noted_describe, noted_queue
+    ChipCosts.factor, ChipCosts.attention_slowness = noted_factor, noted_attention
+    EmulatedMemory.allocate = noted_allocate
+    exchanges.describe, exchanges.queue = noted_describe, noted_queue
     streams.HOST.launch = lambda: actions.append(["launch"])
     shape = (MICRO_BATCH, plan.spec.data.seq_len)
     batches = [torch.randint(0, 64, shape, device=there) for _ in range(plan.grad_accum_steps)]
@@ -231,12 +250,17 @@ class Rank:
     taken_s: deque[float] = field(default_factory=lambda: deque([0.0] * 2, maxlen=2))
     """When the last batches were taken."""
     steps: list[dict[str, float]] = field(default_factory=list)
+    attended: Sequence[float] = ()
+    """The fraction of the pairs of tokens that attend to one another, by step."""
+    retries: Counter[int] = field(default_factory=Counter)
+    """The allocator's, by step."""
 
     def host(self, steps: int, meeting: Meeting) -> Iterator[int]:
         """Queue the work of all steps; yield the moment for which the host waits. A step is known two steps later."""
         count = self.step["moments"]
         first = self.step["first"]
         marks: list[tuple[list[tuple[str, int]], int, list[int]]] = []
+        is_plain = all(one.host_slowness == 1.0 for one in self.costs.disturbances)
         extra = -1
         begun = 0
         for index in range(steps):
@@ -254,7 +278,18 @@ class Rank:
             self.taken_s.append(self.now_s)
             for action in self.step["actions"]:
                 if action[0] == "launch":
-                    self.now_s += self.costs.host_s(self.now_s, self.launch_s)
+                    self.now_s += self.launch_s if is_plain else self.costs.host_s(self.now_s, self.launch_s)
+                elif action[0] == "allocate":
+                    if retry_s := self.costs.retry_s(self.now_s):
+                        freed = self._mark(action[1], extra - 1)
+                        extra -= 1
+                        self.progress(meeting)
+                        if freed not in self.reached_s:
+                            yield freed
+                        self.now_s = max(self.now_s, self.reached_s[freed])
+                        self.now_s += self.costs.host_s(self.now_s, retry_s)
+                        self.costs.retried_s = self.now_s
+                        self.retries[index] += 1
                 elif action[0] == "sync":
                     number = moment_of(action[1])
                     if number >= 0 and number not in self.reached_s:
@@ -264,6 +299,8 @@ class Rank:
                     _, stream, seconds, scaled, after, moment, exchange = action
                     if scaled and seconds:
                         seconds *= self.costs.factor(SimpleNamespace(number=stream), self.now_s)  # type: ignore[arg-type]
+                    if scaled == "attention" and (slowness := self.costs.attention_slowness(self.now_s)) != 1.0:
+                        seconds *= slowness * self.attended[index]
                     if exchange is not None:
                         kind, ranks, nbytes, group = exchange
                         place = (group, tuple(ranks) if kind in ("send", "recv") else ())
@@ -275,8 +312,13 @@ class Rank:
                     number_or_none = None if moment is None else moment_of(moment)
                     if number_or_none is not None:
                         self.queued_s[number_or_none] = self.now_s
-                    self.queues[stream].append(Work(self.now_s, seconds, where, number_or_none, exchange))
-                    self.progress(meeting)
+                    queue = self.queues[stream]
+                    queue.append(Work(self.now_s, seconds, where, number_or_none, exchange))
+                    # Without a moment, no other stream can go on because of it.
+                    if len(queue) == 1 and self._run(stream, queue[0], meeting):
+                        queue.popleft()
+                        if number_or_none is not None:
+                            self.progress(meeting)
             end = moment_of(self.step["end"])
             if (index + 1) % WRITTEN_STEPS == 0:
                 self.now_s += self.costs.host_s(self.now_s, work="write")
@@ -348,12 +390,34 @@ class Rank:
         return True
 
 
+STEP_PAIRS = 2.0**20
+"""Pairs of tokens in a rank's step, if all attend to one another."""
+
+
+def draw_attended(row: int, steps: int) -> list[float]:
+    """Return the fraction of the pairs of tokens that attend to one another, in each step of a data-parallel rank. Its
+    samples are filled with documents whose lengths span two orders of magnitude."""
+    source = random.Random(f"documents of {row}")
+
+    def of_sample() -> float:
+        left = 1.0
+        pairs = 0.0
+        while left > 1e-3:
+            length = min(left, source.lognormvariate(math.log(0.2), 1.0))
+            pairs += length**2
+            left -= length
+        return pairs
+
+    return [fmean(of_sample() for _ in range(2 * MICRO_BATCH)) for _ in range(steps)]
+
+
 class Meeting:
     """Exchanges: they start when the last rank arrives."""
 
     def __init__(self, costs: ChipCosts):
         self.costs = costs
-        self.arrived: defaultdict[Any, dict[int, float]] = defaultdict(dict)
+        self.arrived: defaultdict[Any, dict[int, tuple[float, int]]] = defaultdict(dict)
+        """Exchange -> rank -> time of arrival, and bytes."""
         self.ended_s: dict[Any, float] = {}
         self.largest: dict[tuple[int, ...], tuple[float, str]] = {}
         """Ranks -> bytes and kind of their largest exchange."""
@@ -361,9 +425,9 @@ class Meeting:
     def arrive(self, rank: int, exchange: tuple[Any, ...], at_s: float) -> None:
         place, number, kind, ranks, nbytes = exchange
         arrived = self.arrived[place, number]
-        arrived[rank] = at_s
+        arrived[rank] = at_s, nbytes
         if len(arrived) == len(set(ranks)):
-            begun_s = max(arrived.values())
+            begun_s, nbytes = map(max, zip(*arrived.values(), strict=True))
             del self.arrived[place, number]
             members = sorted(set(ranks))
             self.ended_s[place, number] = begun_s + self.costs.disturbed_exchange_s(
@@ -383,8 +447,24 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     ]
     assert costs[0] is not None
     meeting = Meeting(costs[0])
+    # Each rank looks only at what disturbs it, and has allocations only if they may need a retry.
+    costs = [
+        replace(one, disturbances=tuple(each for each in one.disturbances if each.concerns(one.rank, node_ranks)))
+        for one in costs
+        if one is not None
+    ]
+    left_out = {"allocate"} - {"allocate" for one in read.disturbances if one.retry_ms}
+    recorded = [
+        {**one, "actions": [action for action in one["actions"] if action[0] not in left_out]} for one in recorded
+    ]
     launch_s = (read.launch_us or 0.0) / 1e6
-    ranks = [Rank(number, recorded[number], one, launch_s) for number, one in enumerate(costs) if one is not None]
+    stage = world_size // Layout(**axes).pp
+    rows = [rank % stage // Layout(**axes).tp for rank in range(world_size)]
+    attended = [draw_attended(row, steps) for row in range(1 + max(rows))]
+    ranks = [
+        Rank(number, recorded[number], one, launch_s, attended=attended[rows[number]])
+        for number, one in enumerate(costs)
+    ]
     hosts: list[Iterator[int] | None] = [rank.host(steps, meeting) for rank in ranks]
     awaited: list[int | None] = [None] * world_size
     while any(hosts):
@@ -404,7 +484,10 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     shape = series["forward"].shape
     counters = {name: np.zeros(shape) for name in COUNTERS if name not in ("cpu_s", "rss_bytes", "swap_bytes")}
     counters |= {"host_queued_s": np.zeros(shape), "agreed_s": series["agreed_s"], "starved_s": series["starved_s"]}
-    stage = world_size // Layout(**axes).pp
+    counters["allocator_retries"] = np.array(
+        [[float(rank.retries[step]) for rank in ranks] for step in range(shape[0])]
+    )
+    counters["attended"] = np.array([rank.attended for rank in ranks]).T * STEP_PAIRS
     return RunEvidence(
         steps=np.arange(1, shape[0] + 1),
         parts_s={name: series[name] for name in PARTS},
@@ -435,9 +518,13 @@ def _sampled(meeting: Meeting, series: Mapping[str, np.ndarray]) -> Iterator[Lin
 # The matrix
 
 
+DIAGNOSED_STEPS = 10
+"""Steps between two diagnoses of a healthy run."""
+
+
 def settings_of(one: Disturbed, base: str, from_s: float, step_s: float, steps: int) -> str:
     """Return the device's settings for a run with one disturbance, which lasts to the end."""
-    if one.cause != "interference":
+    if "slow_every_s" not in one.settings:
         return f"{base};{one.settings},slow_from_s={from_s:.3f}"
     every_s = 4 * step_s
     return f"{base};{one.settings},slow_from_s={from_s:.3f},slow_until_s={from_s + 0.75 * every_s:.3f}"
@@ -476,8 +563,14 @@ def main() -> None:
         longer_s = [_step_s(replay(recorded[layout], layout, one, 12)) for one in (BASE, *slower)]
         transfer_s = longer_s[1] - longer_s[0]
         delays = (longer_s[2] - longer_s[0]) / 1e-3
-        sizes[layout] = {"step_s": longer_s[0], "transfer_s": transfer_s, "delays": delays}
-        print(f"{layout}: a step takes {longer_s[0]:.3f} s, {transfer_s:.3f} s of transfers; {delays:.0f} delays")
+        attention_s = sum(action[2] for action in recorded[layout][0]["actions"] if action[3:4] == ["attention"])
+        sizes[layout] = {
+            "step_s": longer_s[0], "transfer_s": transfer_s, "delays": delays, "attention_s": attention_s,
+        }  # fmt: skip
+        print(
+            f"{layout}: a step takes {longer_s[0]:.3f} s, {transfer_s:.3f} s of transfers; {delays:.0f} delays",
+            flush=True,
+        )
     print_matrix(recorded, sizes, options.cases)
     print_healthy(recorded, options.healthy)
 
@@ -514,13 +607,69 @@ def print_matrix(recorded: Mapping[str, Any], sizes: Mapping[str, Mapping[str, f
 
 
 def print_healthy(recorded: Mapping[str, Any], steps: int) -> None:
-    """Print the verdicts on healthy steps, as the supervisor reaches them in a window of 500 steps."""
-    began_s = time.monotonic()
-    layout = next(iter(recorded))
-    evidence = replay(recorded[layout], layout, f"{BASE},jitter=0.03,link_jitter=0.03", steps)
-    found = [verdict for verdict in conclude(evidence) if verdict.cause != "as_planned"]
-    print(f"{len(evidence.steps)} healthy steps of {layout}: {[brief(one) for one in found]}, "
-          f"{len(evidence.link_changes)} changes of links; {time.monotonic() - began_s:.0f} s")  # fmt: skip
+    """Print what the supervisor's diagnosis reports of healthy steps, and how often the scheduler changes shares."""
+    alarms: list[dict[str, Any]] = []
+    links = 0
+    changes = 0
+    made = 0
+    for layout in recorded:
+        began_s = time.monotonic()
+        evidence = replay(recorded[layout], layout, f"{BASE},jitter=0.03,link_jitter=0.03", steps // len(recorded))
+        found = list(find_alarms(evidence))
+        of_scheduler = count_changes(evidence, layout)
+        alarms += found
+        changes += of_scheduler
+        links += len(evidence.link_changes)
+        made += len(evidence.steps)
+        print(f"{len(evidence.steps)} healthy steps of {layout}: {found}, {of_scheduler} changes of shares, "
+              f"{len(evidence.link_changes)} of links; {time.monotonic() - began_s:.0f} s", flush=True)  # fmt: skip
+    print(f"{made} healthy steps: {len(alarms)} alarms, {changes} changes of shares, {links} changes of links")
+
+
+def find_alarms(evidence: RunEvidence) -> Iterator[dict[str, Any]]:
+    """Yield the verdicts that are reported in the course of a run: those that two diagnoses in a row have found in the
+    last `REMEMBERED_STEPS` steps, and that still hold (reporter/diagnosis/watch.py)."""
+    before: set[tuple[object, ...]] = set()
+    reported: set[tuple[object, ...]] = set()
+    for end in range(DIAGNOSED_STEPS, len(evidence.steps) + 1, DIAGNOSED_STEPS):
+        last = np.arange(len(evidence.steps)) < end
+        last[: max(0, end - REMEMBERED_STEPS)] = False
+        going_on = {
+            one.place: one
+            for one in conclude(part_of(evidence, last))
+            if one.cause != "as_planned" and one.until_step is None
+        }
+        for place in (set(going_on) & before) - reported:
+            yield {"step": int(evidence.steps[end - 1]), **brief(going_on[place])}
+        reported = (reported | (set(going_on) & before)) & set(going_on)
+        before = set(going_on)
+
+
+def count_changes(evidence: RunEvidence, name: str) -> int:
+    """Return how often the live scheduler changes the shares, given the times that the ranks have measured."""
+    family, axes, _ = LAYOUTS[name]
+    layout = Layout(**axes)
+    rows = data_rows(layout)
+    micro_batches = build_plan(Case(family, layout, micro_batch_size=MICRO_BATCH), "cpu").grad_accum_steps
+    samples = micro_batches * MICRO_BATCH * len(rows)
+    change = SchedulerSpec().change
+    trackers = [SpeedTracker(change, SETTLING_S) for _ in range(evidence.ranks)]
+    even = even_division(layout, MICRO_BATCH, keeps_micro_batches=False)
+    scheduler = ShareScheduler(even, 4 * MICRO_BATCH, change)
+    compute_s = evidence.part("forward", "backward")
+    waited_s = evidence.parts_s["exposed_comm"]
+    updates_s = evidence.parts_s["optimizer"] * counts_updates(layout, even)
+    changes = 0
+    for step in range(len(evidence.steps)):
+        share = samples // len(rows)
+        speeds = [slowest([trackers[rank].estimate for rank in row], share) for row in rows]
+        for rank, tracker in enumerate(trackers):
+            tracker.note(share, micro_batches, *(float(one[step, rank]) for one in (compute_s, waited_s, updates_s)))
+        each_s = exchange_each_s(layout, float(waited_s[step].min()) / micro_batches)
+        if scheduler.note_step(samples, speeds, each_s, 1, 0.0) is not None:
+            changes += 1
+            scheduler.follow(even)
+    return changes
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def test_nothing_is_allocated_once_every_slot_was_used():
     for _ in range(2):  # an evaluation lies between
         for _ in steps_of(staging, 10):
             traffic.append(staging.cut())
-    assert traffic[:SLOTS] == [Traffic(allocations=4)] * SLOTS
-    assert traffic[SLOTS:] == [Traffic()] * (20 - SLOTS), "and a CPU's batches are where they are needed"
+    assert traffic[:SLOTS] == [Traffic(allocations=4, attended=64)] * SLOTS
+    assert traffic[SLOTS:] == [Traffic(attended=64)] * (20 - SLOTS), "and a CPU's batches are where they are needed"
 
 
 def test_larger_batches_make_room_and_smaller_ones_use_a_part_of_it():
@@ -162,7 +162,7 @@ def test_a_chips_batch_is_copied_on_its_own_stream_and_neither_waits_on_the_host
     ((tokens, targets),) = staging.take(slot)
     assert gpu.cut() == [("copied", "wait", computing)], "the computation waits, and not the host"
     assert torch.equal(tokens, parts[0][0]) and torch.equal(targets, parts[0][1])
-    assert staging.cut() == Traffic(h2d_copies=2, h2d_bytes=6 * 8 + 6 * 4, allocations=4)
+    assert staging.cut() == Traffic(h2d_copies=2, h2d_bytes=6 * 8 + 6 * 4, allocations=4, attended=18)
     assert staging.cut() == Traffic()
     other = staging.stage(parts)
     gpu.cut()

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainspec_cli.engine.data.loader import count_attended
 from trainspec_cli.engine.observe import counters
 from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime, StepClock
 from trainspec_cli.engine.observe.counters import (
     ConnectionCounter,
-    Counts,
     GarbageClock,
     StepCounters,
-    Window,
     ends_of,
     window_steps,
 )
@@ -36,7 +35,8 @@ def counting():
 
 
 def test_a_window_ends_where_half_a_second_of_steps_has_gone_by(counting):
-    events = [counting.note_step(step, PARTS_S, QueuedTime(0.1, 0.01), BATCH, (0.003, 5.0)) for step in range(1, 5)]
+    queued = QueuedTime(0.1, 0.01)
+    events = [counting.note_step(step, PARTS_S, queued, BATCH, (0.003, 5.0), attended=128) for step in range(1, 5)]
     assert [event is not None for event in events] == [False, True, False, True]
     event = events[1]
     assert (event.step, event.steps, event.tokens, event.attended) == (2, 2, 32, 256)
@@ -56,9 +56,8 @@ def test_windows_are_powers_of_two_so_that_ranks_end_them_together(step_s, steps
 def test_work_counts_documents_by_the_squares_of_their_lengths():
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [7, 8, 8, 9, 9, 9]])
-    window = Window(Counts(), 0.0)
-    window.add_work([(tokens, tokens, documents)])
-    assert (window.tokens, window.attended) == (12, 16 + 4 + 1 + 4 + 9)
+    assert count_attended((tokens, tokens, documents)) == 16 + 4 + 1 + 4 + 9
+    assert count_attended((tokens, tokens)) == 2 * 6 * 6
 
 
 def test_time_in_garbage_collection_is_counted_until_the_clock_is_closed():

@@ -37,6 +37,7 @@ def longer(seconds: float) -> dict[str, float]:
         ({"queued_s": 0.1}, "stolen_cores", "other processes"),
         ({"starved_s": 0.1}, "host_bound", "to queue work"),
         ({"major_faults": 300.0}, "memory_pressure", "pages back from disk"),
+        ({"starved_s": 0.1, "allocator_retries": 2.0}, "memory_pressure", "releases its cache 2.0 more times"),
         ({"tokens": 2048.0, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
         ({"attended": 2048.0 * 512, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
     ],
@@ -49,6 +50,25 @@ def test_a_slow_rank_is_named_with_what_its_counters_say(counters, cause, why):
     assert why in verdict.evidence[1]
     assert verdict.confidence > 0.9
     assert verdict.advice == ADVICE[cause]
+
+
+def test_memory_that_is_short_on_all_ranks_is_named_once() -> None:
+    telemetry = Telemetry()
+    for rank in range(telemetry.ranks):
+        telemetry.slow(rank, 1.5, starved_s=0.1, allocator_retries=2.0)
+    (verdict,) = conclude(on_accelerators(telemetry))
+    assert (verdict.cause, verdict.rank, verdict.node) == ("memory_pressure", None, None)
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_slow_steps_of_all_ranks_are_not_explained_by_documents_of_unequal_lengths() -> None:
+    telemetry = Telemetry()
+    telemetry.counters["attended"] *= telemetry.random.uniform(0.5, 1.5, (telemetry.steps, telemetry.ranks))
+    for rank in range(telemetry.ranks):
+        telemetry.slow(rank, 1.5)
+    assert heaviest(telemetry).cause == "noise"
+    telemetry.counters["attended"][60:] *= 1.5
+    assert heaviest(telemetry).cause == "as_planned"
 
 
 def test_two_slow_ranks_are_both_named_the_slower_first():

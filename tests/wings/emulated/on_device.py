@@ -26,7 +26,7 @@ from torch.distributed import _functional_collectives as functional
 
 from trainspec_cli.core.environment_names import DEVICE, STORE_FILE
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.engine.accelerators import enter, host_work
+from trainspec_cli.engine.accelerators import emulated_peak_flops, enter, host_work
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.data import loader
@@ -506,7 +506,55 @@ def virtual_time() -> dict[str, Any]:
     TIME.costs.disturbances = (DeviceDisturbance(slowness=2.0),)
     slow = durations()
     TIME.costs.disturbances = (DeviceDisturbance(read_ms=4.0),)
-    return {**found, "slow": slow, "host work": host_work_times()}
+    found |= {"slow": slow, "host work": host_work_times(), "peak": peak(), "documents": documents()}
+    return {**found, "retries": retries()}
+
+
+def peak() -> list[float]:
+    """Return the peak of the emulated chip, and how far the host's clock moves to find it."""
+    before_s = streams.HOST.now_s
+    found = emulated_peak_flops(torch.device("emulated"), torch.bfloat16)
+    return [found or 0.0, streams.HOST.now_s - before_s]
+
+
+def documents() -> dict[str, float]:
+    """Return how long attention lasts with masks that allow all pairs of tokens, half and a quarter of them, on a chip
+    whose attention is 1,000 times slower, and with the first and the last of them on the chip as it is."""
+    query, key, value = (torch.randn(1, 4, 64, 16, device="emulated") for _ in range(3))
+    places = torch.arange(64, device="emulated")
+    masks = {}
+    for name, number in (("all", 1), ("half", 2), ("quarter", 4)):
+        document = places // (64 // number)
+        masks[name] = (document[:, None] == document[None, :])[None, None]
+
+    def attend(name: str) -> float:
+        return timed(lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=masks[name]))
+
+    assert TIME.costs is not None
+    TIME.costs.disturbances = (DeviceDisturbance(attention_slowness=1000.0),)
+    found = {name: attend(name) for name in masks}
+    TIME.costs.disturbances = ()
+    return {**found, "usual": attend("all"), "usual quarter": attend("quarter")}
+
+
+def retries() -> dict[str, list[float]]:
+    """Return how far the host's clock moves for each of four allocations behind a long operation, and how often the
+    allocator has released its cache: at each allocation, and at most once per 30 ms."""
+    found = {}
+    assert TIME.costs is not None
+    for every_ms in (0.0, 30.0):
+        TIME.costs.disturbances = (DeviceDisturbance(retry_ms=20.0, retry_every_ms=every_ms),)
+        TIME.costs.retried_s = -1.0
+        torch.accelerator.synchronize()
+        torch.get_device_module("emulated")._sleep(10**9)
+        before = MEMORY.retries
+        times = [streams.HOST.now_s]
+        for _ in range(4):
+            torch.empty(2**20, device="emulated")
+            times.append(streams.HOST.now_s)
+        found[f"{every_ms:g}"] = [*(after - before_s for before_s, after in pairwise(times)), MEMORY.retries - before]
+    TIME.costs.disturbances = ()
+    return found
 
 
 def host_work_times() -> list[float]:

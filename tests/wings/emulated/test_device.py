@@ -250,6 +250,26 @@ def test_operations_of_a_slow_rank_last_longer_and_its_copies_do_not(virtual: An
         assert slow[name] == {key: close(2 * value) for key, value in plain[name].items()}
 
 
+def test_the_chips_peak_is_known_without_emulated_time(virtual: Any) -> None:
+    """Measured, it would shift all later virtual time, in those runs alone whose plan has no probe's peak."""
+    assert virtual["peak"] == [H100.bf16_tflops * 1e12, 0.0]
+
+
+def test_attention_over_documents_lasts_as_long_as_their_pairs_of_tokens(virtual: Any) -> None:
+    found = virtual["documents"]
+    half_s = found["all"] - found["half"]  # the difference is without the mask's own operations
+    assert found["half"] - found["quarter"] == pytest.approx(half_s / 2, rel=1e-6)
+    assert found["all"] - found["usual"] == pytest.approx(half_s * 999 / 500, rel=1e-6)
+    assert found["usual quarter"] == close(found["usual"])  # torch's kernel computes masked pairs, too
+
+
+def test_an_allocator_that_is_short_of_memory_waits_for_its_stream_and_keeps_the_host(virtual: Any) -> None:
+    every, seldom = virtual["retries"]["0"], virtual["retries"]["30"]
+    # The first one waits for a second of work on the device. A later one finds the stream empty.
+    assert every == [pytest.approx(1.02, abs=1e-4), *[pytest.approx(0.02, abs=1e-4)] * 3, 4]
+    assert seldom == [every[0], 0.0, 0.0, 0.0, 1]
+
+
 def test_streams_overlap_and_an_event_orders_them(virtual: Any) -> None:
     found = virtual["overlap"]
     assert found["short"] < found["long"] / 2

@@ -38,7 +38,8 @@ class Balanced:
 
 
 def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchange_s: float) -> float:
-    """Return the compute time of the slowest rank in a step of `samples`, plus the exchanges of its micro-batches.
+    """Return the time of the slowest rank's passes and update in a step of `samples`, plus the exchanges of its
+    micro-batches.
 
     `exchange_s`: duration of the exchanges in one micro-batch, such as gathering sharded parameters.
     """
@@ -48,7 +49,7 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
         return _in_step_s(((*_line(speed), n) for speed, n in zip(speeds, counts, strict=True)), micro_batches) + (
             micro_batches * exchange_s
         )
-    times_s = (speed.time_s(count, micro_batches) for speed, count in zip(speeds, counts, strict=True))
+    times_s = (speed.step_s(count, micro_batches) for speed, count in zip(speeds, counts, strict=True))
     return max(times_s) + micro_batches * exchange_s
 
 
@@ -121,17 +122,18 @@ class _Kinds(NamedTuple):
 
     fixed_s: list[float]
     sample_s: list[float]
+    update_s: list[float]
     ranks: list[list[int]]
     sizes: list[int]
 
     @classmethod
     def of(cls, speeds: Sequence[Speed]) -> _Kinds:
-        found: dict[tuple[float, float], list[int]] = {}
+        found: dict[tuple[float, float, float], list[int]] = {}
         for rank, speed in enumerate(speeds):
-            found.setdefault((speed.fixed_s, speed.per_sample_s), []).append(rank)
-        fixed_s, sample_s = zip(*found, strict=True)
+            found.setdefault((speed.fixed_s, speed.per_sample_s, speed.update_s), []).append(rank)
+        fixed_s, sample_s, update_s = map(list, zip(*found, strict=True))
         ranks = list(found.values())
-        return cls(list(fixed_s), list(sample_s), ranks, list(map(len, ranks)))
+        return cls(fixed_s, sample_s, update_s, ranks, list(map(len, ranks)))
 
     def of_ranks(self, solved: _Solved) -> tuple[int, ...]:
         """Return the number of samples of each rank."""
@@ -145,12 +147,18 @@ class _Kinds(NamedTuple):
 
     def slowest_s(self, solved: _Solved, micro_batches: int) -> float:
         """Return the time at which the last rank finishes."""
-        each = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
-        last_s = max(micro_batches * fixed_s + count * sample_s for fixed_s, sample_s, count in each)
-        fixed_s = self.fixed_s[solved.odd]
-        sample_s = self.sample_s[solved.odd]
-        count = solved.counts[solved.odd]
-        return max(last_s, micro_batches * fixed_s + (count + (solved.ahead > 0)) * sample_s)
+        lines = self.lines(micro_batches)
+        last_s = max(line.end_s(count) for line, count in zip(lines, solved.counts, strict=True))
+        return max(last_s, lines[solved.odd].end_s(solved.counts[solved.odd] + (solved.ahead > 0)))
+
+    def lines(self, micro_batches: int) -> list[_Line]:
+        """Return each kind's time: for a fixed number of micro-batches, it is linear in the samples."""
+        return [
+            _Line(micro_batches * fixed_s + update_s, sample_s, size)
+            for fixed_s, sample_s, update_s, size in zip(
+                self.fixed_s, self.sample_s, self.update_s, self.sizes, strict=True
+            )
+        ]
 
     def in_step_s(self, solved: _Solved, micro_batches: int) -> float:
         """Return the time at which the ranks finish if they wait for one another in each micro-batch."""
@@ -222,11 +230,7 @@ def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: in
         raise ValueError(f"{samples} samples are more than {most} on each of {ranks} ranks")
     if least is None:
         least = 1 if samples >= ranks else 0
-    # For a fixed number of micro-batches, a rank's time is linear in its samples.
-    lines = [
-        _Line(micro_batches * fixed_s, sample_s, size)
-        for fixed_s, sample_s, size in zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True)
-    ]
+    lines = kinds.lines(micro_batches)
     level_s = _common_time_s(samples, lines, most)
     counts = [min(most, max(least, int((level_s - start_s) // sample_s))) for start_s, sample_s, _ in lines]
     missing = samples - sum(count * size for count, size in zip(counts, kinds.sizes, strict=True))

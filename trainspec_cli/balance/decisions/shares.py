@@ -162,7 +162,7 @@ def _limited(division: Division, micro_batch_size: int) -> Division:
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
     """Return `speeds`, replaced by the median speed for all ranks whose time for `samples` differs from the median time
     by at most the fraction `change`, or by no more than noise explains."""
-    times_s = [speed.time_s(samples, micro_batches) for speed in speeds]
+    times_s = [speed.step_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
     return tuple(
@@ -184,6 +184,12 @@ def exchange_each_s(layout: Layout, least_waited_s: float) -> float:
     """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least. It is 0 if ranks exchange
     only once per step."""
     return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
+
+
+def counts_updates(layout: Layout, even: Division) -> bool:
+    """Return whether a rank's update delays only its own next passes. Otherwise every rank waits for the slowest one,
+    because it then gathers the parameters."""
+    return layout.dp_shard == 1 and not even.in_step
 
 
 def samples_per_s(speeds: Sequence[Speed | None]) -> float:

@@ -61,18 +61,29 @@ class Speed:
     per_sample_s: float
     noise: float = field(default=0.0, compare=False)
     """Relative uncertainty of the speed, from the spread of the steps it was learnt from."""
-
-    def time_s(self, samples: float, micro_batches: int) -> float:
-        """Return the time in seconds for `samples` samples in `micro_batches` micro-batches."""
-        return micro_batches * self.fixed_s + samples * self.per_sample_s
-
     shown_steps: int = field(default=0, compare=False)
     """Number of steps that confirmed it as a change. The time lost in them counts when deciding on a response."""
     is_settled: bool = field(default=True, compare=False)
     """True if it was learnt from enough steps for small differences to be meaningful."""
+    update_s: float = 0.0
+    """Time of the update that the rank makes after the passes, before its next ones, whatever its samples. It is 0 if
+    every rank waits for the slowest update."""
+
+    def time_s(self, samples: float, micro_batches: int) -> float:
+        """Return the time in seconds of the passes for `samples` samples in `micro_batches` micro-batches."""
+        return micro_batches * self.fixed_s + samples * self.per_sample_s
+
+    def step_s(self, samples: float, micro_batches: int) -> float:
+        """Return the time in seconds of a step's passes and update."""
+        return self.time_s(samples, micro_batches) + self.update_s
 
     def scaled(self, factor: float) -> Speed:
-        return replace(self, fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
+        return replace(
+            self,
+            fixed_s=self.fixed_s * factor,
+            per_sample_s=self.per_sample_s * factor,
+            update_s=self.update_s * factor,
+        )
 
 
 def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
@@ -110,6 +121,8 @@ class SpeedTracker:
         """Preliminary speed from these steps, if it differs sharply from the known one."""
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         """Ratio of measured to expected time, for steps without a change."""
+        self._updates_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        """Durations of the latest updates."""
         self._departed = list[_Seen]()
         """The latest consecutive steps that showed a change."""
         self._unrefined: list[float] | None = None
@@ -131,9 +144,11 @@ class SpeedTracker:
         confirmed speed."""
         return self._early or self._speed
 
-    def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
+    def note(
+        self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0, update_s: float = 0.0
+    ) -> None:
         """Record a step where this rank computed for `compute_s` and waited for others for `waited_s`. Waiting time
-        does not reflect its speed, but counts towards the duration of the steps."""
+        does not reflect its speed, but counts towards the duration of the steps. `update_s`: as in `Speed`."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._begin(shape)
@@ -141,6 +156,7 @@ class SpeedTracker:
         if self._steps < SKIPPED_STEPS or not samples or compute_s <= 0:
             return
         seen = _Seen(compute_s, compute_s + waited_s)
+        self._updates_s.append(update_s)
         if self._steps == SKIPPED_STEPS:
             self._skipped = seen
         elif self._speed is None or self._learnt.differs(shape):
@@ -207,7 +223,8 @@ class SpeedTracker:
         pace = STEEP * 2 if self._speed is None else measured_s / self._speed.time_s(*self._shape)
         if not 1 / STEEP <= pace <= STEEP:
             found = self._speed_from(measured_s)
-            self._early = replace(found, noise=EARLY_NOISE, shown_steps=len(shown), is_settled=False)
+            update_s = self._update_s(len(shown))
+            self._early = replace(found, noise=EARLY_NOISE, shown_steps=len(shown), is_settled=False, update_s=update_s)
 
     def _speed_from(self, measured_s: float) -> Speed:
         """Return the speed that matches a step's measured time."""
@@ -221,7 +238,13 @@ class SpeedTracker:
         # The number of steps counts, not only the noise. On a rank whose steps always vary widely, noise never falls
         # below EARLY_NOISE, and no decision that needs settled speeds on all ranks would ever be made.
         is_settled = noise < EARLY_NOISE or steps >= FIRST_STEPS
-        self._speed = replace(speed, noise=noise, shown_steps=shown_steps, is_settled=is_settled)
+        self._speed = replace(
+            speed, noise=noise, shown_steps=shown_steps, is_settled=is_settled, update_s=self._update_s(steps)
+        )
+
+    def _update_s(self, steps: int) -> float:
+        """Return the median duration of the last `steps` updates, which showed a speed."""
+        return median(list(self._updates_s)[-steps:])
 
     def _are_enough(self, paces: Sequence[float]) -> bool:
         """Return whether these steps suffice to learn a speed; a few suffice if the rank's noise is known."""
@@ -290,7 +313,7 @@ def spread(values: Collection[float]) -> tuple[float, float]:
 def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
     """Return the slowest speed among ranks that work on the same samples; None until all speeds are known."""
     known = [speed for speed in speeds if speed is not None]
-    return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
+    return max(known, key=lambda speed: speed.step_s(samples, 1)) if len(known) == len(speeds) else None
 
 
 class StepShape(NamedTuple):

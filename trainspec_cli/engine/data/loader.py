@@ -42,11 +42,23 @@ class Traffic:
     allocations: int = 0
     """Number of buffers allocated on the host and the device. It stops growing once every slot has held the largest
     batch."""
+    attended: int = 0
+    """Sum of the squared lengths of the sequences within which tokens attend to one another, counted on the host."""
 
     def add(self, other: Traffic) -> None:
         self.h2d_copies += other.h2d_copies
         self.h2d_bytes += other.h2d_bytes
         self.allocations += other.allocations
+        self.attended += other.attended
+
+
+def count_attended(micro_batch: MicroBatch) -> int:
+    """Return `Traffic.attended` of a micro-batch on the host, because reading it from a device would wait for it."""
+    tokens, *others = micro_batch
+    if len(others) < 2:
+        return tokens.numel() * tokens.shape[-1]
+    rows = others[1].reshape(-1, others[1].shape[-1])
+    return sum(int(torch.bincount(row - row.min()).square().sum()) for row in rows)
 
 
 class Slot:
@@ -85,6 +97,7 @@ class Slot:
                 brought.append(buffer)
                 place += 1
             self.batch.append(tuple(brought))
+            self.traffic.add(Traffic(attended=count_attended(part)))
         if self.on_gpu:
             self.copied.record()
 

@@ -100,24 +100,11 @@ class Window:
     samples: int = 0
     tokens: int = 0
     attended: int = 0
-    """Sum of the squared lengths of the sequences within which tokens attend to one another."""
     agreed_s: float = math.inf
     """The shortest duration of the exchange that ends each step."""
     own_s: float = 0.0
     queued_s: float = 0.0
     starved_s: float | None = None
-
-    def add_work(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add the work of this rank's batches to the window."""
-        for tokens, *others in micro_batches:
-            self.samples += tokens.shape[0]
-            self.tokens += tokens.numel()
-            documents = others[1] if len(others) > 1 else None
-            if documents is None or on_chip(documents.device):  # avoid waiting for a device to count
-                self.attended += tokens.numel() * tokens.shape[-1]
-            else:
-                rows = documents.reshape(-1, documents.shape[-1])
-                self.attended += sum(int(torch.bincount(row - row.min()).square().sum()) for row in rows)
 
 
 class StepCounters:
@@ -141,17 +128,20 @@ class StepCounters:
         micro_batches: Sequence[MicroBatch],
         agreement: tuple[float, float],
         starved_s: float | None = None,
+        attended: int = 0,
     ) -> CountersEvent | None:
         """Record a step. Return the counts of the window that ends with it, if any.
 
         `agreement`: the duration of the exchange that ends each step, in seconds, and the Unix time when this rank left
-        it. `starved_s`: as in `Segments.starved_s`.
+        it. `starved_s`: as in `Segments.starved_s`. `attended`: as in `Traffic.attended`.
         """
         agreed_s, left_at = agreement
         window = self._window
         self._recent_s.append(sum(parts_s.values()))
         window.steps += 1
-        window.add_work(micro_batches)
+        window.samples += sum(tokens.shape[0] for tokens, *_ in micro_batches)
+        window.tokens += sum(tokens.numel() for tokens, *_ in micro_batches)
+        window.attended += attended
         window.agreed_s = min(window.agreed_s, agreed_s)
         window.queued_s += queued.exposed_s
         if starved_s is not None:

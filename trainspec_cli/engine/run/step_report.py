@@ -31,6 +31,8 @@ class SpeedFigures(NamedTuple):
     """Number of steps that have confirmed a change of its speed."""
     is_settled: float = 1.0
     """1 if there were enough steps for small speed differences to count, otherwise 0."""
+    update_s: float = 0.0
+    """As in `Speed`."""
 
 
 class LinkFigures(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from trainspec_cli.balance.batch.batch import PartSquares
+from trainspec_cli.engine.accelerators import emulated_peak_flops
 from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.data.loader import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.counters import (
@@ -75,8 +76,11 @@ class Trainer:
         if coordinator.restores_at_start:
             self.progress = self._restore()
         self._begin_layout()
-        if run.plan.peak_flops is None:
-            peak = measure_peak(device, DTYPES[run.plan.compute])
+        dtype = DTYPES[run.plan.compute]
+        if (emulated := emulated_peak_flops(device, dtype)) is not None:
+            peak = Peak(emulated, "peak of the emulated chip by its data sheet")
+        elif run.plan.peak_flops is None:
+            peak = measure_peak(device, dtype)
         else:
             peak = Peak(run.plan.peak_flops, run.plan.peak_source)
         self.tally = RunTally(peak)
@@ -335,6 +339,7 @@ class Trainer:
             taken.micro_batches,
             done.segments.agreement(),
             done.segments.starved_s(),
+            done.traffic.attended,
         ):
             self.journal.write(counted)
         self.checkpoints.note_step(done.step, step_time_s, writing=done.outcome.writing.item() > 0)

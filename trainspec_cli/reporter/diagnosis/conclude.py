@@ -14,10 +14,11 @@ from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, Ru
 from trainspec_cli.reporter.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.reporter.diagnosis.looks import with_look
 from trainspec_cli.reporter.diagnosis.memory import find_memory
-from trainspec_cli.reporter.diagnosis.ranks import EXPLAINS, PAGES, OwnTimes, find_slow_ranks, lasts
+from trainspec_cli.reporter.diagnosis.ranks import EXPLAINS, MORE_WORK, PAGES, RETRIES, OwnTimes, find_slow_ranks, lasts
 from trainspec_cli.reporter.diagnosis.series import (
     CONFIRMING_STEPS,
     LEAST_SHARE,
+    MOST_RANKS,
     STEADY,
     Episode,
     find_episodes,
@@ -50,7 +51,8 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
-    verdicts = [_explain_common(evidence, one) for one in found if one.steadiness >= STEADY]
+    usual_s = float(usual(common_s))
+    verdicts = [_explain_common(evidence, one, usual_s) for one in found if one.steadiness >= STEADY]
     # Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost.
     verdicts = [one for one in verdicts if one is not None]
     joined: dict[tuple[object, ...], RunVerdict] = {}
@@ -60,16 +62,18 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     return list(joined.values())
 
 
-def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
-    def rise(name: str) -> float:
-        """Return how far a counter's mean over the ranks is above its usual level."""
+def _explain_common(evidence: RunEvidence, episode: Episode, usual_s: float) -> RunVerdict | None:
+    def rise(name: str, *, is_relative: bool = False) -> float:
+        """Return how far a counter's mean over the ranks is above its usual level, in absolute or relative terms."""
         series = means_known(evidence.counter(name).T)
         if len(series) != len(evidence.steps) or not np.isfinite(series).any():
             return float("nan")
-        return mean_known(series[episode.where]) - float(np.nanpercentile(series, 25))
+        level = float(np.nanpercentile(series, 25))
+        return (mean_known(series[episode.where]) - level) / (level or 1.0 if is_relative else 1.0)
 
     excess_s = episode.excess
-    if rise("tokens") > 0 or rise("attended") > 0:
+    # Work that only varies, such as documents of unequal lengths, does not explain slow steps.
+    if any(rise(name, is_relative=True) > MORE_WORK * excess_s / max(usual_s, 1e-9) for name in ("tokens", "attended")):
         return None
     text = f"all ranks take {milliseconds(excess_s)} longer for their parts of a step than at other times"
     found = verdict_of(evidence, episode, "noise", text)
@@ -79,6 +83,9 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
         return replace(found, cause="slow_node", node=node, evidence=(*found.evidence, why))
     if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
         why = f"processes wait {milliseconds(rise('memory_stall_s'))} per step for memory"
+        return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
+    if rise("allocator_retries") >= RETRIES:
+        why = f"allocators release their cache {rise('allocator_retries'):.1f} more times in a step"
         return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
     if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
         why = f"they wait {milliseconds(rise('queued_s'))} more of each step for a processor that other processes use"
@@ -113,8 +120,6 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
 
 AVERAGED_STEPS = 17
 """Costs that occur only every few steps, such as garbage collection, are averaged over this many steps."""
-MOST_RANKS = 0.5
-"""Time wasted on more than this fraction of the ranks is reported for the entire run."""
 WARM_STEPS_OF_WASTE = 5
 """Compilation is expected in this many steps at the start of a run."""
 UNEVEN = 0.2

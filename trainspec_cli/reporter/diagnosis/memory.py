@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 
 from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
+from trainspec_cli.reporter.diagnosis.series import MOST_RANKS
 from trainspec_cli.run.recovery.watch import EIGHTHS, grows_steadily, slope_per_step
 
 SETTLING_STEPS = 10
@@ -30,7 +32,8 @@ SWAPPED_BYTES = 16 * 2**20
 
 
 def find_memory(evidence: RunEvidence) -> list[RunVerdict]:
-    # Verdicts on ranks whose memory is being swapped out, or whose GPU allocator has to release cached memory.
+    """Return verdicts on ranks whose memory leaks or is swapped out, or whose GPU allocator has to release cached
+    memory."""
     verdicts = []
     is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
     is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)
@@ -55,6 +58,10 @@ def find_memory(evidence: RunEvidence) -> list[RunVerdict]:
                 evidence=(what,),
             )
         )
+    if len(verdicts) > max(1, MOST_RANKS * evidence.ranks):
+        since_step = min(one.since_step for one in verdicts)
+        text = f"{len(verdicts)} of {evidence.ranks} ranks: {verdicts[0].evidence[0]}"
+        verdicts = [replace(verdicts[0], rank=None, since_step=since_step, evidence=(text,))]
     return [*_leaks(evidence), *verdicts]
 
 

@@ -61,6 +61,9 @@ EXPLAINS = 0.4
 """A counter explains an excess if it is at least this fraction of it."""
 PAGES = 20.0
 """Memory counts as short if a step reads this many pages back from disk."""
+RETRIES = 0.5
+"""Memory counts as short if an allocator releases its cache this many times in a step: each time it waits for the
+device, and new memory has to be mapped."""
 AS_SLOW = 0.5
 """A peer counts as equally slow if it has at least this fraction of the rank's excess."""
 MORE_WORK = 0.5
@@ -287,6 +290,10 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return Slow(rank, episode, "slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
         why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
+        return Slow(rank, episode, "memory_pressure", why, is_counted=True)
+    if more("allocator_retries") >= RETRIES:
+        # Before `starved_s`: while the allocator frees memory, the host queues nothing.
+        why = f"its allocator releases its cache {more('allocator_retries'):.1f} more times in a step than others"
         return Slow(rank, episode, "memory_pressure", why, is_counted=True)
     if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
         return Slow(

@@ -18,6 +18,8 @@ from trainspec_cli.reporter.diagnosis.evidence import Connection, Figures, RunEv
 
 LEAST_SHARE = 0.1
 """Causes that cost less than this fraction of a step are not reported."""
+MOST_RANKS = 0.5
+"""A cause that affects more than this fraction of the ranks is reported for the entire run."""
 STEADY = 0.6
 """Fraction of an episode's steps that must be slow if other load could be the cause."""
 SMOOTHED_STEPS = 5

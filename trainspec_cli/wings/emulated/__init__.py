@@ -19,6 +19,9 @@ class DeviceDisturbance:
 
     slowness: float = 1.0
     """Operations take this many times as long as on the chip; exchanges and copies are not affected."""
+    attention_slowness: float = 1.0
+    """Attention takes this many times as long. With a mask, its time is proportional to the pairs of tokens that it
+    allows, as in a kernel that skips blocks: documents of unequal lengths then take unequal times."""
     jitter: float = 0.0
     """Standard deviation of the logarithm of an operation's duration. The noise is seeded for each rank and stream."""
     host_slowness: float = 1.0
@@ -27,6 +30,11 @@ class DeviceDisturbance:
     """Host time to read a batch, in the loader's thread."""
     write_ms: float = 0.0
     """Host time to write a checkpoint, in the thread that writes it."""
+    retry_ms: float = 0.0
+    """Host time for which the allocator, because memory is fragmented, releases its unused memory and allocates again.
+    Before that, it waits for the stream that allocates."""
+    retry_every_ms: float = 0.0
+    """Host time between two such retries; 0: every allocation needs one."""
     link_slowness: float = 1.0
     """The bytes of an exchange take this many times as long if it uses the link of the slow rank or node. If neither is
     set, this applies to exchanges between nodes, or to all exchanges in a run on one node."""

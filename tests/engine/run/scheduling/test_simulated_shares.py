@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from balance.jobs import job_of
+from balance.jobs import job_of, parts_of
 from engine.run.scheduling.test_step_scheduler import RANKS, Run
 
 from trainspec_cli.balance import live
@@ -15,13 +15,15 @@ from trainspec_cli.balance.disturbance import Disturbance, SlowDevice
 from trainspec_cli.balance.job import RankCounts
 from trainspec_cli.balance.simulate import simulate
 from trainspec_cli.engine.run.step_report import SpeedFigures
-from trainspec_cli.recipe.keys.layout import Layout, ZeroStage
+from trainspec_cli.recipe.keys.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
 EACH = 16
 STEPS = 120
 SAMPLES = RANKS * EACH
+UPDATE_S = 6.0
+"""About as long as six samples of 16."""
 EVENTS = (
     SlowDevice(device=2, factor=1.8, from_step=15, steps=40),
     SlowDevice(device=0, factor=1.3, from_step=35, steps=45),
@@ -32,11 +34,10 @@ EVENTS = (
 class Ranks:
     """The engine's schedulers of all ranks. They measure what the ranks of the simulated group measure."""
 
-    def __init__(self, folder: Path, zero_stage: ZeroStage):
-        layout = Layout(dp_shard=RANKS, zero_stage=zero_stage)
+    def __init__(self, folder: Path, layout: Layout):
         changes: dict[str, Any] = {"may_change": ("shares",), "micro_batch_size": 1, "largest": 1, "layout": layout}
         self.schedulers = [Run(folder / str(rank), **changes).scheduler for rank in range(RANKS)]
-        self.zero_stage = zero_stage
+        self.layout = layout
         self.step = 0
         self.shares: list[tuple[int, ...]] = []
         self._reported: list[SpeedFigures] = []
@@ -48,15 +49,20 @@ class Ranks:
         self._division = divisions[0]
         self.shares.append(divisions[0].counts(SAMPLES))
 
-    def end_step(self, micro_batches: int, measured_s: list[list[float]], exchanged_s: float) -> None:
+    def end_step(
+        self, micro_batches: int, measured_s: list[list[float]], updates_s: list[list[float]], exchanged_s: float
+    ) -> None:
         self.step += 1
         slowest_s = max(map(max, measured_s))
         is_new = len(self.shares) == 1 or self.shares[-1] != self.shares[-2]
-        for rank, (scheduler, (own_s,)) in enumerate(zip(self.schedulers, measured_s, strict=True)):
+        rows = zip(self.schedulers, measured_s, updates_s, strict=True)
+        for rank, (scheduler, (own_s,), (update_s,)) in enumerate(rows):
             parts_s = {
                 "data_wait": 1e6 if is_new else 0.0,  # a change costs as much as it may, as in the simulated job
                 "forward": own_s / 4,
                 "backward": own_s - own_s / 4,
+                # In a sharded layout, a rank measures its update, too, but all of them wait for the slowest one.
+                "optimizer": update_s or UPDATE_S,
                 "exposed_comm": slowest_s - own_s + exchanged_s,
             }
             own = self._division.of_rank(rank, 0, SAMPLES)
@@ -64,7 +70,14 @@ class Ranks:
             scheduler.note_step(self.step, own, parts_s, SAMPLES, self._reported)
 
 
-@pytest.fixture(params=[1, 3], ids=["exchanges once", "exchanges each micro-batch"])
+LAYOUTS = {
+    "exchanges once": Layout(dp_shard=RANKS, zero_stage=1),
+    "exchanges each micro-batch": Layout(dp_shard=RANKS, zero_stage=3),
+    "updates alone": Layout(dp_replicate=RANKS),
+}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
 def ranks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     ranks = Ranks(tmp_path, request.param)
 
@@ -75,16 +88,18 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             assert self.division.counts(SAMPLES) == ranks.shares[-1], f"step {ranks.step}"
             return change
 
-        def end_step(self, taken: RankCounts, measured_s: list[list[float]], waited_s: float, *, reports: bool) -> None:
-            super().end_step(taken, measured_s, waited_s, reports=reports)
-            ranks.end_step(taken.micro_batches, measured_s, waited_s)
+        def end_step(self, taken: RankCounts, *times: Any, reports: bool) -> None:
+            super().end_step(taken, *times, reports=reports)
+            ranks.end_step(taken.micro_batches, *times)
 
     monkeypatch.setattr(live, "LiveGroup", Both)
     return ranks
 
 
 def test_in_each_step_the_engine_divides_the_samples_as_the_simulation_does(ranks: Ranks) -> None:
-    job = job_of(RANKS, each=EACH, zero_stage=ranks.zero_stage)
+    layout = ranks.layout
+    parts = parts_of(optimizer_s=UPDATE_S)
+    job = job_of(RANKS, each=EACH, zero_stage=layout.zero_stage, shards=layout.dp_shard > 1, parts=parts)
     simulation = simulate(job, Disturbance(slow_devices=EVENTS, steps=STEPS), "test")
     changed = [step for step in range(1, STEPS) if ranks.shares[step] != ranks.shares[step - 1]]
     assert ranks.step == STEPS

@@ -107,6 +107,7 @@ class Run:
             "data_wait": 6.0 if step == 0 else 0.5,
             "forward": compute_s / 4,
             "backward": 3 * compute_s / 4,
+            "optimizer": 0.0,
             "exposed_comm": waited_s[0] * len(own.sizes),
         }
         reported = [SpeedFigures(*row) for row in figures] if self.reported else []
@@ -261,6 +262,7 @@ def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
         0.0,
         0,
         1,
+        0.0,
     )  # its first batch took 6 s to read, the others half a second
 
 

@@ -34,6 +34,7 @@ from trainspec_cli.balance.decisions.shares import (
     ChangeCost,
     ShareChange,
     ShareScheduler,
+    counts_updates,
     exchange_each_s,
     reporting_interval,
     samples_per_s,
@@ -319,7 +320,8 @@ class StepScheduler:
         proposal = self._link.newest_number() if self._run.group is None else 0
         change_s = self._change_cost.seconds
         own = speed.fixed_s, speed.per_sample_s, speed.noise
-        return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps, float(speed.is_settled))
+        is_settled = float(speed.is_settled)
+        return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps, is_settled, speed.update_s)
 
     # After a step
 
@@ -344,18 +346,19 @@ class StepScheduler:
             return
         micro_batches = len(own.sizes)
         compute_s = parts_s["forward"] + parts_s["backward"]
+        update_s = parts_s["optimizer"] if counts_updates(self._run.plan.layout, self._even) else 0.0
         if shows_speed:
             own_s = computing_s(parts_s, garbage_s)
-            self._tracker.note(own.samples, micro_batches, own_s, parts_s["exposed_comm"])
+            self._tracker.note(own.samples, micro_batches, own_s, parts_s["exposed_comm"], update_s)
             self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
-        self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
+        self._last_s = compute_s + update_s, parts_s["exposed_comm"] / micro_batches
         if not reported:
             return
         exchange_s = exchange_each_s(self._run.plan.layout, min(one.waited_s for one in reported))
         slowest_s = max(one.last_s for one in reported)
         whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")
         counts = self._shares.division.counts(samples)
-        known = [read_speed(*one[:3], one.shown_steps, one.is_settled) for one in reported]
+        known = [read_speed(*one[:3], one.shown_steps, one.is_settled, one.update_s) for one in reported]
         settled = [speed if speed is not None and speed.is_settled else None for speed in known]
         slowest_step_s = slowest_s + micro_batches * exchange_s
         self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in settled)
@@ -417,12 +420,17 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
 
 
 def read_speed(
-    fixed_s: float, per_sample_s: float, noise: float = 0.0, shown_steps: float = 0.0, is_settled: float = 1.0
+    fixed_s: float,
+    per_sample_s: float,
+    noise: float = 0.0,
+    shown_steps: float = 0.0,
+    is_settled: float = 1.0,
+    update_s: float = 0.0,
 ) -> Speed | None:
     """Return a reported speed; None if the rank does not know its speed yet."""
     if not 0 < per_sample_s < math.inf:
         return None
-    return Speed(fixed_s, per_sample_s, noise, int(shown_steps), bool(is_settled))
+    return Speed(fixed_s, per_sample_s, noise, int(shown_steps), bool(is_settled), update_s)
 
 
 def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from trainspec_cli.planner.hardware.cluster import (
     send_s,
     usual_gbit,
 )
-from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, load_group
+from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, load_group, peak_flops_per_s
 from trainspec_cli.planner.time.step import Rates, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
@@ -67,15 +68,19 @@ class ChipCosts:
     eff: Efficiency = field(default_factory=Efficiency)
     attention_generation: int = 2
     """Generation of tensor cores that torch's attention kernels are written for (`Rates.generation`)."""
+    retried_s: float = -math.inf
+    """Virtual time of the host at which the allocator last released its unused memory."""
     sources: dict[int, random.Random] = field(default_factory=dict)
     """Number of a stream -> its source of noise. Separate sources make the noise independent of the order of the
     threads."""
 
     def rates(self, dtype: torch.dtype) -> Rates:
-        formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        wide = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-        name = formats.get(dtype, wide)
+        name = format_of(dtype)
         return rates_of(self.chip, name, name, self.eff)
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """Return the chip's peak FLOP/s by its data sheet."""
+        return peak_flops_per_s(self.chip, format_of(dtype))
 
     def memory_s(self, nbytes: float) -> float:
         """Return the time of a kernel that reads and writes this many bytes (planner/time/step.py)."""
@@ -138,10 +143,15 @@ class ChipCosts:
 
     def factor(self, stream: Stream, at_s: float) -> float:
         """Return the slowdown factor of a stream's next operation if it is queued at `at_s`."""
-        present = self.disturbances_at(at_s)
-        factor = math.prod(one.slowness for one in present)
-        if jitter := max((one.jitter for one in present), default=0.0):
-            source = self.sources.setdefault(stream.number, random.Random(f"{self.rank}/{stream.number}"))
+        factor = 1.0
+        jitter = 0.0
+        for one in self.disturbances_at(at_s):
+            factor *= one.slowness
+            jitter = max(jitter, one.jitter)
+        if jitter:
+            source = self.sources.get(stream.number)
+            if source is None:  # to seed one takes longer than all else here
+                source = self.sources[stream.number] = random.Random(f"{self.rank}/{stream.number}")
             factor *= source.lognormvariate(0.0, jitter)
         return factor
 
@@ -152,6 +162,17 @@ class ChipCosts:
             slowness *= one.host_slowness
             seconds += {"read": one.read_ms, "write": one.write_ms}.get(work, 0.0) / 1e3
         return slowness * seconds
+
+    def attention_slowness(self, at_s: float) -> float:
+        return math.prod(one.attention_slowness for one in self.disturbances_at(at_s))
+
+    def retry_s(self, at_s: float) -> float:
+        """Return how long the allocator of this rank keeps its host busy at an allocation because memory is fragmented;
+        0 if it finds memory at once."""
+        present = [one for one in self.disturbances_at(at_s) if one.retry_ms]
+        if not present or at_s - self.retried_s < min(one.retry_every_ms for one in present) / 1e3:
+            return 0.0
+        return sum(one.retry_ms for one in present) / 1e3
 
     def disturbed_exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float, at_s: float, name: str) -> float:
         """Return the time of an exchange that starts at `at_s`; it is the same on all ranks. `name` distinguishes the
@@ -170,6 +191,12 @@ class ChipCosts:
         return seconds
 
 
+def format_of(dtype: torch.dtype) -> str:
+    """Return the planner's name for the format in which a chip multiplies matrices of this type."""
+    wide = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, wide)
+
+
 def messages_in_a_row(kind: str, ranks: int) -> int:
     """Return the number of consecutive messages of an exchange in a ring."""
     return {"allreduce": 2 * (ranks - 1), "allgather": ranks - 1, "reducescatter": ranks - 1}.get(kind, 1)
@@ -183,6 +210,16 @@ def nbytes_of(values: Any) -> int:
         for leaf in tree_leaves(values)
         if isinstance(leaf, Tensor)
     )
+
+
+def allowed_share(mask: Tensor) -> float:
+    """Return the fraction of the pairs of tokens that an attention mask, given by its memory, allows; 1 if it has no
+    values."""
+    if mask.is_meta:
+        return 1.0
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        return float(allowed.float().mean())
 
 
 def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -251,7 +288,11 @@ class VirtualTime:
             HOST.launch()
             seconds = self.costs.operation_s(op, args, kwargs, result)
             name = op.overloadpacket.__name__
-            stream.spend(seconds * self.costs.factor(stream, HOST.now_s), name, lambda: _shapes(args))
+            factor = self.costs.factor(stream, HOST.now_s)
+            slowness = self.costs.attention_slowness(HOST.now_s) if name in ATTENTION else 1.0
+            mask = kwargs.get("attn_mask")
+            allowed = partial(allowed_share, mask.memory) if mask is not None and slowness != 1.0 else None
+            stream.spend(seconds * factor * slowness, name, lambda: _shapes(args), allowed)
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
         """Return the time of a copy of `nbytes` inside the device, or between host and device."""

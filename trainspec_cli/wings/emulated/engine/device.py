@@ -704,8 +704,9 @@ class EmulatedDevice:
         if settings.sizes:
             self.kind = replace(self.kind, collectives="fake")
         module: Any = DeviceModule()
-        if HOST.is_virtual:
+        if TIME.costs is not None:
             module.host_time = lambda: HOST.now_s
+            module.peak_flops = TIME.costs.peak_flops
         _setup_privateuseone_for_python_backend(KIND, backend_module=module)
         every = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         every.fallback(lambda op, *args, **kwargs: run_operation(op, args, kwargs), "PrivateUse1")  # type: ignore[no-untyped-call]

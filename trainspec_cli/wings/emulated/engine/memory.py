@@ -19,7 +19,8 @@ from torch import Tensor
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock, find_origin
-from trainspec_cli.wings.emulated.engine.streams import LOCK, SCHEDULER, Stream, StreamEvent, current_stream
+from trainspec_cli.wings.emulated.engine.costs import TIME
+from trainspec_cli.wings.emulated.engine.streams import HOST, LOCK, SCHEDULER, Stream, StreamEvent, current_stream
 
 
 def without_values(tensor: Tensor) -> Tensor:
@@ -85,6 +86,7 @@ class EmulatedMemory:
     def allocate(self, nbytes: int, stream: Stream, shape: str = "") -> Allocation:
         """Raises torch.OutOfMemoryError, which names `shape`, if it does not fit even after all unused memory is
         released."""
+        self._retry_in_time(stream)
         with LOCK:
             self._reclaim()
             allocator = self._allocators.get(id(stream))
@@ -113,6 +115,21 @@ class EmulatedMemory:
             allocation = Allocation(self, allocator, block, stream, entry)
             self._overwrite(allocation)
             return allocation
+
+    def _retry_in_time(self, stream: Stream) -> None:
+        """Spend the virtual time of a retry, if memory is fragmented now. The loader's thread has a clock of its own,
+        which says nothing about the steps."""
+        if TIME.costs is None or not HOST.is_shared:
+            return
+        with LOCK:  # work that runs now cannot wait for its own stream
+            is_inside = SCHEDULER.is_running
+        if not is_inside and (seconds := TIME.costs.retry_s(HOST.now_s)):
+            stream.finish()
+            HOST.work(seconds)
+            TIME.costs.retried_s = HOST.now_s
+            with LOCK:
+                self.retries += 1
+                self.release_unused()
 
     def _try(self, allocator: CachingAllocator, nbytes: int) -> MemoryBlock | None:
         others_bytes = self.reserved_bytes - allocator.reserved_bytes

@@ -80,6 +80,11 @@ class HostClock:
     def now_s(self) -> float:
         return self._clock()[0] if self.is_virtual else 0.0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether this thread's clock is the one of the main and autograd's threads."""
+        return self._clock() is self._shared
+
     def launch(self) -> None:
         if self.launch_s:
             self.work(self.launch_s)
@@ -178,11 +183,24 @@ class Stream:
     def run(self, start: Callable[[], object], duration_s: float = 0.0) -> None:
         self.add(QueuedWork(start, duration_s=duration_s))
 
-    def spend(self, duration_s: float, name: str = "", about: Callable[[], str] = str) -> None:
-        """Queue work that has already run on the host, and lasts this long on the device. `about` describes its sizes,
-        for a trace."""
+    def spend(
+        self,
+        duration_s: float,
+        name: str = "",
+        about: Callable[[], str] = str,
+        share: Callable[[], float] | None = None,
+    ) -> None:
+        """Queue the time that an operation lasts on the device. `about` describes its sizes, for a trace. `share`: the
+        fraction of the time that the operation's values require, which are known once the stream has reached it."""
         sizes = "" if SCHEDULER.on_work is None else about()
-        self.add(QueuedWork(duration_s=duration_s, name=name, about=sizes))
+        work = QueuedWork(duration_s=duration_s, name=name, about=sizes)
+        if share is not None:
+
+            def measure() -> None:
+                work.duration_s *= share()
+
+            work.start = measure
+        self.add(work)
 
     def has_done(self, number: int) -> bool:
         with LOCK:
