@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.core.environment_names import STORE_FILE
-
 TESTS = Path(__file__).parents[1]
 ORDERS = 12
 """Random orders that are tried for a plant."""
 HANGS_S = 400.0
+BATCH = 12
+"""Orders of one process."""
 PLANT_STEPS = 5
 """The loader's memory is used again after three batches."""
 
@@ -56,16 +56,16 @@ class Plant:
 
 def unwaited(case: str, module: str, call: str) -> Plant:
     """Return a plant that starts an exchange and does not wait for it."""
-    return Plant(case, ((module, call, call[:-1] + ", async_op=True)"),))
+    return Plant(case, ((module, call, call[:-1] + ", async_op=planted())"),))
 
 
 def without(case: str, module: str, line: str, *others: Change) -> Plant:
     """Return a plant that leaves a statement out."""
-    return Plant(case, ((module, line, re.sub(r"\S.*", "pass", line)), *others))
+    return Plant(case, ((module, line, re.sub(r"\S.*", "planted()", line)), *others))
 
 
 OURS = "                        torch.accelerator.current_stream().wait_event(event)\n"
-EARLIER = (DATA_PARALLEL, OURS, "                        pass\n")
+EARLIER = (DATA_PARALLEL, OURS, "                        planted()\n")
 """The engine makes some of FSDP2's waits a little earlier, to time them: both have to be left out."""
 
 PLANTS = {
@@ -87,13 +87,14 @@ PLANTS = {
             (
                 f"{ENGINE}.observe.clock",
                 "        wait_for(moment)\n        if not isinstance",
-                "        if not isinstance",
+                "        planted()\n        if not isinstance",
             ),
         ),
     ),
+    "a step's noise is read early": without("one", f"{ENGINE}.run.trainer", "        done.segments.wait()\n"),
     "sum over tp": unwaited("tp_plain", EXCHANGE, "            dist.all_reduce(x, group=self.group)"),
     "gather along the sequence": unwaited("tp", EXCHANGE, "all_gather(all_SBD, mine_SBD, group=self.group)"),
-    "rows of a sum": without("zero3", EXCHANGE, "        work.wait()\n"),
+    "rows of a sum": unwaited("zero3", EXCHANGE, "_reduce_scatter(output, whole, group=group, **options)"),
     "the step's agreement": unwaited("dp", f"{ENGINE}.run.step", "dist.all_reduce(agreed)"),
     "counts of expert copies": unwaited(
         "ep",
@@ -117,7 +118,7 @@ PLANTS = {
             (
                 f"{ENGINE}.parallel.pipeline",
                 "            work.wait()\n        return",
-                "            pass\n        return",
+                "            planted()\n        return",
             ),
         ),
     ),
@@ -135,10 +136,11 @@ PLANTS = {
         "dist.all_to_all_single(received, out, in_sizes, out_sizes, group=group)",
     ),
     "a shard's whole tensor": unwaited(
-        "zero3", f"{ENGINE}.shares", "dist.all_gather(gathered, padded, group=cut.group)"
+        "tp_plain", f"{ENGINE}.shares", "dist.all_gather(gathered, padded, group=cut.group)"
     ),
+    # With two kinds of memory: otherwise the parameters' gradients keep the buffer until the update.
     "a gradient freed early": without(
-        "dp",
+        "one_offload",
         DATA_PARALLEL,
         "        buffer.record_stream(torch.accelerator.current_stream(buffer.device))\n",
     ),
@@ -158,7 +160,7 @@ PLANTS = {
             (
                 COLLECTIVES,
                 "        all_reduce_stream.wait_stream(reduce_scatter_stream)\n        with",
-                "        with",
+                "        planted()\n        with",
             ),
         ),
     ),
@@ -174,7 +176,7 @@ PLANTS = {
                 STATE,
                 "                self._comm_ctx.all_gather_copy_in_stream.wait_stream(current_stream)\n"
                 "                self._comm_ctx.all_gather_stream.wait_stream(current_stream)\n",
-                "",
+                "                planted()\n",
             ),
         ),
     ),
@@ -187,55 +189,68 @@ PLANTS = {
         "                        self.device_handle.current_stream().wait_event(oldest.event)\n",
         EARLIER,
     ),
+    # With several exchanges in a step, FSDP2 adds gradients on the host, and waits for each copy there.
     "gradients in host memory are read early": without(
-        "zero3_offload", GROUP, "                fsdp_param.grad_offload_event.synchronize()\n"
+        "one_offload", GROUP, "                fsdp_param.grad_offload_event.synchronize()\n"
     ),
 }
 
 
-def run(number: int, job: dict[str, Any], ends_at: float) -> list[dict[str, Any]]:
-    """Run the ranks of a job; return what they report. If one fails, or at that moment, all are stopped."""
-    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
-    with tempfile.TemporaryDirectory(prefix="races") as folder:
-        base = {"PYTHONPATH": path, STORE_FILE: f"{folder}/store", "OMP_NUM_THREADS": "1", "TMPDIR": folder}
-        base |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
-        command = [sys.executable, "-m", "wings.emulated.schedules", json.dumps(job)]
-        printed = [Path(folder) / f"{rank}.jsonl" for rank in range(number)]
-        ranks = []
-        for rank, out in enumerate(printed):
-            with out.open("w") as stdout, out.with_suffix(".err").open("w") as stderr:
-                environment = os.environ | base | {"RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=environment, cwd=TESTS, stdout=stdout, stderr=stderr))
-        try:
-            while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-                if time.monotonic() > ends_at:
-                    break
-                time.sleep(0.05)
-        finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
-        lines = [json.loads(line) for out in printed for line in out.read_text().splitlines()]
-        if any(rank.returncode > 0 for rank in ranks) and not any(line["differing"] for line in lines):
-            lines.append({"differing": 1, "first": [printed[0].with_suffix(".err").read_text()[-2000:]]})
+class Ranks:
+    """A process that runs jobs, each on new ranks, which are its forks (`wings.emulated.schedules`)."""
+
+    def __enter__(self) -> Ranks:
+        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "wings.emulated.schedules"],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            cwd=TESTS,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def run(self, number: int, job: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
+        """Run a job; return what its ranks report. If one fails, or after the limit, all are stopped."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job | {"ranks": number, "limit_s": limit_s}) + "\n")
+        self._process.stdin.flush()
+        printed = self._process.stdout.readline()
+        assert printed, "the process that forks the ranks has ended"
+        lines: list[dict[str, Any]] = json.loads(printed)
         return lines
 
 
-def find(name: str, expected: Path, orders: int = ORDERS) -> tuple[int, str] | None:
-    """Return the number of orders after which a plant was found, and what showed it; None if it was not. `expected`: a
-    folder for the runs on CPUs, which are made without the plant."""
+@dataclass(frozen=True)
+class Found:
+    order: int
+    """The number of orders until a plant was found."""
+    by: str
+    """What showed it."""
+
+
+def find(ranks: Ranks, name: str, expected: Path, orders: int = ORDERS) -> Found | None:
+    """Return how a plant was found; None if it was not. `expected`: a folder for the runs on CPUs, which are made
+    without the plant. Raises AssertionError if the ranks never reach it."""
     plant = PLANTS[name]
     job = {"cases": [plant.case], "steps": PLANT_STEPS, "expected": str(expected), "seeds": []}
     if not (expected / f"{plant.case}.pt").exists():
-        failed = run(processes(plant.case), job, time.monotonic() + HANGS_S)
+        failed = ranks.run(processes(plant.case), job, HANGS_S)
         assert (expected / f"{plant.case}.pt").exists(), failed
     job |= {"seeds": [*range(orders)], "plant": plant.changes, "stop": 1}
-    lines = run(processes(plant.case), job, time.monotonic() + HANGS_S)
+    reported = ranks.run(processes(plant.case), job, HANGS_S)
+    lines = [line for line in reported if "planted" not in line]
+    reached = {line["planted"] for line in reported if "planted" in line}
+    assert reached == {*range(len(plant.changes))}, f"{name}: only {reached} of the changes is reached: {lines}"
     for number, line in enumerate(lines, 1):
-        assert "has no such text" not in str(line["first"]), line["first"]
         if line["differing"]:
-            return number, str(line["first"][-1]).strip().splitlines()[-1][:120]
-    return None if len(lines) >= orders else (len(lines) + 1, "the ranks hang")
+            return Found(number, str(line["first"][-1]).strip().splitlines()[-1][:120])
+    return None if len(lines) >= orders else Found(len(lines) + 1, "the ranks hang")
 
 
 def processes(case: str) -> int:
@@ -247,10 +262,16 @@ def processes(case: str) -> int:
 def try_plants(names: Sequence[str], expected: Path) -> int:
     missed = 0
     expected.mkdir(parents=True, exist_ok=True)
-    for name in names or PLANTS:
-        found = find(name, expected)
-        missed += found is None
-        print(f"{name:45} {'NOT FOUND' if found is None else f'found, order {found[0]}: {found[1]}'}", flush=True)
+    with Ranks() as ranks:
+        for name in names or PLANTS:
+            try:
+                found = find(ranks, name, expected)
+                shown = "NOT FOUND" if found is None else f"found, order {found.order}: {found.by}"
+            except AssertionError as error:
+                found = None
+                shown = f"NOT REACHED: {error}"
+            missed += found is None
+            print(f"{name:45} {shown}", flush=True)
     return int(missed > 0)
 
 
@@ -259,22 +280,21 @@ def try_schedules(minutes: float, seen: Path, only: Sequence[str]) -> int:
 
     ends_at = time.monotonic() + 60 * minutes
     lines = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
-    while time.monotonic() < ends_at:
-        done = Counter(line["case"] for line in lines)
-        # Cases with the fewest orders first; each process start is worth several orders.
-        cases = sorted(only or CASES, key=lambda case: done[case])
-        size = processes(cases[0])
-        batch = [case for case in cases if processes(case) == size][:6]
-        first = 1000 + min(done[case] for case in batch)
-        job = {"cases": batch, "seeds": [*range(first, first + 5)], "steps": 2}
-        new = run(size, job, ends_at)
-        lines += new
-        with seen.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in new)
-        for line in new:
-            if line["differing"]:
-                print(json.dumps(line), flush=True)
-    done = Counter(line["case"] for line in lines if "case" in line)
+    with Ranks() as ranks:
+        while (left_s := ends_at - time.monotonic()) > 0:
+            done = Counter(line["case"] for line in lines)
+            # The case with the fewest orders first: the CPU's run is worth several orders, and the first one is slow.
+            case = min(only or CASES, key=lambda case: done[case])
+            first = 1000 + done[case]
+            job = {"cases": [case], "seeds": [*range(first, first + BATCH)], "steps": 2}
+            new = [{"case": case} | line for line in ranks.run(processes(case), job, left_s)]
+            lines += new
+            with seen.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in new)
+            for line in new:
+                if line["differing"]:
+                    print(json.dumps(line), flush=True)
+    done = Counter(line["case"] for line in lines)
     print("  ".join(f"{case} {number}" for case, number in sorted(done.items())))
     other = sum(bool(line["differing"]) for line in lines)
     print(f"{len(lines)} orders in {len(done)} layouts; {other} differ from a CPU")

@@ -116,13 +116,20 @@ def mixing() -> dict[str, Any]:
 
 
 def gathering() -> dict[str, Any]:
-    """Copy shards to their place in FSDP2's buffer."""
+    """Copy shards to their place in FSDP2's buffer, and free it once the wait for its exchange is queued."""
     shards = [torch.full((2,), 3.0, device="emulated"), torch.full((1,), 4.0, device="emulated")]
     buffer = torch.zeros(9, device="emulated")
     allocated = MEMORY.allocated_bytes
     own, _ = torch.ops.fsdp.all_gather_copy_in(shards, buffer, [2, 1], 3, 1)
     values = [] if not MEMORY.has_values else buffer.tolist()
-    return {"values": values, "own": [own.storage_offset(), *own.shape], "new": MEMORY.allocated_bytes - allocated}
+    found = {"values": values, "own": [own.storage_offset(), *own.shape], "new": MEMORY.allocated_bytes - allocated}
+    join_alone()
+    order(1)  # nothing runs before the host waits
+    allocated = MEMORY.allocated_bytes
+    exchanged = torch.empty(1000, device="emulated")
+    dist.all_reduce(exchanged)
+    del exchanged
+    return found | {"held": MEMORY.allocated_bytes - allocated}
 
 
 def counting() -> dict[str, Any]:

@@ -248,6 +248,10 @@ class Segments:
     queued_at: Sequence[float] = ()
     """On an accelerator, the host time at which each part had been queued."""
 
+    def wait(self) -> None:
+        """Wait for the device to reach the step's end. Only then does the host have the figures that it copies."""
+        self.unix.wait_for(self.end)
+
     def exchange_time(self) -> tuple[float, float] | None:
         """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
         so that all of it was exposed."""
@@ -268,7 +272,7 @@ class Segments:
     def agreement(self) -> tuple[float, float]:
         """Return the duration of the small exchange that ended the step, and the Unix time when this rank left it."""
         began, ended = self.agreed
-        self.unix.wait_for(self.end)
+        self.wait()
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
@@ -276,7 +280,7 @@ class Segments:
         work: at the end of such a part, the device has nothing left to do. None on a CPU."""
         if not self.queued_at:
             return None
-        self.unix.wait_for(self.end)
+        self.wait()
         starved_s = 0.0
         for (name, begin, end), queued_at in zip(self._parts(), self.queued_at, strict=True):
             lasted_s = elapsed_s(begin, end)
@@ -287,7 +291,7 @@ class Segments:
 
     def parts_s(self) -> dict[str, float]:
         """Return seconds by part; wait for the device to reach the step's end."""
-        self.unix.wait_for(self.end)
+        self.wait()
         parts = dict.fromkeys(PARTS, 0.0)
         for name, start, end in self._parts():
             parts[name] += elapsed_s(start, end)

@@ -322,6 +322,7 @@ class Trainer:
             self._record(done)
 
     def _record(self, done: DoneStep) -> None:
+        done.segments.wait()
         noise_scale = done.noise_scale
         taken = done.samples
         if not self.pace.follows_noise:

@@ -345,9 +345,9 @@ class PendingMessage(PendingExchange):
         kind: str,
         mine: Arrival,
         begin: Callable[[Any], Any],
-        *,
         peer: int,
         tag: int,
+        *,
         is_sender: bool,
     ):
         self._peer = communicator.ranks[peer]
@@ -418,13 +418,15 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
         work = torch._C._distributed_c10d.Work.unbox(found)
         return Waited(work.wait) if name in COMPLETED_BY_WAIT else work
 
-    channel = f"{name} {args[2]}" if name in MESSAGES else ""
+    # Queued work refers to host memory only: it must not keep tensors whose memory a program may use again.
+    message = (args[2], args[3]) if name in MESSAGES else None
+    channel = f"{name} {args[2]}" if message else ""
 
     def start(at_s: float) -> PendingExchange:
         arrival = replace(mine, at_s=at_s)
-        if name in MESSAGES:
+        if message:
             is_sender = name == "send"
-            return PendingMessage(communicator, kind, arrival, begin, peer=args[2], tag=args[3], is_sender=is_sender)
+            return PendingMessage(communicator, kind, arrival, begin, *message, is_sender=is_sender)
         return PendingCollective(communicator, "", kind, arrival, begin)
 
     work = QueuedWork(exchange=start)
@@ -446,9 +448,10 @@ def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callab
     communicator = communicator_of(args[-1])
     kind, mine = describe(op, args, made)
     target = memory_of(made)
+    group_name = args[-1]
 
     def begin(group: Any) -> Waited:
-        name = args[-1] if group is communicator.group else communicator.own_name
+        name = group_name if group is communicator.group else communicator.own_name
         result = op(*on_host[:-1], name, **kwargs)
 
         def finish() -> None:

@@ -233,6 +233,9 @@ class DeviceStorage:
     def __del__(self) -> None:
         self._free()
 
+    def resizable(self) -> bool:
+        return True
+
     def size(self) -> int:
         return self._nbytes
 

@@ -47,8 +47,9 @@ IDLE_S = 0.03
 """In order mode: real time without queued or running work after which exchanges run, with the work that they need,
 because another rank may be waiting for them."""
 POLL_S = 2e-5
+"""The first pause of a thread that waits for an exchange; each further one is twice as long."""
 BACKGROUND_S = 5e-4
-"""Pause between two attempts to progress exchanges that no thread is waiting for."""
+"""The longest pause, also between two attempts to progress exchanges that no thread is waiting for."""
 
 
 class HostClock:
@@ -152,6 +153,8 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self.priority = priority
         self._queue: deque[QueuedWork] = deque()
+        self._exchanges = 0
+        """The number of exchanges in the queue."""
         self.queued = 0
         self.done = 0
         self.now_s = 0.0
@@ -171,6 +174,7 @@ class Stream:
             if not self._queue:
                 SCHEDULER.busy.append(self)
             self._queue.append(work)
+            self._exchanges += work.exchange is not None
             SCHEDULER.active_s = time.monotonic()
             self.queued += 1
             if work.moment is not None:
@@ -209,7 +213,7 @@ class Stream:
 
     @property
     def has_exchange(self) -> bool:
-        return any(work.exchange is not None for work in self._queue)
+        return self._exchanges > 0
 
     @property
     def needed(self) -> Stream:
@@ -255,6 +259,7 @@ class Stream:
             work.moment.host_s = time.perf_counter()
             work.moment.device_s = self.now_s
         self._queue.popleft()
+        self._exchanges -= work.exchange is not None
         if not self._queue:
             SCHEDULER.busy.remove(self)
         self.done += 1
@@ -439,6 +444,7 @@ class Scheduler:
 
     def finish(self, stream: Stream, number: int) -> None:
         """Wait until a stream has completed this many items of work."""
+        pause_s = POLL_S
         while True:
             with LOCK:
                 while stream.done < number:
@@ -448,13 +454,15 @@ class Scheduler:
                         changed = stream.needed.step() or any(map(self._continue, tuple(self.busy)))
                     else:
                         changed = self._pick()
-                    if changed:
-                        self.active_s = time.monotonic()
-                    else:
+                    if not changed:
                         break
+                    self.active_s = time.monotonic()
+                    pause_s = POLL_S
                 if stream.done >= number:
                     return
-            time.sleep(POLL_S)  # an exchange is in progress
+            # An exchange is in progress. The rank that it waits for may need this processor.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, BACKGROUND_S)
 
     def finish_all(self) -> None:
         for stream in list(STREAMS):
