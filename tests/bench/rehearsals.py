@@ -7,6 +7,10 @@ memory, each followed by the rehearsed figure divided by the planned one. Step t
 and waiting for slower devices, which a rehearsal does not have. The last lines give the share of cases whose step time
 differs by at most 3% and whose tensors differ by at most 2%.
 
+`published` rehearses rows of the measured tables in place of drawn cases (`--rows` names others than
+`ROWS`): trainspec's eager engine in the row's layout. For each row, it prints the measured step time, the planned one
+for the row's framework, the planned one for trainspec, and the rehearsed one, with their errors.
+
 `--only WORD` keeps the drawn cases whose arguments contain a word; `--arguments FILE` rehearses the lines of a file in
 place of drawn cases. Takes about 20 seconds per case on one core.
 """
@@ -14,14 +18,22 @@ place of drawn cases. Takes about 20 seconds per case on one core.
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.printable import GIB
+from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, load_group
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.validation.backtest import predict
+from trainspec_cli.planner.validation.table import state
+from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.wings.emulated.planned import PlanToRehearse, Rehearsal, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
 
@@ -33,6 +45,81 @@ UNEVEN = ("nemotron_h_8b", "resnet50", "mri_unet3d")
 """Recipes whose layers differ: they keep their number."""
 TIME_WITHIN = 0.03
 TENSORS_WITHIN = 0.02
+MEASURED = ROOT / "tests" / "data" / "measured"
+TABLES = ("throughput.csv", "throughput_unseen.csv")
+ROWS = "744,747,569,1104,1105,1106,1128,1129,1130,545,656,1140,1142,895"
+"""Dense decoders with gated feed-forwards, a complete layout, and few layers or a whole 8B model: one per layout."""
+ROOMY_GB = 2000
+"""Memory of a chip that holds any of them: without compiled blocks, they need more than the rows' runs."""
+
+
+def arguments_of(row: Mapping[str, str]) -> list[str]:
+    """Return the arguments of `trainspec rehearse` for a row's model, layout, batch and cluster. Raises ValueError if
+    the engine or the command cannot express them."""
+    stated = state(row)
+    setup: Setup = stated.setup
+    model = setup.model
+    if not isinstance(model, DecoderModel) or model.experts is not None or model.mla is not None:
+        raise ValueError("not a dense decoder")
+    if row["act_ckpt"] not in ("none", "full", "selective"):
+        raise ValueError(f"act_ckpt is {row['act_ckpt']}")
+    if setup.micro_batch_size != int(setup.micro_batch_size):
+        raise ValueError("micro-batches are not whole")
+    base = ("name", "family", "rope_theta", "norm_eps", "mla", "experts")
+    given = {f"model.{one.name}": getattr(model, one.name) for one in fields(model) if one.name not in base}
+    fabric = setup.fabric
+    chips = load_group("accelerator", build_accelerator)
+    given["cluster.accelerator"] = next(name for name, chip in chips.items() if chip.name == fabric.chip.name)
+    given["cluster.accelerator.memory_gb"] = ROOMY_GB
+    given["cluster.devices_per_node"] = fabric.devices_per_node
+    given["cluster.num_nodes"] = -(-fabric.num_devices // fabric.devices_per_node)
+    given["cluster.nic_gbit_per_s"] = fabric.nic_gbit_per_s
+    given["cluster.nic_kind"] = fabric.nic_kind
+    layout = setup.layout
+    for axis in ("tp", "cp", "pp", "dp_shard", "dp_replicate", "zero_stage", "virtual_stages", "pipeline_schedule"):
+        given[f"layout.{axis}"] = getattr(layout, axis)
+    given["data.seq_len"] = setup.seq_len
+    given["batching.micro_batch_size"] = int(setup.micro_batch_size)
+    given["batching.global_batch_size"] = round(stated.samples)
+    given["recompute"] = row["act_ckpt"]
+    given["precision.matmul"] = "fp8" if setup.matmul == "fp8" else "compute"
+    given["compile"] = False
+    return ["recipe=llama3_8b", *(f"{key}={json.dumps(value).strip(chr(34))}" for key, value in given.items())]
+
+
+def rehearse_published(numbers: Sequence[str]) -> None:
+    """Rehearse rows of the table, and print how far each forecast is from the measured step time."""
+    rows = {}
+    for table in TABLES:
+        with (MEASURED / table).open(encoding="utf-8") as file:
+            rows |= {row["id"]: row for row in csv.DictReader(file)}
+    errors: dict[str, list[float]] = {}
+    for number in numbers:
+        row = rows[number]
+        try:
+            planned = plan_to_rehearse(arguments_of(row), None)
+            done = rehearse_ranks(planned, read_ranks("ends", planned.plan, planned.kinds), 2, lambda _rank: None)
+        except (ValueError, TrainspecError) as error:
+            print(f"{number} {row['model']}: {error}", flush=True)
+            continue
+        published = predict(row, Efficiency())
+        assert done.step is not None and published.measured_step_time_s and published.step_time_s
+        host_s = planned.time.host_s
+        forecasts = {
+            "plan for its framework": published.step_time_s,
+            "plan for trainspec": planned.time.total_s,
+            "rehearsal": done.step.step_s + host_s,
+        }
+        layout = planned.plan.layout.describe()
+        name = f"{number} {row['model']} {row['gpu']} {row['dtype']} {layout}"
+        print(
+            f"{name} recompute {row['act_ckpt']}: measured {published.measured_step_time_s:.3f} s by {row['framework']}"
+        )
+        for one, seconds in forecasts.items():
+            errors.setdefault(one, []).append(seconds / published.measured_step_time_s)
+            print(f"  {one} {seconds:.3f} s {errors[one][-1] - 1:+.1%}", flush=True)
+    for one, ratios in errors.items():
+        summarise(one, ratios, 0.1)
 
 
 def draw(chance: random.Random) -> list[str]:
@@ -114,11 +201,16 @@ def summarise(name: str, ratios: Sequence[float], within: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("drawn", "published"), default="drawn")
+    parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
     parser.add_argument("--arguments", type=Path)
     given = parser.parse_args()
+    if given.what == "published":
+        rehearse_published(given.rows.split(","))
+        return
     cases = plans(given.cases, given.seed, given.only)
     if given.arguments is not None:
         lines = [line.split() for line in given.arguments.read_text().splitlines() if line]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainspec_cli.engine.tools.trace import kernels_of
 from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group
+from trainspec_cli.planner.time.step import EAGER_CAST_BYTES, EAGER_CAST_KERNELS
 from trainspec_cli.wings.emulated import Settings
 from trainspec_cli.wings.emulated.engine.costs import ChipCosts, VirtualTime, costs_of, traffic_bytes
 
@@ -22,11 +23,13 @@ class Traffic(TorchDispatchMode):
     """Sums the traffic of operations."""
 
     nbytes = 0
+    kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.overloadpacket.__name__.startswith(("empty", "new_empty", "detach")):
             self.nbytes += traffic_bytes(func, args, kwargs or {}, result)
+            self.kernels += 1
         return result
 
 
@@ -41,6 +44,27 @@ def test_a_norm_takes_the_traffic_of_one_kernel_per_direction() -> None:
             torch.autograd.grad(y, (x, weight), dy)
     assert forward.nbytes == pytest.approx(4 * x.numel(), rel=0.01)
     assert backward.nbytes == pytest.approx(6 * x.numel(), rel=0.01)
+
+
+def test_products_in_fp8_take_half_the_time_of_those_in_bf16() -> None:
+    costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+    first = torch.empty(8192, 8192, device="meta")
+    seconds = {}
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        op = torch.ops.aten.mm.default if dtype == torch.bfloat16 else torch.ops.aten._scaled_mm.default
+        seconds[dtype] = costs.operation_s(op, (first.to(dtype), first.to(dtype).t()), {}, first.bfloat16())
+    assert seconds[torch.float8_e4m3fn] == seconds[torch.float8_e5m2]
+    assert 0.45 < seconds[torch.float8_e4m3fn] / seconds[torch.bfloat16] < 0.65
+
+
+def test_a_cast_to_fp8_has_the_planned_traffic_and_kernels() -> None:
+    scaling = pytest.importorskip("torchao.float8.float8_scaling_utils")
+    x = torch.randn(256, 512, dtype=torch.bfloat16)
+    with Traffic() as cast:
+        scaling.hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, None)
+    # The product adds a padded copy, and the reciprocal of the scale.
+    assert cast.nbytes == pytest.approx((EAGER_CAST_BYTES - 2) * x.numel(), rel=0.01)
+    assert cast.kernels == EAGER_CAST_KERNELS - 2
 
 
 def test_attention_runs_at_the_rate_of_kernels_for_an_older_chip() -> None:

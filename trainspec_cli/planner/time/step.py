@@ -50,6 +50,13 @@ EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
 """Additional kernels per matrix multiplication: its inputs are scaled and cast. Block scales are also rearranged for
 it."""
+EAGER_CAST_BYTES = 35.0
+"""Memory traffic per value of torchao's cast from bf16 to fp8 with separate kernels: absolute values and their maximum,
+to fp32, scaled, clamped, rounded, padded. Each product's operands are cast again, and output gradients twice."""
+EAGER_CAST_KERNELS = 13
+REARRANGED_BYTES = 2.0
+"""The same of a copy in fp8 that changes the order in memory: the kernel needs weights and inputs by column in the
+backward."""
 APART_BYTES = 10.0
 """Bytes per weight: a 2-byte gradient is read and added to a 4-byte sum, which is read and written."""
 NF4_TRAFFIC_BYTES = 22.5
@@ -278,8 +285,22 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         each = NF4_FUSED_BYTES if software.fused_kernels else NF4_TRAFFIC_BYTES
         casts += each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
         kernels += NF4_KERNELS * len(work.gemms)
-    # Each expert's inputs and weights are cast separately, even if its products are grouped.
-    kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+    casts_b = casts
+    if counted and setup.matmul == "fp8":
+        given, outputs = (
+            sum(values(gemm) * gemm.count for gemm in gemms if gemm.wide)
+            for values in (lambda gemm: gemm.m * gemm.k + gemm.k * gemm.n, lambda gemm: gemm.m * gemm.n)
+        )
+        # The copies in fp32 are too large to stay in the cache.
+        byte_s = 1 / rates.memory + eff.issue / rates.load_store
+        launched = 2 * EAGER_CAST_KERNELS * sum(gemm.count for gemm in gemms if gemm.wide)
+        casts = EAGER_CAST_BYTES * given * byte_s + launched * eff.kernel_s
+        casts_b = EAGER_CAST_BYTES * (given + 2 * outputs) * byte_s + 2 * launched * eff.kernel_s
+        casts_b += REARRANGED_BYTES * given * byte_s
+        kernels += launched
+    else:
+        # Each expert's inputs and weights are cast separately, even if its products are grouped.
+        kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
     waits = work.serial_kernels * eff.kernel_s
 
     copies = work.expert_copies if software.grouped_experts else 1
@@ -296,7 +317,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         attention_f=attention_f,
         attention_b=attention_b,
         memory_f=forward_s + casts + waits,
-        memory_b=0.0 if work.frozen else backward_s + casts,
+        memory_b=0.0 if work.frozen else backward_s + casts_b,
         kernels=kernels,
         experts=work.experts,
         tp=work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp),

@@ -38,7 +38,7 @@ from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
 from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
-FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix products, with the position of the first factor among the arguments."""
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BACKWARD: (1, 7)}
@@ -75,6 +75,9 @@ class ChipCosts:
     threads."""
 
     def rates(self, dtype: torch.dtype) -> Rates:
+        if dtype.itemsize == 1 and dtype.is_floating_point:
+            # The planner has one rate for e4m3 and e5m2; results are wider.
+            return rates_of(self.chip, "fp8", "bf16", self.eff)
         name = format_of(dtype)
         return rates_of(self.chip, name, name, self.eff)
 
@@ -98,7 +101,7 @@ class ChipCosts:
         if name in FIRST_FACTOR:
             first, second = args[FIRST_FACTOR[name] : FIRST_FACTOR[name] + 2]
             count = first.shape[0] if first.dim() == 3 else 1
-            gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=False)
+            gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=first.dtype.itemsize == 1)
             return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(first.dtype), self.eff) if gemm.flops else 0.0
         if name in ATTENTION:
             at, causal = ATTENTION[name]
