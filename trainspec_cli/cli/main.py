@@ -212,17 +212,14 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
             hint = f"such as trainspec launch {' '.join((name, *rest))}"
             problem = Problem(code="usage", message="a command comes first", hint=hint)
         else:
-            from trainspec_cli.recipe.compose.folders import (
-                RECIPE,
-                find_folders,  # the help does not need it
-            )
+            from trainspec_cli.recipe.compose.folders import RECIPE, find_folders  # the help does not need it
 
             folders = find_folders(Path.cwd())
-            group = next((group for group in (RECIPE, *folders.groups) if name in (group, f"{group}s")), None)
+            listed_as = next((one for one in (RECIPE, *folders.groups) if name in (one, f"{one}s")), None)
             if name in folders.recipe_names():
                 hint = f"did you mean trainspec launch recipe={name}?"
-            elif group:
-                hint = f"did you mean trainspec list {group}?"
+            elif listed_as:
+                hint = f"did you mean trainspec list {listed_as}?"
             else:
                 near = closest(name, COMMANDS)
                 hint = f"did you mean trainspec {near}?" if near else f"commands: {', '.join(COMMANDS)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,6 @@ from trainspec_cli.recipe.compose.folders import RECIPE
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import examine, require, without_uncounted
-
-if TYPE_CHECKING:
-    from trainspec_cli.recipe.compose.compose import Composed
 
 WIDEST_CELL = 40
 
@@ -37,7 +34,19 @@ def show(
     # A program would mistake a partial recipe in JSON for a complete one, while people can see where the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
-        print(_whole(examined.composed, as_json), end="")
+        from trainspec_cli.recipe.compose.values import render_yaml  # it loads hydra, which the help does not need
+
+        if not as_json:
+            whole = render_yaml(examined.composed.data, examined.composed.origins, Style.of(sys.stdout).dim)
+        else:
+            origins = {
+                path: vars(examined.composed.origins[path])
+                for path in flatten(examined.composed.data)
+                if path in examined.composed.origins
+            }
+            content = {"recipe": examined.composed.recipe, "values": examined.composed.data, "origins": origins}
+            whole = json_text(content) + "\n"
+        print(whole, end="")
     require(without_uncounted(examined.problems))
     if diff is not None:
         these = flatten(examined.composed.data)
@@ -54,16 +63,6 @@ def show(
             head, *lines = aligned(cells)
             difference = "\n".join([Style.of(sys.stdout).bold(head), *lines])
         print(difference)
-
-
-def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.recipe.compose.values import render_yaml  # it loads hydra, which the help does not need
-
-    if not as_json:
-        return render_yaml(composed.data, composed.origins, Style.of(sys.stdout).dim)
-    origins = {path: vars(composed.origins[path]) for path in flatten(composed.data) if path in composed.origins}
-    content = {"recipe": composed.recipe, "values": composed.data, "origins": origins}
-    return json_text(content) + "\n"
 
 
 def _compose_other(other: str) -> JsonObject:

@@ -193,8 +193,10 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
         if source.name not in names:
             if is_whole:
                 own = [name for name, definition in names.items() if definition is not None]
-                found = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
-                message = f"`{extension.path}` names {source.name}, which {source.file} does not define; it has {found}"
+                defined = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
+                message = (
+                    f"`{extension.path}` names {source.name}, which {source.file} does not define; it has {defined}"
+                )
                 raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, own or names))
         else:
             definition = names[source.name]

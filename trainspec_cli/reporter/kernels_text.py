@@ -28,8 +28,8 @@ def render_table(table: KernelTable) -> RenderableType:
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("operation", no_wrap=True)
     grid.add_column("backend", no_wrap=True)
-    for figure in ("time", "quartiles", "error"):
-        grid.add_column(figure, justify="right", no_wrap=True)
+    for heading in ("time", "quartiles", "error"):
+        grid.add_column(heading, justify="right", no_wrap=True)
     grid.add_column("")
     for op, figures in table.figures.items():
         tried = {backend: figure for backend, figure in figures.items() if figure.verdict != "not tried"}

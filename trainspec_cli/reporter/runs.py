@@ -68,7 +68,25 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
     lines = []
     for run in (*find_runs(folder), *others):
         try:
-            lines.append(_describe(run, is_running, is_queued))
+            record = read_run_record(run)
+            step = last_step(run)
+            outline = read_plan_outline(run)
+            about = outline.spec.get("run")
+            tags = about.get("tags") if isinstance(about, dict) else None
+            lines.append(
+                RunLine(
+                    path=str(run.root),
+                    recipe=record.recipe,
+                    status=status_of(run, running=is_running(run), queued=is_queued(run)),
+                    step=step.step if step else 0,
+                    max_steps=outline.total_steps,
+                    loss=finite_or_none(step.loss) if step else None,
+                    created_at=record.created_at,
+                    name=name_of(outline.spec),
+                    tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
+                    differs=flatten(outline.spec),
+                )
+            )
         except PermissionError:
             continue
         except (TrainspecError, OSError) as error:
@@ -110,26 +128,6 @@ def find_runs(folder: Path) -> Iterator[RunDir]:
             # A run contains thousands of checkpoints and logs, but no other run.
             subfolders.clear()
             yield RunDir(root)
-
-
-def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
-    record = read_run_record(run)
-    step = last_step(run)
-    outline = read_plan_outline(run)
-    about = outline.spec.get("run")
-    tags = about.get("tags") if isinstance(about, dict) else None
-    return RunLine(
-        path=str(run.root),
-        recipe=record.recipe,
-        status=status_of(run, running=is_running(run), queued=is_queued(run)),
-        step=step.step if step else 0,
-        max_steps=outline.total_steps,
-        loss=finite_or_none(step.loss) if step else None,
-        created_at=record.created_at,
-        name=name_of(outline.spec),
-        tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
-        differs=flatten(outline.spec),
-    )
 
 
 def name_of(spec: JsonObject) -> str:

@@ -51,15 +51,10 @@ def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: 
     if not wanted.whom:
         return
     reach = _post if _ADDRESS.fullmatch(wanted.whom) else _call
-    if why := reach(wanted.whom, _describe(run, recipe, result, reason)):
-        yield f"warning: --notify {wanted.whom}: {why}"
-
-
-def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonObject:
-    """Describe the end of a run as JSON. `text` is the key that chat services show."""
+    # Chat services show the value of `text`.
     host = socket.gethostname()
     text = f"trainspec: {recipe} ({run.root} on {host}): {result.status} after {result.steps} steps"
-    return {
+    about: JsonObject = {
         "text": f"{text}: {reason}" if reason else text,
         "run": str(run.root),
         "host": host,
@@ -69,6 +64,8 @@ def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonO
         "steps": result.steps,
         "loss": result.final_loss,
     }
+    if why := reach(wanted.whom, about):
+        yield f"warning: --notify {wanted.whom}: {why}"
 
 
 def _call(command: str, about: JsonObject) -> str:

@@ -270,10 +270,22 @@ def _read(path: Path, shown: str) -> YamlFile:
     top = {key.value: value for key, value in root.value}
     stated = next((pair for pair in root.value if pair[0].value == VERSION_KEY), None)
     package = _PACKAGE.match(text)
+    defaults = top.get("defaults")
+    entries = []
+    for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            key, value = node.value[0]
+            options = [_scalar(item) for item in value.value] if isinstance(value, yaml.SequenceNode) else []
+            chosen = options[0] if len(options) == 1 else _scalar(value)
+            entries.append(
+                YamlEntry(key.value, chosen, _origin(key, shown), tuple(options if len(options) > 1 else ()))
+            )
+        else:
+            entries.append(YamlEntry("", _scalar(node), _origin(node, shown)))
     return YamlFile(
         start=_origin(root.value[0][0], shown) if root.value else Origin(shown, 1, 1),
         origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] not in ABOUT_FILE},
-        defaults=tuple(_entries(top.get("defaults"), shown)),
+        defaults=tuple(entries),
         description=_scalar(top.get("description")),
         root=root,
         version=(construct_yaml(stated[1]), _origin(stated[0], shown)) if stated else None,
@@ -345,17 +357,6 @@ def _walk(node: yaml.Node, prefix: str, shown: str) -> Iterator[tuple[str, Origi
     for path, at, value in below:
         yield path, _origin(at, shown)
         yield from _walk(value, f"{path}.", shown)
-
-
-def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[YamlEntry]:
-    for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
-        if isinstance(node, yaml.MappingNode) and node.value:
-            key, value = node.value[0]
-            options = [_scalar(item) for item in value.value] if isinstance(value, yaml.SequenceNode) else []
-            chosen = options[0] if len(options) == 1 else _scalar(value)
-            yield YamlEntry(key.value, chosen, _origin(key, shown), tuple(options if len(options) > 1 else ()))
-        else:
-            yield YamlEntry("", _scalar(node), _origin(node, shown))
 
 
 def _origin(node: yaml.Node, shown: str) -> Origin:

@@ -127,24 +127,21 @@ class Resolver:
                 raise InterpolationError(f"it is a chain of more than {MAX_DEPTH} references and sections")
             self._under_way.append(path)
             try:
-                self._known[path] = self._resolve_written(path, self._at(path))
+                # The value at `path` as written, following references along the way.
+                node: JsonValue = self._written
+                for depth, key in enumerate(path):
+                    if isinstance(node, str) and "${" in node:
+                        node = self._resolve(path[:depth]).value
+                    if isinstance(node, dict) and key in node:
+                        node = node[key]
+                    elif isinstance(node, list) and str(key).isdecimal() and int(key) < len(node):
+                        node = node[int(key)]
+                    else:
+                        raise InterpolationError(f"Interpolation key '{'.'.join(map(str, path))}' not found")
+                self._known[path] = self._resolve_written(path, node)
             finally:
                 self._under_way.pop()
         return self._known[path]
-
-    def _at(self, path: Path) -> JsonValue:
-        """Return the value at `path` as written, following references along the way."""
-        node: JsonValue = self._written
-        for depth, key in enumerate(path):
-            if isinstance(node, str) and "${" in node:
-                node = self._resolve(path[:depth]).value
-            if isinstance(node, dict) and key in node:
-                node = node[key]
-            elif isinstance(node, list) and str(key).isdecimal() and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                raise InterpolationError(f"Interpolation key '{'.'.join(map(str, path))}' not found")
-        return node
 
     def _resolve_written(self, path: Path, written: JsonValue) -> _Resolved:
         if isinstance(written, dict):

@@ -11,7 +11,6 @@ from typing import Any
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -437,10 +436,6 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(
             "unsupported", message, path, "leave it out: cluster.accelerator.link_kind sets the kind of these links"
         )
-    yield from _sizes(described, spec)
-
-
-def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
     per_node = spec.cluster.devices_per_node
     known = [(place, tier.name, tier.devices) for place, tier in enumerate(described) if tier.devices is not None]
     # The first tier is the scale-up domain. If the tier does not state its size, the cluster's keys determine it.

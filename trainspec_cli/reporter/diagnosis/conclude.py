@@ -52,13 +52,12 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
     usual_s = float(usual(common_s))
-    verdicts = [_explain_common(evidence, one, usual_s) for one in found if one.steadiness >= STEADY]
     # Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost.
-    verdicts = [one for one in verdicts if one is not None]
     joined: dict[tuple[object, ...], RunVerdict] = {}
-    for one in verdicts:
-        known = joined.get(one.place)
-        joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
+    for episode in found:
+        if episode.steadiness >= STEADY and (one := _explain_common(evidence, episode, usual_s)):
+            known = joined.get(one.place)
+            joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
     return list(joined.values())
 
 

@@ -330,10 +330,10 @@ class RunReader:
             # The counters of a run without a plan, which are memory readings only.
             series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
             for rank, history in enumerate(self.histories):
-                for event in history.usage:
-                    place = np.searchsorted(steps, event.step)
+                for reading in history.usage:
+                    place = np.searchsorted(steps, reading.step)
                     for name in READINGS if place < len(steps) else ():
-                        series[name][place, rank] = getattr(event, name)
+                        series[name][place, rank] = getattr(reading, name)
             return series
         if not any(history.counters for history in self.histories):
             return {}

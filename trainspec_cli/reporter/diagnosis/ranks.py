@@ -193,26 +193,23 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         episodes = [one.episode for one in of_rank]
         loaded = sum(times.is_loaded(episode) for episode in episodes)
         # Whether a rank is still slow, or was slow for a long time and during most of the time since the first episode.
-        first = episodes[0]
-        last = episodes[-1]
-        span_s = times.step_s[first.first : last.last + 1].sum()
+        newest = episodes[-1]
+        span_s = times.step_s[episodes[0].first : newest.last + 1].sum()
         slow_s = sum(times.step_s[episode.where].sum() for episode in episodes)
-        if loaded > len(episodes) / 2 and not (
-            until(evidence, last) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
-        ):
+        came_to_stay = until(evidence, newest) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
+        if loaded > len(episodes) / 2 and not came_to_stay:
             visits += of_rank
     slow = [replace(one, cause="noise") if one in visits else one for one in slow]
     # The ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short time.
     stolen = []
     of_all_peers_s = times.expect_queued()
-    found: list[tuple[int, Episode]] = []
+    occupied: list[tuple[int, Episode]] = []
     for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
         of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         is_long = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
-        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame.
-        # Whether this rank is last in an episode far more often than by chance, among ranks that do the same work.
-        # Machine-wide load affects different ranks at different times.
+        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame, unless this rank is
+        # last far more often than by chance: machine-wide load affects different ranks at different times.
         of_kind = np.flatnonzero(np.array(times.evidence.kinds) == times.evidence.kinds[rank])
         took_s = (times.own_s + times.queued_s)[episode.where][:, of_kind]
         more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
@@ -220,15 +217,15 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
         )
         if episode.steadiness >= STEADY and is_long and is_alone:
-            found.append((rank, episode))
-    last = dict(found)  # by rank
-    for rank, episode in found:
+            occupied.append((rank, episode))
+    last = dict(occupied)  # by rank
+    for rank, episode in occupied:
         why = (
             f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
         )
         span = slice(episode.first, last[rank].last + 1)
-        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
-        stolen.append(Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why))
+        has_stayed = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
+        stolen.append(Slow(rank, episode, "stolen_cores" if has_stayed else "noise", why))
     return _verdicts(evidence, times, slow + stolen)
 
 

@@ -118,7 +118,26 @@ class Hub:
     def poll(self) -> list[News]:
         """Return the agents' reports and which nodes joined or were lost, and send what is due. Call this several times
         per second."""
-        news = self._welcome()
+        for peer in list(self._pending):
+            try:
+                wire = peer.advance()
+            except OSError:
+                peer.close()
+                self._pending.remove(peer)
+                continue
+            if wire:
+                self._pending.remove(peer)
+                self._newcomers.append(wire)
+        news: list[News] = []
+        for wire in list(self._newcomers):
+            received = wire.receive()
+            if received:
+                news += self._introduce(wire, received)
+            elif wire.silent_s > self._timeout_s:
+                wire.close()
+            if received or wire.closed:
+                self._newcomers.remove(wire)
+        self._accept()
         for node in self.nodes:
             if not node.is_gone:
                 news += self._attend(node)
@@ -155,29 +174,6 @@ class Hub:
         nodes = (node.wire for node in self.nodes if node.wire)
         for wire in [*self._newcomers, *nodes, *self._workers.values()]:
             wire.close()
-
-    def _welcome(self) -> list[News]:
-        for peer in list(self._pending):
-            try:
-                wire = peer.advance()
-            except OSError:
-                peer.close()
-                self._pending.remove(peer)
-                continue
-            if wire:
-                self._pending.remove(peer)
-                self._newcomers.append(wire)
-        news: list[News] = []
-        for wire in list(self._newcomers):
-            received = wire.receive()
-            if received:
-                news += self._introduce(wire, received)
-            elif wire.silent_s > self._timeout_s:
-                wire.close()
-            if received or wire.closed:
-                self._newcomers.remove(wire)
-        self._accept()
-        return news
 
     def _accept(self) -> None:
         """Accept new connections. If no descriptors are left or too many handshakes are in progress, close the

@@ -153,10 +153,10 @@ def next_action(state: RunState, event: Event) -> Decision:
         case NodeSlow():
             # Drop a node from a healthy single-group run: ask its workers to write a checkpoint and exit, within the
             # time allowed for a stop. Failures take precedence, and a run that is ending is not changed.
-            group = state.groups[0]
+            only = state.groups[0]
             over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
             over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
-            if over or not state.has_stepped or group.phase != "running" or group.kill_at_s < math.inf:
+            if over or not state.has_stepped or only.phase != "running" or only.kill_at_s < math.inf:
                 return state, ()
             state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
             return state._replace(leaving=event), (Inform(event.why), Stop())

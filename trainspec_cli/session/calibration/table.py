@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -17,7 +16,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         raise RecipeError(Problem(code="missing_file", message=f"no such file: {file}", file=str(file)))
     try:
         lines = csv.DictReader(io.StringIO(read_text(file), newline=""))
-        rows = [_row(row) for row in lines]
+        rows = [{name: value or "" for name, value in row.items() if name is not None} for row in lines]
     except csv.Error as error:
         problem = Problem("wrong_table", f"this is not a table: {error}", file=str(file), line=lines.line_num)
         raise RecipeError(problem) from error
@@ -25,8 +24,3 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         message = "a table of runs has a line of column names, including gpu and n_gpus"
         raise RecipeError(Problem(code="wrong_table", message=message, file=str(file), line=1))
     return rows
-
-
-def _row(row: Mapping[str | None, str | None]) -> dict[str, str]:
-    """Return a row as a dictionary by column name. A short line lacks its last columns, and a long one is truncated."""
-    return {name: value or "" for name, value in row.items() if name is not None}

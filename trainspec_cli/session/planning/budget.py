@@ -79,10 +79,10 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
     clusters = [plan.spec.cluster for _, plan in planned]
     plans = [entry.plan for entry, _ in entries]
     unlike = []
-    for cluster, plan in zip(clusters[1:], plans[1:], strict=True):
+    for cluster, asked in zip(clusters[1:], plans[1:], strict=True):
         for part in SAME:
             if getattr(cluster, part) != getattr(clusters[0], part):
-                message = f"`{plan}` has another `cluster.{part}` than the first run, with which it shares machines"
+                message = f"`{asked}` has another `cluster.{part}` than the first run, with which it shares machines"
                 unlike.append(Problem("conflict", message, f"cluster.{part}", "make a budget for each kind of machine"))
     if problems := [*_prices(clusters[0]), *unlike]:
         raise RecipeError(problems)

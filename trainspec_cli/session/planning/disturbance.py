@@ -69,10 +69,9 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
     cwd = (cwd or Path.cwd()).resolve()
     name = str(given.value)
     path = expand(name)
+    file = find_folders(cwd).find_config(f"{DISTURB}/{name}") if name else None
     if path.suffix == SUFFIX and exists(cwd / path):
         file = cwd / path
-    else:
-        file = find_folders(cwd).find_config(f"{DISTURB}/{name}") if name else None
     if file is None:
         names = find_folders(cwd).options(DISTURB)
         near = closest(name, names)

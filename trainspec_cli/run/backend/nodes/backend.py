@@ -253,9 +253,8 @@ class NodesBackend:
             events.append(run_state.AgentsFailed(self._starter.returncode))
         for group in range(self._num_groups):
             nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
-            if all(node.admitted and not node.is_gone for node in nodes):
-                presence = "there"
-            else:
+            presence: run_state.Presence = "there"
+            if not all(node.admitted and not node.is_gone for node in nodes):
                 now_s = time.monotonic()
                 may_come = [not node.is_gone or now_s < node.lost_at_s + self._reach.return_timeout_s for node in nodes]
                 presence = "awaited" if all(may_come) else "away"
