@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import autotuner, driver, interpreter, jit
 
 from trainspec_cli.engine.kernels import libraries
-from trainspec_cli.engine.kernels.inputs import OPERATIONS, make_inputs
+from trainspec_cli.engine.tools.kernels import OPERATIONS, make_inputs
 
 CPU = torch.device("cpu")
 KERNELS: dict[str, Callable[..., Tensor]] = {

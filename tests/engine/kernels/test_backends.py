@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend
 
 from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.kernels import adamw, attention
-from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
+from trainspec_cli.engine.tools.kernels import OPERATIONS as TRIED
 from trainspec_cli.engine.tools.kernels import SUM_ERROR, call_error, update_error
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
 from trainspec_cli.recipe.keys.training import OptimSpec

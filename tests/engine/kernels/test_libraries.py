@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.kernels import attention, libraries
-from trainspec_cli.engine.kernels.inputs import OPERATIONS, make_inputs
+from trainspec_cli.engine.tools.kernels import OPERATIONS, make_inputs
 
 CPU = torch.device("cpu")
 

@@ -29,8 +29,7 @@ from trainspec_cli.run.channel.messages import ProcessSilent, RankStands
 from trainspec_cli.run.folder.event_types.events import UsageEvent
 from trainspec_cli.run.job.gpus import opened_nvml
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late, step_deadline_s
-from trainspec_cli.wings.own_script.journal import CountedRank
-from trainspec_cli.wings.own_script.progress import CountedProcess
+from trainspec_cli.wings.own_script.journal import CountedProcess, CountedRank
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0

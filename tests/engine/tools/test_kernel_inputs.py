@@ -9,7 +9,7 @@ import torch
 from engine.kernels.shapes import CALLS
 
 from trainspec_cli.engine.digest import IGNORED_TARGET
-from trainspec_cli.engine.kernels.inputs import OPERATIONS, describe_call, make_inputs
+from trainspec_cli.engine.tools.kernels import OPERATIONS, describe_call, make_inputs
 
 CPU = torch.device("cpu")
 LEAVES = {
