@@ -120,47 +120,41 @@ def describe_call(call: Call) -> str:
     return " ".join(str(argument) for argument in call if isinstance(argument, tuple))
 
 
-# References in fp64, with which every kernel is compared; scores, logits and decays are kept in full
-
-
-def fp64_attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    heads_a_group = q_BHSE.shape[1] // k_BKTE.shape[1]
-    k_BHTE, v_BHTE = (x.repeat_interleave(heads_a_group, dim=1) for x in (k_BKTE, v_BKTE))
-    scores = q_BHSE @ k_BHTE.mT * (1 / math.sqrt(q_BHSE.shape[-1]) if scale is None else scale)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril() if mask is None else mask
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_BHTE
-
-
-def fp64_rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D
-
-
-def fp64_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return gate / (1 + (-gate).exp()) * up
-
-
-def fp64_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate each pair (i, i + E/2), taken as a complex number, by its angle."""
-    first, second = x_BSHE.chunk(2, dim=-1)
-    half = first.shape[-1]
-    seq_len = x_BSHE.shape[1]
-    turn = torch.complex(cos_SE[:seq_len, None, :half].contiguous(), sin_SE[:seq_len, None, :half].contiguous())
-    turned = torch.complex(first.contiguous(), second.contiguous()) * turn
-    return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def fp64_linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object) -> Tensor:
-    return F.cross_entropy(x_TD @ weight_VD.T, targets_T, ignore_index=IGNORED_TARGET, reduction="sum")
-
-
-def fp64_grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    expert_M = torch.repeat_interleave(torch.arange(len(counts_E), device=x_MD.device), counts_E)
-    return torch.cat([x_MD[expert_M == expert] @ weight for expert, weight in enumerate(weight_EDF)])
-
-
-def fp64_ssd_scan(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor, c_BSGN: Tensor) -> Tensor:
-    """Compute attention of c on b, scaled by the decay between the two tokens (arXiv:2405.21060, section 4)."""
+def reference(op: str, *arguments: Any) -> Tensor:
+    """Compute an operation in the format of its arguments (fp64), keeping scores, logits and decays in full. Every
+    kernel is compared with it."""
+    if op == "attention":
+        q_BHSE, k_BKTE, v_BKTE, mask, scale = arguments
+        heads_a_group = q_BHSE.shape[1] // k_BKTE.shape[1]
+        k_BHTE, v_BHTE = (x.repeat_interleave(heads_a_group, dim=1) for x in (k_BKTE, v_BKTE))
+        scores = q_BHSE @ k_BHTE.mT * (1 / math.sqrt(q_BHSE.shape[-1]) if scale is None else scale)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril() if mask is None else mask
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v_BHTE
+    if op == "rms_norm":
+        x, weight_D, eps = arguments
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight_D
+    if op == "swiglu":
+        gate, up = arguments
+        return gate / (1 + (-gate).exp()) * up
+    if op == "rope":
+        # Each pair (i, i + E/2), taken as a complex number, is rotated by its angle.
+        x_BSHE, cos_SE, sin_SE = arguments
+        first, second = x_BSHE.chunk(2, dim=-1)
+        half = first.shape[-1]
+        seq_len = x_BSHE.shape[1]
+        turn = torch.complex(cos_SE[:seq_len, None, :half].contiguous(), sin_SE[:seq_len, None, :half].contiguous())
+        turned = torch.complex(first.contiguous(), second.contiguous()) * turn
+        return torch.cat((turned.real, turned.imag), dim=-1)
+    if op == "linear_cross_entropy":
+        x_TD, weight_VD, targets_T, _ = arguments
+        return F.cross_entropy(x_TD @ weight_VD.T, targets_T, ignore_index=IGNORED_TARGET, reduction="sum")
+    if op == "grouped_matmul":
+        x_MD, weight_EDF, counts_E = arguments
+        expert_M = torch.repeat_interleave(torch.arange(len(counts_E), device=x_MD.device), counts_E)
+        return torch.cat([x_MD[expert_M == expert] @ weight for expert, weight in enumerate(weight_EDF)])
+    # Attention of c on b, scaled by the decay between the two tokens (arXiv:2405.21060, section 4).
+    x_BSHP, dt_BSH, a_H, b_BSGN, c_BSGN = arguments
     heads_a_group = x_BSHP.shape[2] // b_BSGN.shape[2]
     b, c = (states.repeat_interleave(heads_a_group, dim=2) for states in (b_BSGN, c_BSGN))
     faded_BHS = (dt_BSH * a_H).cumsum(1).transpose(1, 2)
@@ -184,40 +178,20 @@ def _two(shape: Any) -> Any:
     return (min(2, shape[0]), *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
 
 
-def _check_attention(call: Call) -> Call:
-    *heads, mask, scale = call
-    q, k, v = (_two(_clip(shape, 2)) for shape in heads)
-    return q, k, v, _two(_clip(mask, 2, 3) if isinstance(mask, tuple) and len(mask) > 2 else _clip(mask, 0, 1)), scale
-
-
-def _check_samples(call: Call) -> Call:
-    """Reduce shapes of (samples, tokens, ...)."""
+def reduce_call(op: str, call: Call) -> Call:
+    """Reduce a call to two samples of at most `CHECKED_TOKENS`, for the comparison with fp64."""
+    if op == "attention":
+        *heads, mask, scale = call
+        q, k, v = (_two(_clip(shape, 2)) for shape in heads)
+        tokens = (2, 3) if isinstance(mask, tuple) and len(mask) > 2 else (0, 1)
+        return q, k, v, _two(_clip(mask, *tokens)), scale
+    if op in ("linear_cross_entropy", "grouped_matmul"):  # rows of inputs, their matrix, and the values of each row
+        x, weight, others, *rest = call
+        return _clip(x, 0), weight, _clip(others, 0), *rest
     return tuple(_two(_clip(shape, 1)) if isinstance(shape, tuple) and len(shape) > 2 else shape for shape in call)
 
 
-def _check_rows(call: Call) -> Call:
-    """Reduce shapes of (rows, ...): the inputs, their matrix, and the values of each row."""
-    x, weight, others, *rest = call
-    return _clip(x, 0), weight, _clip(others, 0), *rest
-
-
-@dataclass(frozen=True)
-class TriedOperation:
-    reduce: Callable[[Call], Call]
-    """Reduces a call to two samples of at most `CHECKED_TOKENS`, for the comparison with fp64."""
-    reference: Callable[..., Tensor]
-    """The operation in fp64."""
-
-
-OPERATIONS = {
-    "attention": TriedOperation(_check_attention, fp64_attention),
-    "rms_norm": TriedOperation(_check_samples, fp64_rms_norm),
-    "swiglu": TriedOperation(_check_samples, fp64_swiglu),
-    "rope": TriedOperation(_check_samples, fp64_rope),
-    "linear_cross_entropy": TriedOperation(_check_rows, fp64_linear_cross_entropy),
-    "grouped_matmul": TriedOperation(_check_rows, fp64_grouped_matmul),
-    "ssd_scan": TriedOperation(_check_samples, fp64_ssd_scan),
-}
+OPERATIONS = ("attention", "rms_norm", "swiglu", "rope", "linear_cross_entropy", "grouped_matmul", "ssd_scan")
 
 
 def run(request: KernelRequest) -> KernelResult:
@@ -386,7 +360,7 @@ def operation(
     inputs = [make_inputs(op, call, dtype, device, chunk).with_gradients() for call in calls]
 
     def error_of(kernel: Kernel) -> float:
-        return max(call_error(op, kernel, OPERATIONS[op].reduce(call), dtype, device, chunk) for call in calls)
+        return max(call_error(op, kernel, reduce_call(op, call), dtype, device, chunk) for call in calls)
 
     def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
         return [(_both_passes(kernel, one), times) for one, times in zip(inputs, calls.values(), strict=True)]
@@ -403,7 +377,7 @@ def call_error(
     """Return the largest relative error of output and gradients, compared with the reference on the same numbers in
     fp64."""
     inputs = make_inputs(op, call, dtype, device, chunk)
-    expected = _results(OPERATIONS[op].reference, inputs.to(torch.float64).with_gradients())
+    expected = _results(partial(reference, op), inputs.to(torch.float64).with_gradients())
     found = _results(kernel, inputs.with_gradients())
     return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
 

@@ -458,12 +458,6 @@ Silence = tuple[float, tuple[ProcessSilent, ...]]
 """Time in seconds for which no process has shown work, and the processes to name."""
 
 
-@dataclass
-class _Spent:
-    wanted_s: float
-    moved_bytes: int
-
-
 class SilenceWatch:
     """Watches one start; call `poll` repeatedly. `limit_s`: longest time without a sign of work; None: no limit."""
 
@@ -472,7 +466,8 @@ class SilenceWatch:
         self.signs = SignsOfWork(log)
         self._began_s = self.signs.newest_s
         self._sampled_s = self.signs.newest_s
-        self._seen: dict[int, _Spent] = {}
+        self._seen: dict[int, tuple[float, int]] = {}
+        """The `wanted_s` and `moved_bytes` of each process in the last sample."""
         self.worked_s = 0.0
         """Time in seconds for which the command showed signs of work."""
 
@@ -502,16 +497,16 @@ class SilenceWatch:
         for process in members:
             try:
                 state = process.status()
-                spent = _Spent(wanted_s(process), moved_bytes(process))
+                spent = wanted_s(process), moved_bytes(process)
             except (psutil.Error, OSError):
                 continue
-            was = self._seen.get(process.pid, _Spent(0.0, 0))
+            was = self._seen.get(process.pid, (0.0, 0))
             seen[process.pid] = spent
             readings[process.pid] = Reading(
                 stopped=state == psutil.STATUS_STOPPED,
                 has_stack=False,
-                busy_cores=max(0.0, spent.wanted_s - was.wanted_s) / passed_s,
-                moved_bytes=spent.moved_bytes - was.moved_bytes,
+                busy_cores=max(0.0, spent[0] - was[0]) / passed_s,
+                moved_bytes=spent[1] - was[1],
             )
         self._seen = seen
         if any(reading.stopped for reading in readings.values()):
