@@ -253,9 +253,6 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
             moments = (value for moments in state.optimizer.state.values() for value in moments.values())
             ledger.name(moments, "optimizer")
 
-            def name_gradient(parameter: Any) -> None:
-                ledger.name([local_part(parameter.grad)], "gradients")
-
             watched: set[int] = set()
 
             def watch(parameters: Iterable[Any]) -> None:
@@ -264,7 +261,9 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
                     if id(parameter) not in lasting:
                         ledger.name([local_part(parameter)], "gathered")
                     if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(name_gradient)
+                        parameter.register_post_accumulate_grad_hook(
+                            lambda parameter: ledger.name([local_part(parameter.grad)], "gradients")
+                        )
 
             lasting = {id(share.parameter) for share in state.shares}
             watch(share.parameter for share in state.shares)

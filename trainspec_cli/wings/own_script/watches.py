@@ -355,11 +355,14 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
-            if (
-                trainer.answers
-                and _catches(trainer.pid)
-                and (resume or psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED)
-            ):
+            # SIGUSR2 kills a process that no longer handles it; Lightning removes the handler at the end of `fit`.
+            catches = True
+            if Path("/proc/self").exists():
+                status = Path(f"/proc/{trainer.pid}/status").read_text().splitlines()
+                caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
+                catches = bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
+            runs = resume or psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED
+            if trainer.answers and catches and runs:
                 sizes[trainer] = trainer.stacks.stat().st_size
                 os.kill(trainer.pid, signal.SIGUSR2)
                 if resume:
@@ -378,16 +381,6 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
         with suppress(OSError):
             os.kill(trainer.pid, signal.SIGSTOP)
     return found
-
-
-def _catches(pid: int) -> bool:
-    """Return whether a process handles SIGUSR2, which would otherwise kill it; Lightning removes the handler at the end
-    of `fit`. True if the system does not reveal this."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.parent.parent.joinpath("self").exists():
-        return True
-    caught = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
 
 
 def main_stack(text: str, trainer: CountedProcess) -> str:
