@@ -23,8 +23,8 @@ FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 
 PARTS: dict[str, str] = {
-    "torch.Tensor._base": "engine/tools/ledger.py",
-    "torch.UntypedStorage._cdata": "engine/tools/ledger.py",
+    "torch.Tensor._base": "engine/tools/trace.py",
+    "torch.UntypedStorage._cdata": "engine/tools/trace.py",
     "torch._C": (
         "engine/observe/watch.py wings/emulated/engine/allocation_log.py wings/emulated/engine/device.py "
         "wings/emulated/engine/exchanges.py"
@@ -64,7 +64,7 @@ PARTS: dict[str, str] = {
     "torch._foreach_copy_": "wings/emulated/engine/device.py",
     "torch._foreach_div_": "engine/kernels/adamw.py engine/optim/own.py",
     "torch._foreach_norm": "engine/optim/optimizer.py",
-    "torch._ops.OpOverload._overloadpacket": "engine/tools/ledger.py",
+    "torch._ops.OpOverload._overloadpacket": "engine/tools/trace.py",
     "torch._subclasses.fake_tensor.FakeTensor": "engine/own_code.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "engine/tools/kernels.py engine/tools/trace.py",
     "torch.autograd._profiler_enabled": "engine/observe/deeper_look.py",
@@ -79,7 +79,7 @@ PARTS: dict[str, str] = {
     f"{FSDP_STATE}._root_post_backward_final_callback": "engine/parallel/data_parallel.py",
     "torch.nn.Module._parameters": "engine/parallel/pipeline.py",
     f"{ATEN}._grouped_mm": "engine/parallel/expert.py",
-    f"{ATEN}._to_copy": "engine/tools/ledger.py",
+    f"{ATEN}._to_copy": "engine/tools/trace.py",
     f"{ATEN}._scaled_mm": "engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_cudnn_attention": "engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_efficient_attention": "engine/parallel/context.py engine/parallel/expert.py",
@@ -87,17 +87,17 @@ PARTS: dict[str, str] = {
     f"{ATEN}._scaled_dot_product_flash_attention": "engine/parallel/context.py engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_flash_attention_backward": "engine/parallel/context.py",
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu": (
-        "engine/parallel/context.py engine/parallel/expert.py engine/tools/ledger.py wings/emulated/engine/device.py"
+        "engine/parallel/context.py engine/parallel/expert.py engine/tools/trace.py wings/emulated/engine/device.py"
     ),
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu_backward": (
-        "engine/parallel/context.py engine/tools/ledger.py wings/emulated/engine/device.py"
+        "engine/parallel/context.py engine/tools/trace.py wings/emulated/engine/device.py"
     ),
     f"{ATEN}._scaled_dot_product_fused_attention_overrideable": (
         "engine/parallel/expert.py wings/emulated/engine/device.py"
     ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
-    "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/trace.py",
+    "torch.utils._pytree.tree_iter": "engine/tools/trace.py",
     "torch.utils._pytree.tree_leaves": (
         "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py"
     ),

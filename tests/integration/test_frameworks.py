@@ -21,7 +21,7 @@ from lab.waiting import wait_for
 from trainspec_cli.run.folder.event_types.events import HangEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.wings.own_script import progress
+from trainspec_cli.wings.own_script import journal as progress
 
 pytestmark = pytest.mark.slow
 

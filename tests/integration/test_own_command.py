@@ -19,7 +19,7 @@ from lab.waiting import wait_for
 from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.wings.own_script import progress
+from trainspec_cli.wings.own_script import journal as progress
 
 SCRIPTS = Path(__file__).parents[1] / "lab" / "own_commands"
 

@@ -41,7 +41,7 @@ from trainspec_cli.run.folder.event_types.events import (
     StepEvent,
     TextPart,
 )
-from trainspec_cli.wings.certify.certificate_text import render_certificate
+from trainspec_cli.wings.certify.commands.certify import render_certificate
 from trainspec_cli.wings.doctor.commands.doctor import render_diagnosis
 
 

@@ -11,7 +11,7 @@ from lab.own_model import OWN, OWN_LOSS
 from torch import Tensor
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
-from trainspec_cli.engine.build.own_code import load_loss, try_own_block
+from trainspec_cli.engine.build.assemble import load_loss, try_own_block
 from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models import own
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy

@@ -23,6 +23,6 @@ CALLS = {
     "ssd_scan": [((2, 96, 4, 16), (2, 96, 4), (4,), (2, 96, 2, 8), (2, 96, 2, 8)),
                  ((1, 300, 2, 8), (1, 300, 2), (2,), (1, 300, 1, 16), (1, 300, 1, 16))],
 }  # fmt: skip
-"""Operation -> calls, as `engine.kernels.inputs` describes them."""
+"""Operation -> calls, as `engine.tools.kernels` describes them."""
 
 PARAMETERS = Counter({(64, 160): 3, (160, 64): 2, (64,): 5})

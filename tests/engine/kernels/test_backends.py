@@ -12,9 +12,8 @@ from torch.nn.attention import SDPBackend
 
 from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.kernels import adamw, attention
-from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.tools.kernels import SUM_ERROR, call_error, update_error
+from trainspec_cli.engine.tools.kernels import SUM_ERROR, call_error, reference, update_error
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
 from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.rules.check import explain
@@ -105,7 +104,7 @@ def test_an_attention_backend_is_the_kernel_of_its_name(
     k, v = (torch.randn(1, 2, 3, 8) for _ in range(2))
     found = getattr(attention, name)(q, k, v, None, 0.3)
     assert asked == [kernel]
-    torch.testing.assert_close(found, TRIED["attention"].reference(q, k, v, None, 0.3))
+    torch.testing.assert_close(found, reference("attention", q, k, v, None, 0.3))
 
 
 @pytest.mark.parametrize("foreach", [0, 1])

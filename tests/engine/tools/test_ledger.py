@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainspec_cli.engine.comm.exchange import all_gather, reduce_scatter
-from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.engine.tools.trace import fake_world
+from trainspec_cli.engine.tools.trace import Ledger, fake_world
 
 
 def test_a_tensor_counts_while_it_lives() -> None:

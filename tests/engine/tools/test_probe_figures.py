@@ -176,7 +176,7 @@ def test_a_curve_ends_where_a_call_is_long_on_the_slowest_process(monkeypatch: p
 @pytest.mark.parametrize(("elements", "shape"), [(64, (1, 64)), (256, (1, 256)), (2**14, (64, 256))])
 def test_rows_are_at_most_256_wide(elements: int, shape: tuple[int, int]) -> None:
     assert probe.rows(elements) == shape
-    forward, backward = probe.norm_passes(elements, FP32)
+    forward, backward = probe.runs_of("norm", elements, FP32)
     assert forward().shape == shape
     assert [gradient.shape for gradient in backward()] == [shape, shape[1:]]
     assert [gradient.shape for gradient in backward()] == [shape, shape[1:]], "as often as it is called"
@@ -186,7 +186,7 @@ def test_rows_are_at_most_256_wide(elements: int, shape: tuple[int, int]) -> Non
 def test_rotated_heads_have_64_numbers(elements: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(probe, "apply_rope", lambda x, cos, sin: given.append((cos, sin)) or apply_rope(x, cos, sin))
-    forward, backward = probe.rope_passes(elements, torch.bfloat16)
+    forward, backward = probe.runs_of("rope", elements, torch.bfloat16)
     out = forward()
     assert (out.shape, out.dtype) == (shape, torch.bfloat16)
     assert given[0][0].shape == given[0][1].shape == (shape[1], shape[3])
@@ -194,20 +194,18 @@ def test_rotated_heads_have_64_numbers(elements: int, shape: tuple[int, ...], mo
 
 
 def test_other_operations_work_on_as_many_elements() -> None:
-    forward, backward = probe.swiglu_passes(32, torch.bfloat16)
-    assert (forward().shape, forward().dtype, [g.shape for g in backward()]) == ((32,), torch.bfloat16, [(32,), (32,)])
-    loss, dlogits = probe.loss_run(2**14, torch.bfloat16)()
+    def results(operation: str, elements: int, dtype: torch.dtype) -> list[Any]:
+        return [run() for run in probe.runs_of(operation, elements, dtype)]
+
+    forward, gradients = results("swiglu", 32, torch.bfloat16)
+    assert (forward.shape, forward.dtype, [g.shape for g in gradients]) == ((32,), torch.bfloat16, [(32,), (32,)])
+    ((loss, dlogits),) = results("loss", 2**14, torch.bfloat16)
     assert (loss.shape, dlogits.shape, dlogits.dtype) == ((), (4, 4096), torch.bfloat16)
-    assert probe.loss_run(64, FP32)()[1].shape == (1, 64)
-    assert (probe.add_run(9, torch.bfloat16)().shape, probe.add_run(9, torch.bfloat16)().dtype) == (
-        (9,),
-        torch.bfloat16,
-    )
-    assert (probe.cast_run(9, torch.bfloat16)().dtype, probe.cast_run(9, FP32)().shape) == (
-        torch.bfloat16,
-        (9,),
-    )
-    probe.optimizer_run(16)()
+    assert results("loss", 64, FP32)[0][1].shape == (1, 64)
+    for operation in ("add", "cast"):
+        (found,) = results(operation, 9, torch.bfloat16)
+        assert (found.shape, found.dtype) == ((9,), torch.bfloat16)
+    results("optimizer", 16, FP32)
 
 
 def test_the_three_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.models.rope import apply_rope
-from trainspec_cli.engine.tools.ledger import Ledger
+from trainspec_cli.engine.tools.trace import Ledger
 from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.planner.memory.engine.blocks import linear, profile_block, rotate
 from trainspec_cli.planner.memory.engine.step import (

@@ -45,7 +45,7 @@ from trainspec_cli.recipe.rules.layout import whole_hosts
 from trainspec_cli.session.planning.plan import plan_loaded, plan_recipe
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.interop import layout_of
-from trainspec_cli.wings.interop.emit import resolved
+from trainspec_cli.wings.interop.commands.emit import resolved
 
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
 OPEN = LayoutSpec(cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)

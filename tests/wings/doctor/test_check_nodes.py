@@ -20,7 +20,7 @@ from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.reporter.console import PrintableConsole
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.doctor import checks
-from trainspec_cli.wings.doctor.check_nodes import check_nodes, preflight
+from trainspec_cli.wings.doctor.examine import check_nodes, preflight
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -118,8 +118,8 @@ def test_memory_of_the_node_or_of_each_gpu_is_checked_unless_forced(
     needs: dict[str, float] = {}
     for name in ("check_memory", "check_gpus"):
         checked = lambda needed, name=name: needs.update({name: needed}) or ()  # noqa: E731
-        monkeypatch.setattr(f"trainspec_cli.wings.doctor.check_nodes.{name}", checked)
-    monkeypatch.setattr("trainspec_cli.wings.doctor.check_nodes.check_torch", lambda _: ())
+        monkeypatch.setattr(f"trainspec_cli.wings.doctor.examine.{name}", checked)
+    monkeypatch.setattr("trainspec_cli.wings.doctor.examine.check_torch", lambda _: ())
     two = predicting(replace(plan, device=device, devices_per_node=2), 1e9)
     assert two.prediction is not None
     one = two.prediction.needed_bytes

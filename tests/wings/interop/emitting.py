@@ -19,7 +19,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.session.planning.plan import plan_recipe
 from trainspec_cli.wings.interop import TARGETS, Container, RunValues, Translation, run_values, translate
-from trainspec_cli.wings.interop.emit import resolved
+from trainspec_cli.wings.interop.commands.emit import resolved
 
 JUDGES = Path(__file__).parent / "judges"
 PINNED = (

@@ -22,7 +22,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.interop import READERS, TARGETS, ReadBack, guess_engine, read_back, read_source
-from trainspec_cli.wings.interop.import_recipe import import_file, write_recipe
+from trainspec_cli.wings.interop.commands.import_recipe import import_file, write_recipe
 
 FILES = {
     "deepspeed": "ds_config.json",

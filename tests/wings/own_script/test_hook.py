@@ -13,7 +13,7 @@ import pytest
 from lab.waiting import wait_for
 
 from trainspec_cli.core.environment_names import LAUNCH_ID, PROGRESS
-from trainspec_cli.wings.own_script import progress
+from trainspec_cli.wings.own_script import journal as progress
 from trainspec_cli.wings.own_script.job import HOOK
 from trainspec_cli.wings.own_script.watches import locate, main_stack, read_stacks
 

@@ -22,10 +22,9 @@ from trainspec_cli.wings.own_script.job import (
     check_for_nodes,
     command_on_node,
     describe_own_command,
+    notes_on,
     process_count,
     script_name,
-    torchrun_port_warning,
-    why_uncounted,
 )
 
 MACHINE = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True)
@@ -63,8 +62,8 @@ def test_processes_and_script_are_read_from_the_command(line: str, processes: in
     ],
 )
 def test_a_python_that_ignores_pythonpath_is_reported(line: str, option: str) -> None:
-    reason = why_uncounted(line.split())
-    assert bool(reason) is bool(option) and option in reason
+    notes = [note for note in notes_on(line.split()) if "PYTHONPATH" in note]
+    assert len(notes) == bool(option) and all(f"python {option} " in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_a_python_that_ignores_pythonpath_is_reported(line: str, option: str) ->
     ],
 )
 def test_torchruns_open_store_gives_a_warning(line: str, warns: bool) -> None:
-    assert bool(torchrun_port_warning(line.split())) is warns
+    assert bool(notes_on(line.split())) is warns
 
 
 def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trainspec_cli.run.folder.accounting import read_recoveries
 from trainspec_cli.run.folder.event_types.events import RecoveryEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter, read_log
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.wings.own_script import progress
+from trainspec_cli.wings.own_script import journal as progress
 from trainspec_cli.wings.own_script.journal import StepJournal, count_steps, newest_step, restarts_left
 
 

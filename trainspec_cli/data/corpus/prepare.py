@@ -18,7 +18,7 @@ from trainspec_cli.data.corpus.chat import ChatFormat, describe
 from trainspec_cli.data.corpus.rows import Packed
 from trainspec_cli.data.corpus.shards import SCHEMA, TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import find_files
-from trainspec_cli.data.corpus.sources import READERS, documents, write_collection
+from trainspec_cli.data.corpus.sources import READ_HERE, documents, write_collection
 from trainspec_cli.data.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
 from trainspec_cli.data.corpus.user_code import source_facts, source_files, tokenizer_sha256, write_own
 from trainspec_cli.recipe.keys.run import DataSpec
@@ -138,7 +138,7 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
         try:
             if one.source == "tokens":
                 _check_length(TokenFolder.open(_token_folder(one)), one)
-            elif one.source in READERS and one.source != "python_stdlib":
+            elif one.source in READ_HERE and one.source != "python_stdlib":
                 check_options(one)
                 # `validate` must answer quickly, and format mistakes show up in the first documents.
                 limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))

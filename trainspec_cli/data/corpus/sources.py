@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,9 +66,8 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     Raises RecipeError at the end with each kind of mistake, or as soon as there are `MAX_MISTAKES` of them, and
     MachineError for a file that cannot be read."""
     mistakes = Mistakes()
-    read = READERS[data.source]
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
-    for document in chain.from_iterable(read(file, data, mistakes) for file in files):
+    for document in chain.from_iterable(_read(file, data, mistakes) for file in files):
         text = document.text
         if 4 * len(text) > left_bytes:  # a character takes at most four bytes in UTF-8
             text = text.encode()[:left_bytes].decode(errors="ignore")
@@ -80,40 +79,36 @@ def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     mistakes.check()
 
 
-def _read_python(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
-    """Read a Python source file in the encoding that it declares."""
-    try:
-        with tokenize.open(file) as source:
-            yield Document(str(file), source.read())
-    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        raise bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
-    except OSError as error:
-        raise cannot_read(file, error) from error
-
-
-def _read_text(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
-    try:
-        with open_regular(file) as opened:
-            content = opened.read()
-    except OSError as error:
-        raise cannot_read(file, error) from error
-    with mistakes.passing_over():
-        yield Document(str(file), decode(content, file, None, 0))
-
-
-def _read_jsonl(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
-    """Yield one document per line."""
-    shape = f'each line must be one JSON object, such as {{"{data.text_field}": "..."}}'
-    for line, _, record in json_lines(file, shape, mistakes):
+def _read(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
+    """Yield the documents of one file."""
+    if data.source == "python_stdlib":
+        try:
+            with tokenize.open(file) as source:  # in the encoding that the file declares
+                yield Document(str(file), source.read())
+        except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+            raise bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
+        except OSError as error:
+            raise cannot_read(file, error) from error
+    elif data.source == "text":
+        try:
+            with open_regular(file) as opened:
+                content = opened.read()
+        except OSError as error:
+            raise cannot_read(file, error) from error
         with mistakes.passing_over():
-            yield Document(f"{file}:{line}", _text_of(record, file, line, data))
-
-
-def _read_table(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
-    """Yield one document per row."""
-    for number, record in enumerate(table_rows(file, [data.text_field], CHOOSE_FIELD), 1):
-        with mistakes.passing_over():
-            yield Document(f"{file}:{number}", _text_of(record, file, number, data))
+            yield Document(str(file), decode(content, file, None, 0))
+    elif data.source == "chat":
+        yield from _read_chat(file, data, mistakes)
+    else:
+        records: Iterable[tuple[int, Mapping[str, object]]]  # (line or row, record)
+        if data.source == "jsonl":
+            shape = f'each line must be one JSON object, such as {{"{data.text_field}": "..."}}'
+            records = ((line, record) for line, _, record in json_lines(file, shape, mistakes))
+        else:
+            records = enumerate(table_rows(file, [data.text_field], CHOOSE_FIELD), 1)
+        for number, record in records:
+            with mistakes.passing_over():
+                yield Document(f"{file}:{number}", _text_of(record, file, number, data))
 
 
 def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
@@ -170,14 +165,8 @@ def check_encodable(text: str, name: str) -> None:
         raise ValueError(f"{name} contains half a surrogate pair, \\u{ord(text[error.start]):04x}") from error
 
 
-READERS: dict[str, Callable[[Path, DataSpec, Mistakes], Iterator[Document]]] = {
-    "python_stdlib": _read_python,
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "parquet": _read_table,
-    "arrow": _read_table,
-    "chat": _read_chat,
-}
+READ_HERE = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "chat")
+"""The sources whose documents this module reads."""
 
 
 # A run's training and evaluation text: one token folder, or several with the same tokenizer under a `collection.json`.

@@ -234,7 +234,20 @@ def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
     theirs = f"model.layers.{layer}"
     hidden = model.hidden_size
     yield _whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
-    yield from _attention(model, ours, f"{theirs}.self_attn")
+    attended = f"{theirs}.self_attn"
+    hidden = model.hidden_size
+    head = model.head_dim
+    for matrix, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
+        name = f"{ours}.attention.{matrix}"
+        yield _whole(f"{name}.weight", f"{attended}.{matrix}_proj.weight", (heads * head, hidden))
+        if model.attention_bias != "none":
+            yield _whole(f"{name}.bias", f"{attended}.{matrix}_proj.bias", (heads * head,))
+    yield _whole(f"{ours}.attention.out.weight", f"{attended}.o_proj.weight", (hidden, model.num_heads * head))
+    if model.attention_bias == "all":
+        yield _whole(f"{ours}.attention_bias", f"{attended}.o_proj.bias", (hidden,))
+    if model.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield _whole(f"{ours}.attention.{norm}.weight", f"{attended}.{norm}.weight", (head,))
     yield _whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
     if model.experts is not None:
         # Qwen3's names if queries and keys are normalised, otherwise Mixtral's.
@@ -261,22 +274,6 @@ def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
     tall = (hidden, model.ffn_size)
     for matrix, shape in {"gate": wide, "up": wide, "down": tall}.items():
         yield _whole(f"{ours}.ffn.{matrix}.weight", f"{theirs}.mlp.{matrix}_proj.weight", shape)
-
-
-def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Parameter]:
-    hidden = model.hidden_size
-    head = model.head_dim
-    for matrix, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
-        name = f"{ours}.attention.{matrix}"
-        yield _whole(f"{name}.weight", f"{theirs}.{matrix}_proj.weight", (heads * head, hidden))
-        if model.attention_bias != "none":
-            yield _whole(f"{name}.bias", f"{theirs}.{matrix}_proj.bias", (heads * head,))
-    yield _whole(f"{ours}.attention.out.weight", f"{theirs}.o_proj.weight", (hidden, model.num_heads * head))
-    if model.attention_bias == "all":
-        yield _whole(f"{ours}.attention_bias", f"{theirs}.o_proj.bias", (hidden,))
-    if model.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield _whole(f"{ours}.attention.{norm}.weight", f"{theirs}.{norm}.weight", (head,))
 
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:

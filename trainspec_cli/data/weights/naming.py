@@ -7,7 +7,7 @@ a constant step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -72,7 +72,7 @@ def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
     if model.attention_bias == "all":
         message = f"`model.attention_bias` is all, which {naming}'s {kind} does not have"
         raise RecipeError(Problem("unsupported", message, "model.attention_bias", hint))
-    return list(_TABLES[naming](model, shapes))
+    return list(_tensors(model, naming, shapes))
 
 
 def _whole(name: str, tensor: str, shape: Shape, *, is_copy: bool = False) -> OtherTensor:
@@ -114,21 +114,6 @@ def _ends(
         yield _whole(_ENDS[naming][HEAD], EMBED, shapes[EMBED], is_copy=True)
 
 
-def _torchtitan(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    yield from _ends(model, shapes, "torchtitan", copies_head=True)
-    for tensor, shape in shapes.items():
-        if not tensor.startswith("model.layers."):
-            continue
-        # `model.layers.3.mlp.up_proj.weight` -> "3", "mlp.up_proj", "weight"
-        layer, _, rest = tensor.removeprefix("model.layers.").partition(".")
-        module, _, leaf = rest.rpartition(".")
-        name = f"layers.{layer}.{_TITAN[module]}.{leaf}"
-        is_rotated = module in ("self_attn.q_proj", "self_attn.k_proj") and not model.qk_norm
-        # If queries and keys are normalised, torchtitan rotates halves, like Hugging Face.
-        rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
-        yield OtherTensor(name, shape, tuple(rows))
-
-
 def _pairs(tensor: str, rows: int, head_dim: int) -> Iterator[RowRange]:
     """Yield the halves of each head, whose rows alternate in the other tensor."""
     half = head_dim // 2
@@ -147,21 +132,6 @@ _LITGPT = {
     "input_layernorm": "norm_1",
     "post_attention_layernorm": "norm_2",
 }
-
-
-def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Yield litgpt's tensors. Its models always have a separate head."""
-    yield from _ends(model, shapes, "litgpt", copies_head=True)
-    for layer in range(model.num_layers):
-        theirs = f"transformer.h.{layer}"
-        ours = f"model.layers.{layer}"
-        for leaf in ("weight", "bias"):
-            parts = [f"{ours}.self_attn.{matrix}_proj.{leaf}" for matrix in "qkv"]
-            if parts[0] in shapes:
-                yield _joined(f"{theirs}.attn.qkv.{leaf}", parts, shapes)
-        for module, name in _LITGPT.items():
-            if (tensor := f"{ours}.{module}.weight") in shapes:
-                yield _whole(f"{theirs}.{name}.weight", tensor, shapes[tensor])
 
 
 def _joined(name: str, parts: list[str], shapes: Mapping[str, Shape]) -> OtherTensor:
@@ -187,22 +157,6 @@ _MEGATRON = {
 }
 
 
-def _megatron(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    """Yield Megatron's tensors, each of which stacks all layers."""
-    yield from _ends(model, shapes, "megatron", copies_head=False)
-    layers = [list(_megatron_layer(model, layer, shapes)) for layer in range(model.num_layers)]
-    for stacked in zip(*layers, strict=True):
-        rows = tuple(replace(rows, layer=layer) for layer, one in enumerate(stacked) for rows in one.rows)
-        yield OtherTensor(f"decoder.layers.{stacked[0].name}", (model.num_layers, *stacked[0].shape), rows)
-
-
-def _megatron_layers(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
-    yield from _ends(model, shapes, "megatron", copies_head=False)
-    for layer in range(model.num_layers):
-        for one in _megatron_layer(model, layer, shapes):
-            yield replace(one, name=f"decoder.layers.{layer}.{one.name}")
-
-
 def _megatron_layer(model: DecoderModel, layer: int, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
     """Yield the tensors of one layer, where each group of heads has its queries, followed by its key and its
     value."""
@@ -223,12 +177,43 @@ def _groups(model: DecoderModel, parts: list[str]) -> Iterator[RowRange]:
             at += heads * head
 
 
-_TABLES: Mapping[Naming, Callable[[DecoderModel, Mapping[str, Shape]], Iterator[OtherTensor]]] = {
-    "torchtitan": _torchtitan,
-    "litgpt": _litgpt,
-    "megatron": _megatron,
-    "megatron_layers": _megatron_layers,
-}
+def _tensors(model: DecoderModel, naming: Naming, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
+    if naming == "torchtitan":
+        yield from _ends(model, shapes, "torchtitan", copies_head=True)
+        for tensor, shape in shapes.items():
+            if not tensor.startswith("model.layers."):
+                continue
+            # `model.layers.3.mlp.up_proj.weight` -> "3", "mlp.up_proj", "weight"
+            layer, _, rest = tensor.removeprefix("model.layers.").partition(".")
+            module, _, leaf = rest.rpartition(".")
+            name = f"layers.{layer}.{_TITAN[module]}.{leaf}"
+            is_rotated = module in ("self_attn.q_proj", "self_attn.k_proj") and not model.qk_norm
+            # If queries and keys are normalised, torchtitan rotates halves, like Hugging Face.
+            rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
+            yield OtherTensor(name, shape, tuple(rows))
+    elif naming == "litgpt":  # its models always have a separate head
+        yield from _ends(model, shapes, "litgpt", copies_head=True)
+        for number in range(model.num_layers):
+            ours = f"model.layers.{number}"
+            theirs = f"transformer.h.{number}"
+            for leaf in ("weight", "bias"):
+                parts = [f"{ours}.self_attn.{matrix}_proj.{leaf}" for matrix in "qkv"]
+                if parts[0] in shapes:
+                    yield _joined(f"{theirs}.attn.qkv.{leaf}", parts, shapes)
+            for module, name in _LITGPT.items():
+                if (tensor := f"{ours}.{module}.weight") in shapes:
+                    yield _whole(f"{theirs}.{name}.weight", tensor, shapes[tensor])
+    else:
+        yield from _ends(model, shapes, "megatron", copies_head=False)
+        layers = [list(_megatron_layer(model, number, shapes)) for number in range(model.num_layers)]
+        if naming == "megatron_layers":
+            for number, of_layer in enumerate(layers):
+                yield from (replace(one, name=f"decoder.layers.{number}.{one.name}") for one in of_layer)
+            return
+        for stacked in zip(*layers, strict=True):  # each tensor stacks all layers
+            in_layers = tuple(replace(rows, layer=number) for number, one in enumerate(stacked) for rows in one.rows)
+            shape = (model.num_layers, *stacked[0].shape)
+            yield OtherTensor(f"decoder.layers.{stacked[0].name}", shape, in_layers)
 
 
 def other_spellings(name: str, naming: Naming) -> Iterator[str]:

@@ -46,10 +46,11 @@ class OwnLanguageModel(LanguageModel):
     def forward(
         self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
     ) -> Tensor:
-        def is_no_fault_of_blocks(error: Exception) -> bool:
-            return is_no_fault(error) or not came_through_user_code(error)
-
-        with user_code_errors(self.maker.extension, "in a step", passes=is_no_fault_of_blocks):
+        with user_code_errors(
+            self.maker.extension,
+            "in a step",
+            passes=lambda error: is_no_fault(error) or not came_through_user_code(error),
+        ):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:

@@ -56,7 +56,10 @@ def build_optimizer(
             guarded = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)
         else:
             guarded = AdamW8bit(groups, optim.lr, betas, optim.eps)
-        guarded.start_state(moment_like)
+        for group in guarded.param_groups:
+            for parameter in group["params"]:
+                start = guarded.start_rule if group["rule"] else start_adamw
+                guarded.state[parameter] = start(parameter, moment_like)
         return guarded
     groups = parameter_groups(shares, optim)
     if optim.name == "sgd":

@@ -59,16 +59,6 @@ class StateForm:
         return StateForm(shaped=False, dtype=torch.float64, kind=type(value))
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The observed behaviour of an optimizer on small tensors."""
-
-    forms: Mapping[int, Mapping[str, StateForm]]
-    """The entries of its state, by the number of dimensions of the parameter."""
-    state_bytes: float
-    """Bytes of state per parameter; if the number of dimensions matters, the value for matrices."""
-
-
 def build_own_optimizer(
     shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> OwnOptimizer:
@@ -101,12 +91,12 @@ def build_own_optimizer(
             hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
     shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
-    trial = Trial(forms, float(sum(shaped)))
-    if optim.state_bytes != trial.state_bytes:
+    state_bytes = float(sum(shaped))
+    if optim.state_bytes != state_bytes:
         path = "optim.state_bytes"
-        found = f"{extension.text} keeps {trial.state_bytes:g} bytes per parameter"
+        found = f"{extension.text} keeps {state_bytes:g} bytes per parameter"
         message = f"`{path}` is {optim.state_bytes:g}, and {found}"
-        raise RecipeError(Problem("contradiction", message, path, f"set {path}={trial.state_bytes:g}"))
+        raise RecipeError(Problem("contradiction", message, path, f"set {path}={state_bytes:g}"))
     groups = parameter_groups(shares, optim)
     made = make([dict(group) for group in groups])
     given = {id(parameter) for group in groups for parameter in group["params"]}
@@ -116,24 +106,25 @@ def build_own_optimizer(
             f"`{extension.path}`: {extension.text} updates {len(taken)} of the {len(given)} parameters it was given"
         )
         raise RecipeError(Problem("wrong_type", message, extension.path, "pass its groups on to torch.optim.Optimizer"))
-    return OwnOptimizer(made, extension, trial, zeros)
+    return OwnOptimizer(made, extension, forms, zeros)
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Makes updates with the user-defined optimizer. `state` contains the saved entries, as tensors."""
+    """Makes updates with the user-defined optimizer. `state` contains the saved entries, as tensors. `forms`: the
+    entries of its state in the trial, by the number of dimensions of the parameter."""
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
         extension: Extension,
-        trial: Trial,
+        forms: Mapping[int, Mapping[str, StateForm]],
         zeros: Callable[[Tensor], Tensor] = torch.zeros_like,
     ):
         super().__init__(inner.param_groups, {})
         self.param_groups = inner.param_groups
         self._inner = inner
         self._extension = extension
-        self._trial = trial
+        self._forms_by_dim = forms
         self._made_at_once = {parameter: set(inner.state.get(parameter, {})) for parameter in self._parameters()}
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
@@ -155,7 +146,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _forms(self, parameter: nn.Parameter) -> Mapping[str, StateForm]:
-        return self._trial.forms[parameter.dim()]
+        return self._forms_by_dim[parameter.dim()]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

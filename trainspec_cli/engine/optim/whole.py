@@ -123,14 +123,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})
 
-    def start_state(self, like: Callable[[Tensor], Tensor]) -> None:
-        """Create the same state as the first update would. `like` creates a tensor of zeros with the shape of another
-        tensor."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                start = self.start_rule if group["rule"] else start_adamw
-                self.state[parameter] = start(parameter, like)
-
     def start_rule(self, parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         raise NotImplementedError
 

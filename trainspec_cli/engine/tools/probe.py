@@ -115,13 +115,8 @@ def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
         "matmul": partial(measure_matmul, dtype),
         "attention": partial(measure_attention, dtype, large_head),
         "attention_narrow": partial(measure_attention, dtype, small_head),
-        "norm": lambda: measure_passes(lambda n: norm_passes(n, dtype)),
-        "rope": lambda: measure_passes(lambda n: rope_passes(n, dtype)),
-        "swiglu": lambda: measure_passes(lambda n: swiglu_passes(n, dtype)),
-        "loss": lambda: measure_curve(ELEMENTS, lambda n: loss_run(n, dtype)),
-        "add": lambda: measure_curve(ELEMENTS, lambda n: add_run(n, dtype)),
-        "cast": lambda: measure_curve(ELEMENTS, lambda n: cast_run(n, dtype)),
-        "optimizer": lambda: measure_curve(ELEMENTS, optimizer_run),
+        **{name: partial(measure_passes, partial(runs_of, name, dtype=dtype)) for name in ("norm", "rope", "swiglu")},
+        **{name: partial(measure_single, name, dtype) for name in ("loss", "add", "cast", "optimizer")},
         "all_reduce": partial(measure_collective, all_reduce),
         "all_gather": partial(measure_collective, all_gather),
         "reduce_scatter": partial(measure_collective, reduce_scatter),
@@ -266,13 +261,17 @@ def longest_s(own_s: float) -> float:
 
 
 def measure_passes(
-    make_runs: Callable[[int], tuple[Run, Run]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
+    make_runs: Callable[[int], tuple[Run, ...]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
     """`make_runs` returns the forward and the backward pass for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
     )
+
+
+def measure_single(operation: str, dtype: torch.dtype) -> Curve:
+    return measure_curve(ELEMENTS, lambda elements: runs_of(operation, elements, dtype)[0])
 
 
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
@@ -292,56 +291,44 @@ def rows(elements: int) -> tuple[int, int]:
     return elements // width, width
 
 
-def norm_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
-    norm = nn.RMSNorm(rows(elements)[1]).to(dtype)
-    return passes(lambda x, _weight: norm(x), operand(*rows(elements), dtype=dtype), norm.weight)
-
-
-def rope_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
-    tokens = max(1, elements // 256)
-    head_size = min(64, elements)
-    angles = torch.randn(tokens, head_size).to(dtype)
-    x = operand(1, tokens, elements // tokens // head_size, head_size, dtype=dtype)
-    return passes(lambda x: apply_rope(x, angles, angles), x)
-
-
-def swiglu_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
-    gate, up = (operand(elements, dtype=dtype) for _ in range(2))
-    return passes(lambda gate, up: F.silu(gate) * up, gate, up)
-
-
-def loss_run(logits: int, dtype: torch.dtype) -> Run:
-    vocabulary = min(logits, 4096)
-    x = operand(logits // vocabulary, vocabulary, dtype=dtype).detach()
-    targets = torch.zeros(logits // vocabulary)
-    chunk = ChunkCrossEntropy()
-    targets = targets.long()
-    return lambda: chunk(x, targets)
-
-
-def add_run(elements: int, dtype: torch.dtype) -> Run:
-    a, b = (torch.randn(elements).to(dtype) for _ in range(2))
-    return lambda: a + b
-
-
-def cast_run(elements: int, dtype: torch.dtype) -> Run:
-    """Return a run that copies between the format of the master weights and that of the computation."""
-    master = torch.randn(elements)
-    copy = torch.empty(elements, dtype=dtype)
-    return lambda: copy.copy_(master)
-
-
-def optimizer_run(elements: int) -> Run:
+def runs_of(operation: str, elements: int, dtype: torch.dtype) -> tuple[Run, ...]:
+    """Return the forward and the backward pass of an operation on this many elements, or the only pass of one without
+    a backward pass."""
+    if operation == "norm":
+        norm = nn.RMSNorm(rows(elements)[1]).to(dtype)
+        return passes(lambda x, _weight: norm(x), operand(*rows(elements), dtype=dtype), norm.weight)
+    if operation == "rope":
+        tokens = max(1, elements // 256)
+        head_size = min(64, elements)
+        angles = torch.randn(tokens, head_size).to(dtype)
+        heads = operand(1, tokens, elements // tokens // head_size, head_size, dtype=dtype)
+        return passes(lambda x: apply_rope(x, angles, angles), heads)
+    if operation == "swiglu":
+        gate, up = (operand(elements, dtype=dtype) for _ in range(2))
+        return passes(lambda gate, up: F.silu(gate) * up, gate, up)
+    if operation == "loss":
+        vocabulary = min(elements, 4096)
+        logits = operand(elements // vocabulary, vocabulary, dtype=dtype).detach()
+        targets = torch.zeros(elements // vocabulary, dtype=torch.long)
+        chunk = ChunkCrossEntropy()
+        return (lambda: chunk(logits, targets),)
+    if operation == "add":
+        a, b = (torch.randn(elements).to(dtype) for _ in range(2))
+        return (lambda: a + b,)
+    if operation == "cast":  # between the format of the master weights and that of the computation
+        master = torch.randn(elements)
+        copy = torch.empty(elements, dtype=dtype)
+        return (lambda: copy.copy_(master),)
     share = Share("p", nn.Parameter(torch.randn(elements)))
     gradient = torch.randn(elements)
     loss = torch.tensor(1.0)
     optimizer = torch.optim.AdamW([share.local], lr=1e-3, fused=True)
 
-    def run() -> None:
+    def update() -> None:
         share.parameter.grad = gradient
         guarded_update(optimizer, [share], squared_norm([share]).sqrt().float(), loss, 1.0)
 
-    return run
+    return (update,)
 
 
 def measure_matmul(dtype: torch.dtype) -> MatmulCurves:

@@ -14,5 +14,5 @@ WING = Wing(
             takes_keys=True,
         ),
     },
-    parts={"check_nodes": "trainspec_cli.wings.doctor.check_nodes:check_nodes"},
+    parts={"check_nodes": "trainspec_cli.wings.doctor.examine:check_nodes"},
 )

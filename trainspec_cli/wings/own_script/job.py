@@ -408,27 +408,22 @@ def script_name(command: Sequence[str]) -> str:
     return Path(command[0]).name
 
 
-def why_uncounted(command: Sequence[str]) -> str:
-    """Return why the steps of a command cannot be counted; empty if they can."""
+def notes_on(command: Sequence[str]) -> list[str]:
+    """Return why the steps of a command cannot be counted, and a warning about the port that torchrun opens on all
+    networks."""
+    notes = []
     for place, word in enumerate(command):
         if _PYTHON.fullmatch(Path(word).name):
-            options = []
-            for option in command[place + 1 :]:
-                if not option.startswith("-") or option in ("-m", "-c"):
-                    break
-                options.append(option)
-            if found := next((option for option in options if _ISOLATED.fullmatch(option)), None):
-                return f"python {found} ignores PYTHONPATH, which counting needs"
-    return ""
-
-
-def torchrun_port_warning(command: Sequence[str]) -> str:
-    """Return a warning about the port that torchrun opens on all networks; empty for other launchers."""
+            given = itertools.takewhile(
+                lambda word: word.startswith("-") and word not in ("-m", "-c"), command[place + 1 :]
+            )
+            if found := next(filter(_ISOLATED.fullmatch, given), None):
+                notes.append(f"steps cannot be counted: python {found} ignores PYTHONPATH, which counting needs")
+                break
     words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
-    names = {*words, *(Path(word).name for word in words)}
-    if names.isdisjoint(_LAUNCHERS):
-        return ""
-    return (
-        "torchrun opens a store that anyone who reaches this machine can write to, and unpickles what is stored there "
-        "(docs/security.md)"
-    )
+    if not {*words, *(Path(word).name for word in words)}.isdisjoint(_LAUNCHERS):
+        notes.append(
+            "note: torchrun opens a store that anyone who reaches this machine can write to, and unpickles what is "
+            "stored there (docs/security.md)"
+        )
+    return notes

@@ -67,12 +67,11 @@ from trainspec_cli.wings.own_script.job import (
     check_for_nodes,
     describe_own_command,
     device_name,
+    notes_on,
     read_own_command,
     read_own_job,
     script_name,
     start_environment,
-    torchrun_port_warning,
-    why_uncounted,
     write_own_job,
 )
 from trainspec_cli.wings.own_script.journal import newest_step, restarts_left
@@ -175,7 +174,7 @@ def _run(
             write_run_record(job.run, replace(record, resumes=(*record.resumes, resume)))
         else:
             write_own_launch(job, command)
-        if notes := _notes(command):
+        if notes := notes_on(command):
             console.report(*notes)
         passed = PassedOutput(console.file.fileno()) if console.is_terminal and not reach else None
         describe = partial(describe_own_command, command, wanted)
@@ -295,13 +294,7 @@ def show_command(
     environment = dict(job.environment) if reach else {**job.environment, **start_environment(job, 1)}
     if as_json:
         return json_text({"run": str(job.root), "command": list(job.command), "environment": environment})
-    return "\n".join([*_notes(command), render_command(job.command, environment, Path.cwd())])
-
-
-def _notes(command: Sequence[str]) -> list[str]:
-    uncounted = why_uncounted(command)
-    notes = [f"steps cannot be counted: {uncounted}"] if uncounted else []
-    return [*notes, *(f"note: {warning}" for warning in [torchrun_port_warning(command)] if warning)]
+    return "\n".join([*notes_on(command), render_command(job.command, environment, Path.cwd())])
 
 
 # Slurm jobs with the user's script

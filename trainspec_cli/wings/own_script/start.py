@@ -252,7 +252,19 @@ class OwnNode:
             messages.append(StepsMade(self._group, self._number, self._made))
         if not self._ended:
             self._usage.poll(self._journal.ranks)
-            messages += self._find_hang() if self._journal.ranks else self._find_silence()
+            if self._journal.ranks:
+                messages += self._find_hang()
+            elif silence := self._silence_watch.poll(self._processes.members):
+                # As long as no step is counted, what matters is whether any process is making progress.
+                self._silent = NodeSilent(self._group, self._number, *silence)
+                messages.append(self._silent)
+            else:
+                if self._silent and self._silence_watch.signs.quiet_s < self._silent.waited_s:
+                    self._silent = None
+                    messages.append(NodeWorks(self._group, self._number))
+                if not self._worked_long and self._silence_watch.worked_s >= self._work_s:
+                    self._worked_long = True
+                    messages.append(WorkedLong(self._group, self._number))
         self._ended = self._ended or any(isinstance(message, GroupExited) for message in found)
         return [*messages, *found]
 
@@ -315,21 +327,6 @@ class OwnNode:
             self._stands = None
             return [NodeWorks(self._group, self._number)]
         return []
-
-    def _find_silence(self) -> list[ProcessMessage]:
-        """As long as no step is counted, check whether any process is making progress."""
-        silence = self._silence_watch.poll(self._processes.members)
-        if silence:
-            self._silent = NodeSilent(self._group, self._number, *silence)
-            return [self._silent]
-        messages: list[ProcessMessage] = []
-        if self._silent and self._silence_watch.signs.quiet_s < self._silent.waited_s:
-            self._silent = None
-            messages.append(NodeWorks(self._group, self._number))
-        if not self._worked_long and self._silence_watch.worked_s >= self._work_s:
-            self._worked_long = True
-            messages.append(WorkedLong(self._group, self._number))
-        return messages
 
 
 class OwnCommandBackend:

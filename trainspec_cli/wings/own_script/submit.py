@@ -12,7 +12,7 @@ from trainspec_cli.cli.options import CommandOptions
 from trainspec_cli.cli.sbatch import PreparedJob
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.recipe.compose.folders import RECIPE, locate
-from trainspec_cli.recipe.compose.values import Argument, parse_arguments
+from trainspec_cli.recipe.compose.values import parse_arguments
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -88,7 +88,25 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
     from trainspec_cli.recipe.compose.compose import compose_arguments  # it loads hydra, which --help does not need
 
     parsed, _ = parse_arguments(arguments)
-    foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
+    foreign = []
+    for argument in parsed:
+        key = argument.key
+        root = key.partition(".")[0]
+        if root == CLUSTER or key == SLURM:
+            continue  # unknown keys below `cluster.` are found later
+        value = argument.text.partition("=")[2]
+        hint = "leave it out: the command has its own options, and the job's keys begin with cluster."
+        if root == SLURM:
+            hint = f"set cluster.{argument.text}"
+        elif near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
+            hint = f"set {'cluster.num_nodes' if near == 'nodes' else f'cluster.slurm.{near}'}={value}"
+        elif near := closest(root, [field.name for field in fields(ClusterSpec)]):
+            hint = f"set cluster.{near}={value}"
+        elif key == "run.dir":
+            hint = f"pass --dir {value}"
+        elif key == RECIPE:
+            hint = "leave it out, or leave out -- and the command: a job has one of them"
+        foreign.append(argument.origin.problem("unknown_key", f"`{key}` is not a key of a command's job", hint, key))
     require(locate(foreign, {}, arguments, Path.cwd()))
     # If no cluster is specified, use one without values; what the job needs is checked below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
@@ -111,28 +129,6 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
             hint = "set cluster.devices_per_node=8"
             raise RecipeError(Problem("left_open", message, "cluster.devices_per_node", hint))
     return Loaded(draft, composed)
-
-
-def _refuse_foreign(argument: Argument) -> Problem | None:
-    """Return the problem with an argument that is not a key of the job; unknown keys below `cluster.` are found
-    later."""
-    key = argument.key
-    root = argument.key.partition(".")[0]
-    if root == CLUSTER or key == SLURM:
-        return None
-    value = argument.text.partition("=")[2]
-    hint = "leave it out: the command has its own options, and the job's keys begin with cluster."
-    if root == SLURM:
-        hint = f"set cluster.{argument.text}"
-    elif near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
-        hint = f"set {'cluster.num_nodes' if near == 'nodes' else f'cluster.slurm.{near}'}={value}"
-    elif near := closest(root, [field.name for field in fields(ClusterSpec)]):
-        hint = f"set cluster.{near}={value}"
-    elif key == "run.dir":
-        hint = f"pass --dir {value}"
-    elif key == RECIPE:
-        hint = "leave it out, or leave out -- and the command: a job has one of them"
-    return argument.origin.problem("unknown_key", f"`{key}` is not a key of a command's job", hint, key)
 
 
 def write_own_submission(

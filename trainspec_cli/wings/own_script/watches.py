@@ -29,8 +29,7 @@ from trainspec_cli.run.channel.messages import ProcessSilent, RankStands
 from trainspec_cli.run.folder.event_types.events import UsageEvent
 from trainspec_cli.run.job.gpus import opened_nvml
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late, step_deadline_s
-from trainspec_cli.wings.own_script.journal import CountedRank
-from trainspec_cli.wings.own_script.progress import CountedProcess
+from trainspec_cli.wings.own_script.journal import CountedProcess, CountedRank
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
@@ -356,11 +355,14 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
-            if (
-                trainer.answers
-                and _catches(trainer.pid)
-                and (resume or psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED)
-            ):
+            # SIGUSR2 kills a process that no longer handles it; Lightning removes the handler at the end of `fit`.
+            catches = True
+            if Path("/proc/self").exists():
+                status = Path(f"/proc/{trainer.pid}/status").read_text().splitlines()
+                caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
+                catches = bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
+            runs = resume or psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED
+            if trainer.answers and catches and runs:
                 sizes[trainer] = trainer.stacks.stat().st_size
                 os.kill(trainer.pid, signal.SIGUSR2)
                 if resume:
@@ -379,16 +381,6 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
         with suppress(OSError):
             os.kill(trainer.pid, signal.SIGSTOP)
     return found
-
-
-def _catches(pid: int) -> bool:
-    """Return whether a process handles SIGUSR2, which would otherwise kill it; Lightning removes the handler at the end
-    of `fit`. True if the system does not reveal this."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.parent.parent.joinpath("self").exists():
-        return True
-    caught = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
 
 
 def main_stack(text: str, trainer: CountedProcess) -> str:
@@ -459,12 +451,6 @@ Silence = tuple[float, tuple[ProcessSilent, ...]]
 """Time in seconds for which no process has shown work, and the processes to name."""
 
 
-@dataclass
-class _Spent:
-    wanted_s: float
-    moved_bytes: int
-
-
 class SilenceWatch:
     """Watches one start; call `poll` repeatedly. `limit_s`: longest time without a sign of work; None: no limit."""
 
@@ -473,7 +459,8 @@ class SilenceWatch:
         self.signs = SignsOfWork(log)
         self._began_s = self.signs.newest_s
         self._sampled_s = self.signs.newest_s
-        self._seen: dict[int, _Spent] = {}
+        self._seen: dict[int, tuple[float, int]] = {}
+        """The `wanted_s` and `moved_bytes` of each process in the last sample."""
         self.worked_s = 0.0
         """Time in seconds for which the command showed signs of work."""
 
@@ -503,16 +490,16 @@ class SilenceWatch:
         for process in members:
             try:
                 state = process.status()
-                spent = _Spent(wanted_s(process), moved_bytes(process))
+                spent = wanted_s(process), moved_bytes(process)
             except (psutil.Error, OSError):
                 continue
-            was = self._seen.get(process.pid, _Spent(0.0, 0))
+            was = self._seen.get(process.pid, (0.0, 0))
             seen[process.pid] = spent
             readings[process.pid] = Reading(
                 stopped=state == psutil.STATUS_STOPPED,
                 has_stack=False,
-                busy_cores=max(0.0, spent.wanted_s - was.wanted_s) / passed_s,
-                moved_bytes=spent.moved_bytes - was.moved_bytes,
+                busy_cores=max(0.0, spent[0] - was[0]) / passed_s,
+                moved_bytes=spent[1] - was[1],
             )
         self._seen = seen
         if any(reading.stopped for reading in readings.values()):

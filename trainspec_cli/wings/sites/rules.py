@@ -19,8 +19,8 @@ PACKAGES = (("resilience.mode", "sites", "cryptography", "sites"),)
 """The package needed to create the servers' certificates."""
 
 
-def numbers(spec: RunSpec) -> Iterator[Problem]:
-    """Check the schedule of exchanges and the number of sites."""
+def check_sites(spec: RunSpec) -> Iterator[Problem]:
+    """Check the schedule of exchanges, the number of sites, the addresses, and that the recipe supports sites."""
     sites = spec.resilience.sites
     if sites.interval_steps % sites.fragments:
         fitting = [number for number in range(1, sites.fragments) if sites.interval_steps % number == 0]
@@ -48,10 +48,7 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
             message = f"`{PATH}.{key}` is {number}, but with {sites.count} sites it can be at most {most}"
             yield Problem("out_of_range", message, f"{PATH}.{key}", f"set {PATH}.{key}={most} or less")
 
-
-def addresses(spec: RunSpec) -> Iterator[Problem]:
-    """Check the addresses of the meeting point and of this site."""
-    sites = spec.resilience.sites
+    # The addresses of the meeting point and of this site.
     meanings = {
         "endpoint": (sites.endpoint, "the address of site 0"),
         "listen": (sites.listen, "the address of this site for the others"),
@@ -67,9 +64,7 @@ def addresses(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{PATH}.listen` is `{sites.listen}`, but site {FIRST_SITE} listens at `{PATH}.endpoint`"
         yield Problem("usage", message, f"{PATH}.listen", "leave it out there; the other sites need it")
 
-
-def other_parts(spec: RunSpec) -> Iterator[Problem]:
-    """Reject settings that sites do not support."""
+    # Settings that sites do not support.
     has_experts = any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
     unlike = {
         "model": (spec.model.unit != "tokens", "supports language models only", "choose another model"),
@@ -84,7 +79,7 @@ def other_parts(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", f"resilience=sites {why}", path, f"{hint}, or set {INSTEAD}")
 
 
-SITES_RULES = (numbers, addresses, other_parts)
+SITES_RULES = (check_sites,)
 
 
 def check_start(spec: RunSpec) -> None:

@@ -19,9 +19,9 @@ from trainspec_cli.reporter.console import PrintableConsole, Text
 from trainspec_cli.run.backend.nodes.backend import Reach
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.script import start_command
-from trainspec_cli.session.recipe.load import Loaded, load, plan_for, this_machine
+from trainspec_cli.session.recipe.load import load, plan_for, this_machine
 from trainspec_cli.session.slurm.container import folders_read
-from trainspec_cli.wings.doctor.examine import Examined, diagnose, examine_here, examine_nodes
+from trainspec_cli.wings.doctor.examine import diagnose, examine_here, examine_nodes
 from trainspec_cli.wings.doctor.switches import check_switches
 from trainspec_cli.wings.doctor.sysfs import read_nics
 from trainspec_cli.wings.doctor.tiers import check_fabric
@@ -48,25 +48,6 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     of_job = [f"cluster.num_nodes={nodes}"] if nodes > 1 else []
     loaded = load([*([] if named else [DEFAULT_RECIPE]), *given, *of_job])
-    diagnosis = diagnose(*_examine(loaded, nodes))
-    if nodes > 1:
-        # The network tiers, from Slurm and from measurements.
-        links = diagnosis.links
-        devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
-        try:
-            tiers = list(check_switches(slurm.show_topology(), devices_per_node))
-        except MachineError as error:
-            tiers = [Check("switches", "ok", f"none from Slurm: {error.problems[0].message}")]
-        tiers += check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
-        diagnosis = replace(diagnosis, between=(*diagnosis.between, *tiers))
-    if as_json:
-        print(json_text(diagnosis.as_json()))
-    else:
-        PrintableConsole(highlight=False, soft_wrap=True).show(render_diagnosis(diagnosis))
-    return MachineError.exit_code if diagnosis.status == "fail" else 0
-
-
-def _examine(loaded: Loaded, nodes: int) -> Examined:
     machine = this_machine(loaded.spec)
     cluster = loaded.spec.cluster
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
@@ -78,14 +59,29 @@ def _examine(loaded: Loaded, nodes: int) -> Examined:
         plan = replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
     if nodes == 1:
         with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
-            return examine_here(plan, machine, Path(folder))
-    # srun starts the examination from the job's first node; ./runs is on a file system that the nodes share.
-    start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
-    reach = Reach(slurm.own_address(), tuple(start))
-    with private_files():
-        SHARED.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
-            return examine_nodes(plan, reach, Path(folder).absolute())
+            diagnosis = diagnose(*examine_here(plan, machine, Path(folder)))
+    else:
+        # srun starts the examination from the job's first node; ./runs is on a file system that the nodes share.
+        start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
+        reach = Reach(slurm.own_address(), tuple(start))
+        with private_files():
+            SHARED.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
+                diagnosis = diagnose(*examine_nodes(plan, reach, Path(folder).absolute()))
+        # The network tiers, from Slurm and from measurements.
+        links = diagnosis.links
+        devices_per_node = plan.devices_per_node
+        try:
+            tiers = list(check_switches(slurm.show_topology(), devices_per_node))
+        except MachineError as error:
+            tiers = [Check("switches", "ok", f"none from Slurm: {error.problems[0].message}")]
+        tiers += check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
+        diagnosis = replace(diagnosis, between=(*diagnosis.between, *tiers))
+    if as_json:
+        print(json_text(diagnosis.as_json()))
+    else:
+        PrintableConsole(highlight=False, soft_wrap=True).show(render_diagnosis(diagnosis))
+    return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
 def render_diagnosis(diagnosis: Diagnosis) -> Text:
