@@ -71,6 +71,17 @@ def test_slow_steps_of_all_ranks_are_not_explained_by_documents_of_unequal_lengt
     assert heaviest(telemetry).cause == "as_planned"
 
 
+def test_a_rank_that_is_slow_in_two_of_three_steps_is_named_on_an_idle_machine() -> None:
+    telemetry = Telemetry()
+    often = [step for step in range(60, 84) if step % 3]
+    telemetry.parts_s["forward"][often, 5] += 0.4
+    verdict = heaviest(telemetry)
+    assert (verdict.cause, verdict.rank, verdict.until_step is None) == ("slow_device", 5, False)
+    telemetry.counters["queued_s"] += 0.1  # other programs come and go
+    telemetry.parts_s["forward"] += 0.1
+    assert "slow_device" not in names(telemetry.evidence())
+
+
 def test_two_slow_ranks_are_both_named_the_slower_first():
     found = conclude(Telemetry().slow(2, 1.3, cpu_s=0.06).slow(6, 1.6, first=80, throttled_s=0.12).evidence())
     assert [(one.cause, one.rank) for one in found] == [("slow_device", 6), ("slow_device", 2)]
