@@ -278,6 +278,12 @@ def test_a_slow_link_of_accelerators_is_found_by_the_times_of_exchanges():
     assert (verdict.cause, verdict.link) == ("narrow_link", (2, 3))
     (verdict,) = conclude(on_accelerators(Telemetry().delay((2, 3), 5e-3)))
     assert verdict.cause == "delayed_link"
+    # On a very narrow link, the small exchange takes longer, too, but by a smaller factor than a large one.
+    narrow.counters["agreed_s"][60:] *= 5
+    narrow.counters["agreed_s"][60:] += 5e-4
+    assert conclude(on_accelerators(narrow))[0].cause == "delayed_link", "without samples, nothing tells them apart"
+    very_narrow = replace(change(62, 2, 3), now_bytes_per_s=2e7)
+    assert conclude(on_accelerators(narrow, very_narrow))[0].cause == "narrow_link"
     assert not {"narrow_link", "delayed_link"} & {*names(on_accelerators(Telemetry()))}
 
 
