@@ -15,6 +15,7 @@ alarm.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -442,18 +443,11 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     _, axes, node_ranks = LAYOUTS[layout]
     world_size = len(recorded)
     read = read_settings(settings)
-    costs = [
-        costs_of(read, {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(node_ranks)})
-        for rank in range(world_size)
-    ]
-    assert costs[0] is not None
-    meeting = Meeting(costs[0])
-    # Each rank looks only at what disturbs it, and has allocations only if they may need a retry.
-    costs = [
-        replace(one, disturbances=tuple(each for each in one.disturbances if each.concerns(one.rank, node_ranks)))
-        for one in costs
-        if one is not None
-    ]
+    costs = costs_of(read, {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(node_ranks)})
+    assert costs is not None
+    gc.disable()  # a replay makes many small objects, and no cycles
+    meeting = Meeting(costs)
+    # Ranks have allocations only if they may need a retry.
     left_out = {"allocate"} - {"allocate" for one in read.disturbances if one.retry_ms}
     recorded = [
         {**one, "actions": [action for action in one["actions"] if action[0] not in left_out]} for one in recorded
@@ -463,8 +457,8 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     rows = [rank % stage // Layout(**axes).tp for rank in range(world_size)]
     attended = [draw_attended(row, steps) for row in range(1 + max(rows))]
     ranks = [
-        Rank(number, recorded[number], one, launch_s, attended=attended[rows[number]])
-        for number, one in enumerate(costs)
+        Rank(number, one, replace(costs, rank=number, sources={}), launch_s, attended=attended[rows[number]])
+        for number, one in enumerate(recorded)
     ]
     hosts: list[Iterator[int] | None] = [rank.host(steps, meeting) for rank in ranks]
     awaited: list[int | None] = [None] * world_size
@@ -584,7 +578,8 @@ def main() -> None:
             flush=True,
         )
     print_matrix(recorded, sizes, options.cases)
-    print_healthy(recorded, options.healthy)
+    if options.healthy:
+        print_healthy(recorded, options.healthy)
 
 
 def _step_s(evidence: RunEvidence) -> float:
