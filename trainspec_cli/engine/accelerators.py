@@ -153,7 +153,8 @@ def emulated_peak_flops(device: torch.device, dtype: torch.dtype) -> float | Non
     """Return the peak FLOP/s of an emulated chip; None if the device has to be measured. To measure an emulated chip
     would take emulated time before the first step, and only in runs whose plan has no measured peak."""
     peak = _emulated(device, "peak_flops")
-    return None if peak is None else peak(dtype)
+    flops: float | None = None if peak is None else peak(dtype)
+    return flops
 
 
 def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:

@@ -15,9 +15,11 @@ alarm.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -441,18 +443,11 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     _, axes, node_ranks = LAYOUTS[layout]
     world_size = len(recorded)
     read = read_settings(settings)
-    costs = [
-        costs_of(read, {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(node_ranks)})
-        for rank in range(world_size)
-    ]
-    assert costs[0] is not None
-    meeting = Meeting(costs[0])
-    # Each rank looks only at what disturbs it, and has allocations only if they may need a retry.
-    costs = [
-        replace(one, disturbances=tuple(each for each in one.disturbances if each.concerns(one.rank, node_ranks)))
-        for one in costs
-        if one is not None
-    ]
+    costs = costs_of(read, {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(node_ranks)})
+    assert costs is not None
+    gc.disable()  # a replay makes many small objects, and no cycles
+    meeting = Meeting(costs)
+    # Ranks have allocations only if they may need a retry.
     left_out = {"allocate"} - {"allocate" for one in read.disturbances if one.retry_ms}
     recorded = [
         {**one, "actions": [action for action in one["actions"] if action[0] not in left_out]} for one in recorded
@@ -462,8 +457,8 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     rows = [rank % stage // Layout(**axes).tp for rank in range(world_size)]
     attended = [draw_attended(row, steps) for row in range(1 + max(rows))]
     ranks = [
-        Rank(number, recorded[number], one, launch_s, attended=attended[rows[number]])
-        for number, one in enumerate(costs)
+        Rank(number, one, replace(costs, rank=number, sources={}), launch_s, attended=attended[rows[number]])
+        for number, one in enumerate(recorded)
     ]
     hosts: list[Iterator[int] | None] = [rank.host(steps, meeting) for rank in ranks]
     awaited: list[int | None] = [None] * world_size
@@ -484,6 +479,8 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
     shape = series["forward"].shape
     counters = {name: np.zeros(shape) for name in COUNTERS if name not in ("cpu_s", "rss_bytes", "swap_bytes")}
     counters |= {"host_queued_s": np.zeros(shape), "agreed_s": series["agreed_s"], "starved_s": series["starved_s"]}
+    links = links_of(Layout(**axes))
+    meeting.largest = {ranks: largest for ranks, largest in meeting.largest.items() if ranks in links}
     counters["allocator_retries"] = np.array(
         [[float(rank.retries[step]) for rank in ranks] for step in range(shape[0])]
     )
@@ -496,6 +493,15 @@ def replay(recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, st
         kinds=tuple(rank // stage for rank in range(world_size)),
         link_changes=tuple(_sampled(meeting, series)),
     )
+
+
+def links_of(layout: Layout) -> set[tuple[int, ...]]:
+    """Return the ranks of each link that the engine samples: those of an axis, and neighbours in a pipeline."""
+    grid = np.arange(layout.world_size).reshape(layout.pp, layout.data_parallel_size, layout.tp)
+    found = [*grid.reshape(-1, layout.tp), *grid.swapaxes(1, 2).reshape(-1, layout.data_parallel_size)]
+    found += list(np.stack([grid[:-1], grid[1:]], axis=-1).reshape(-1, 2))
+    found += list(grid.reshape(-1, layout.ep)) if layout.ep > 1 else []
+    return {tuple(sorted(ranks.tolist())) for ranks in found}
 
 
 def _sampled(meeting: Meeting, series: Mapping[str, np.ndarray]) -> Iterator[LinkEvent]:
@@ -532,7 +538,7 @@ def settings_of(one: Disturbed, base: str, from_s: float, step_s: float, steps: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="a folder for recorded steps, which later calls use again")
+    parser.add_argument("--out", type=Path, help="a folder for recorded steps and replays, used again later")
     parser.add_argument("--record", help="record this layout in this process, a rank")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--cases", type=int, default=30, help="of each cause")
@@ -572,11 +578,25 @@ def main() -> None:
             flush=True,
         )
     print_matrix(recorded, sizes, options.cases)
-    print_healthy(recorded, options.healthy)
+    if options.healthy:
+        print_healthy(recorded, options.healthy)
 
 
 def _step_s(evidence: RunEvidence) -> float:
     return float(sum(evidence.parts_s[name][8, 0] for name in PARTS))
+
+
+def replay_once(
+    file: Path, recorded: Sequence[Mapping[str, Any]], layout: str, settings: str, steps: int
+) -> RunEvidence:
+    """Return the evidence of a replay, from a file of an earlier call if that replayed the same."""
+    if file.exists():
+        known, evidence = pickle.loads(file.read_bytes())
+        if known == [layout, settings, steps]:
+            return cast(RunEvidence, evidence)
+    evidence = replay(recorded, layout, settings, steps)
+    file.write_bytes(pickle.dumps(([layout, settings, steps], evidence)))
+    return evidence
 
 
 def print_matrix(recorded: Mapping[str, Any], sizes: Mapping[str, Mapping[str, float]], cases: int) -> None:
@@ -590,11 +610,13 @@ def print_matrix(recorded: Mapping[str, Any], sizes: Mapping[str, Mapping[str, f
                 one = draw(source, cause, layout, node_ranks=LAYOUTS[layout][2], **sizes[layout])
                 if one is None:  # not on one node
                     layout = source.choice([name for name in recorded if nodes_of(name) > 1])
+            one = replace(one, node_ranks=LAYOUTS[layout][2])
             step_s = sizes[layout]["step_s"]
             jitter = source.uniform(0.02, 0.05)
             base = f"{BASE},jitter={jitter:.3f},link_jitter={jitter:.3f}"
             settings = settings_of(one, base, HEALTHY_STEPS * step_s, step_s, one.steps)
-            verdicts = conclude(replay(recorded[layout], layout, settings, HEALTHY_STEPS + one.steps + 3))
+            given = recorded[layout], layout, settings, HEALTHY_STEPS + one.steps + 3
+            verdicts = conclude(replay_once(Path(f"{cause}-{index}.pickle"), *given))
             is_right = judge(one, verdicts)
             counts.setdefault(cause, Counter())[is_right] += 1
             if not is_right:
@@ -614,7 +636,8 @@ def print_healthy(recorded: Mapping[str, Any], steps: int) -> None:
     made = 0
     for layout in recorded:
         began_s = time.monotonic()
-        evidence = replay(recorded[layout], layout, f"{BASE},jitter=0.03,link_jitter=0.03", steps // len(recorded))
+        given = recorded[layout], layout, f"{BASE},jitter=0.03,link_jitter=0.03", steps // len(recorded)
+        evidence = replay_once(Path(f"healthy-{layout}.pickle"), *given)
         found = list(find_alarms(evidence))
         of_scheduler = count_changes(evidence, layout)
         alarms += found

@@ -71,6 +71,17 @@ def test_slow_steps_of_all_ranks_are_not_explained_by_documents_of_unequal_lengt
     assert heaviest(telemetry).cause == "as_planned"
 
 
+def test_a_rank_that_is_slow_in_two_of_three_steps_is_named_on_an_idle_machine() -> None:
+    telemetry = Telemetry()
+    often = [step for step in range(60, 84) if step % 3]
+    telemetry.parts_s["forward"][often, 5] += 0.4
+    verdict = heaviest(telemetry)
+    assert (verdict.cause, verdict.rank, verdict.until_step is None) == ("slow_device", 5, False)
+    telemetry.counters["queued_s"] += 0.1  # other programs come and go
+    telemetry.parts_s["forward"] += 0.1
+    assert "slow_device" not in names(telemetry.evidence())
+
+
 def test_two_slow_ranks_are_both_named_the_slower_first():
     found = conclude(Telemetry().slow(2, 1.3, cpu_s=0.06).slow(6, 1.6, first=80, throttled_s=0.12).evidence())
     assert [(one.cause, one.rank) for one in found] == [("slow_device", 6), ("slow_device", 2)]
@@ -267,6 +278,12 @@ def test_a_slow_link_of_accelerators_is_found_by_the_times_of_exchanges():
     assert (verdict.cause, verdict.link) == ("narrow_link", (2, 3))
     (verdict,) = conclude(on_accelerators(Telemetry().delay((2, 3), 5e-3)))
     assert verdict.cause == "delayed_link"
+    # On a very narrow link, the small exchange takes longer, too, but by a smaller factor than a large one.
+    narrow.counters["agreed_s"][60:] *= 5
+    narrow.counters["agreed_s"][60:] += 5e-4
+    assert conclude(on_accelerators(narrow))[0].cause == "delayed_link", "without samples, nothing tells them apart"
+    very_narrow = replace(change(62, 2, 3), now_bytes_per_s=2e7)
+    assert conclude(on_accelerators(narrow, very_narrow))[0].cause == "narrow_link"
     assert not {"narrow_link", "delayed_link"} & {*names(on_accelerators(Telemetry()))}
 
 

@@ -313,8 +313,8 @@ def test_a_rank_is_slow_for_a_while() -> None:
 def test_a_disturbance_returns() -> None:
     costs = costs_of(read_settings(f"{VIRTUAL};slowness=3,slow_from_s=1,slow_until_s=2,slow_every_s=8"), {})
     assert costs is not None
-    factors = [costs.factor(Stream(), at_s) for at_s in (0.5, 1.5, 2.5, 8.5, 9.5, 17.5)]
-    assert factors == [1.0, 3.0, 1.0, 1.0, 3.0, 3.0]
+    factors = [costs.factor(Stream(), at_s) for at_s in (0.5, 1.5, 2.5, 8.5, 9.5, 17.5, 1.0, 2.0, 9.0, 10.0)]
+    assert factors == [1.0, 3.0, 1.0, 1.0, 3.0, 3.0, 3.0, 1.0, 3.0, 1.0]
 
 
 def costs_on(settings: str, ranks: int = 8) -> list[ChipCosts]:

@@ -53,11 +53,12 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
     return max(times_s) + micro_batches * exchange_s
 
 
-def _with_bubble(compute_s: float, division: Division, micro_batches: int) -> float:
-    """Return `compute_s` plus the time to fill and drain a pipeline of equally long stages.
+def _with_bubble(compute_s: float, update_s: float, division: Division, micro_batches: int) -> float:
+    """Return `compute_s`, of which `update_s` is for the update, plus the time to fill and drain a pipeline of equally
+    long stages.
 
     Fewer and larger micro-batches leave the pipeline idle for longer."""
-    return compute_s * (1 + division.bubble / micro_batches)
+    return compute_s + (compute_s - update_s) * division.bubble / micro_batches
 
 
 def _line(speed: Speed) -> tuple[float, float]:
@@ -308,7 +309,8 @@ def best_division(
     """
     best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
     usual = even.count_micro_batches(samples)
-    best_s = _with_bubble(best.compute_s, even, usual)
+    update_s = max(speed.update_s for speed in speeds)
+    best_s = _with_bubble(best.compute_s, update_s, even, usual)
     kept_s = best_s * (1 - EVEN_ENOUGH)
     kinds = _Kinds.of(speeds)
     found = None
@@ -321,7 +323,7 @@ def best_division(
         else:
             solved = _solve(samples, micro_batches, kinds, most)
             found_s = kinds.slowest_s(solved, micro_batches) + micro_batches * exchange_s
-        filled_s = _with_bubble(found_s, even, micro_batches)
+        filled_s = _with_bubble(found_s, update_s, even, micro_batches)
         if filled_s < min(best_s, kept_s):
             best = Balanced(even, found_s)
             found = (solved, micro_batches)

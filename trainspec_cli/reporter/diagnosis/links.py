@@ -31,6 +31,7 @@ from trainspec_cli.reporter.diagnosis.series import (
     usual,
     verdict_of,
 )
+from trainspec_cli.run.folder.event_types.events import LinkEvent
 
 LOST = 1e-3
 """A connection with more than this fraction of retransmitted segments is lossy."""
@@ -43,6 +44,9 @@ LATER_S, LATER = 5e-4, 1.0
 """The latency has grown if it exceeds the usual one by at least this many seconds and by at least this fraction. A link
 with a delay delays the small exchange by at least half a round trip; by then, the queue of a narrow link has
 drained."""
+OF_LARGE = 1 / 3
+"""A delay lengthens the small exchange by at least this fraction of the factor of the large ones. The usual time of the
+small one also contains what the ranks wait for one another."""
 DELAY_SHARE = 0.05
 """Delays that cost less than this fraction of a step are not reported. The value may be below the transfers' noise,
 because the small exchange shows a delay in every step."""
@@ -224,6 +228,12 @@ def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path
     # A delay lengthens the small exchange by at least half of the increase in round-trip time; by then, the queue of a
     # narrow link has drained.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
+    if not paths:
+        # Without connections, compare with the large exchanges of samples: a delay lengthens the small exchange by the
+        # larger factor, a narrow link the large ones.
+        factors = [one.before_bytes_per_s / one.now_bytes_per_s for one in _slowdowns(evidence, episode)]
+        if latency_s + usual_s < OF_LARGE * usual_s * max(factors, default=0.0):
+            return False
     return latency_s > max(LATER_S, LATER * usual_s, one_way_s)
 
 
@@ -268,10 +278,7 @@ def _verdict(
             )
         elif cause == "delayed_link":
             sentences.append(f"round trips between ranks {_names(worst.ranks)} take {worst.rtt_s * 1e3:.3g} ms")
-    begun = int(evidence.steps[max(0, episode.first - 1)])
-    until = int(evidence.steps[episode.last])
-    changes = [one for one in evidence.link_changes if begun <= one.since_step <= until] or evidence.link_changes
-    slowdowns = [one for one in changes if one.now_bytes_per_s < one.before_bytes_per_s]
+    slowdowns = _slowdowns(evidence, episode)
     if slowdowns and link is None:
         slowest = max(slowdowns, key=lambda one: one.before_bytes_per_s / one.now_bytes_per_s)
         link = slowest.ranks
@@ -281,6 +288,14 @@ def _verdict(
     # Load on the machine may hide the cost of lost segments even though the newest steps still lose some.
     loses_still = cause == "lossy_link" and _resent(evidence)[-RECENT_STEPS:].sum() >= 1
     return replace(found, until_step=None) if loses_still else found
+
+
+def _slowdowns(evidence: RunEvidence, episode: Episode) -> list[LinkEvent]:
+    """Return the links that became slower in an episode or, if no change was measured in it, at any time."""
+    begun = int(evidence.steps[max(0, episode.first - 1)])
+    until = int(evidence.steps[episode.last])
+    changes = [one for one in evidence.link_changes if begun <= one.since_step <= until] or evidence.link_changes
+    return [one for one in changes if one.now_bytes_per_s < one.before_bytes_per_s]
 
 
 def _resent(evidence: RunEvidence) -> Figures:

@@ -233,30 +233,36 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes without a
     counted reason are attributed to other load on the machine, which a user cannot change. A rank that the scheduler
     assigned fewer samples is still slow, although no other rank waits for it any more."""
-    is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
+    slow = np.zeros(len(evidence.steps))
+    """The fraction of a step that counts as slow."""
     is_relieved = evidence.shares[:, rank] < RELIEVED
+    may_be_load = not times.knows_load or any(times.is_loaded(episode) for episode in of_rank)
     for episode in of_rank:
         if until(evidence, episode) is None:
             return True
-        is_slow[episode.where] = episode.steadiness >= STEADILY
+        # On an idle machine, a rank that is slow in some of the steps is slow again and again.
+        unsteady = 0.0 if may_be_load else episode.steadiness
+        slow[episode.where] = 1.0 if episode.steadiness >= STEADILY else unsteady
         # A rank with fewer samples no longer looks slow, so the steps where it is relieved extend the episode.
         later = is_relieved[episode.last + 1 :]
         begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
         ended = begun + int(np.argmin(np.append(later[begun:], False)))
-        is_slow[episode.last + 1 : episode.last + 1 + ended] |= begun < len(later)
-    is_loaded = any(times.is_loaded(episode) for episode in of_rank)
-    least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
-    if not is_slow.any():
+        if begun < len(later):
+            slow[episode.last + 1 : episode.last + 1 + ended] = 1.0
+    if not slow.any():
         return False
+    least_s = STOLEN_S if may_be_load else STOLEN_ALONE_S
     # Runs of slow steps start at even positions in `edges` and end at odd ones.
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
-    longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
-    in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
-    if in_a_row.stop - in_a_row.start >= LASTING_STEPS and times.step_s[in_a_row].sum() >= least_s:
-        return True
-    span = slice(edges[0], edges[-1])
-    comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
-    return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], slow == 1.0, [False]]).astype(np.int8)))
+    if len(edges):
+        longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
+        in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
+        if in_a_row.stop - in_a_row.start >= LASTING_STEPS and times.step_s[in_a_row].sum() >= least_s:
+            return True
+    where = np.flatnonzero(slow)
+    least_steps = LASTING_STEPS * (2 if may_be_load else 1)
+    comes_back = slow[where[0] : where[-1] + 1].mean() >= 0.5 and slow.sum() >= least_steps
+    return bool(comes_back and (times.step_s * slow).sum() >= 2 * least_s)
 
 
 def _suspects(

@@ -59,6 +59,17 @@ class DeviceDisturbance:
             since_s %= self.slow_every_s
         return 0 <= since_s < self.slow_until_s - self.slow_from_s
 
+    def changes_after_s(self, at_s: float) -> float:
+        """Return the next time after `at_s` at which it begins or ends."""
+        since_s = at_s - self.slow_from_s
+        if since_s < 0:
+            return self.slow_from_s
+        span_s = self.slow_until_s - self.slow_from_s
+        if not self.slow_every_s:
+            return self.slow_until_s if since_s < span_s else math.inf
+        inside_s = since_s % self.slow_every_s
+        return at_s - inside_s + (span_s if inside_s < span_s else self.slow_every_s)
+
     def concerns(self, rank: int, node_ranks: int) -> bool:
         return self.slow_rank in (None, rank) and self.slow_node in (None, rank // node_ranks)
 

@@ -70,6 +70,8 @@ class ChipCosts:
     """Generation of tensor cores that torch's attention kernels are written for (`Rates.generation`)."""
     retried_s: float = -math.inf
     """Virtual time of the host at which the allocator last released its unused memory."""
+    _present: tuple[tuple[DeviceDisturbance, ...], float, float, list[DeviceDisturbance]] | None = None
+    """What disturbs this rank, and from when until when."""
     sources: dict[int, random.Random] = field(default_factory=dict)
     """Number of a stream -> its source of noise. Separate sources make the noise independent of the order of the
     threads."""
@@ -142,7 +144,14 @@ class ChipCosts:
 
     def disturbances_at(self, at_s: float) -> list[DeviceDisturbance]:
         """Return the disturbances of this rank at a virtual time of its host."""
-        return [one for one in self.disturbances if one.lasts_at(at_s) and one.concerns(self.rank, self.node_ranks)]
+        if (known := self._present) is not None and known[0] is self.disturbances and known[1] <= at_s < known[2]:
+            return known[3]
+        # Every operation asks; the answer is the same until something begins or ends.
+        own = [one for one in self.disturbances if one.concerns(self.rank, self.node_ranks)]
+        present = [one for one in own if one.lasts_at(at_s)]
+        end_s = min((one.changes_after_s(at_s) for one in own), default=math.inf)
+        self._present = self.disturbances, at_s, end_s, present
+        return present
 
     def factor(self, stream: Stream, at_s: float) -> float:
         """Return the slowdown factor of a stream's next operation if it is queued at `at_s`."""
