@@ -91,7 +91,7 @@ PLANTS = {
             ),
         ),
     ),
-    "a step's noise is read early": without("one", f"{ENGINE}.run.trainer", "        done.segments.wait()\n"),
+    "a step's noise is read early": without("zero3", f"{ENGINE}.run.trainer", "        done.segments.wait()\n"),
     "sum over tp": unwaited("tp_plain", EXCHANGE, "            dist.all_reduce(x, group=self.group)"),
     "gather along the sequence": unwaited("tp", EXCHANGE, "all_gather(all_SBD, mine_SBD, group=self.group)"),
     "rows of a sum": unwaited("zero3", EXCHANGE, "_reduce_scatter(output, whole, group=group, **options)"),
