@@ -3,7 +3,7 @@
 
 `plants` leaves out one wait of the engine or of FSDP2 at a time, and trains in random orders on emulated devices until
 a loss, a gradient norm or a value of a checkpoint differs from a CPU's, or an error shows it. Prints `found` with the
-number of orders, or `NOT FOUND`; ends with 1 if one was not found.
+number of orders, `NOT FOUND`, or `NOT REACHED` if the case does not run the changed line; ends with 1 then.
 
 `schedules` trains every layout in random orders without a plant, for that many minutes, and adds the results to FILE;
 call it again to continue. Prints the number of orders by layout, and each one whose bits differ from a CPU's.
@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 ORDERS = 12
 """Random orders that are tried for a plant."""
 HANGS_S = 400.0
-BATCH = 12
+BATCH = 4
 """Orders of one process."""
 PLANT_STEPS = 5
 """The loader's memory is used again after three batches."""
@@ -61,7 +61,7 @@ def unwaited(case: str, module: str, call: str) -> Plant:
 
 def without(case: str, module: str, line: str, *others: Change) -> Plant:
     """Return a plant that leaves a statement out."""
-    return Plant(case, ((module, line, re.sub(r"\S.*", "planted()", line)), *others))
+    return Plant(case, ((module, line, re.sub(r"\S.*", "planted()", line, count=1)), *others))
 
 
 OURS = "                        torch.accelerator.current_stream().wait_event(event)\n"
@@ -91,7 +91,7 @@ PLANTS = {
             ),
         ),
     ),
-    "a step's noise is read early": without("one", f"{ENGINE}.run.trainer", "        done.segments.wait()\n"),
+    "a step's noise is read early": without("zero3", f"{ENGINE}.run.trainer", "        done.segments.wait()\n"),
     "sum over tp": unwaited("tp_plain", EXCHANGE, "            dist.all_reduce(x, group=self.group)"),
     "gather along the sequence": unwaited("tp", EXCHANGE, "all_gather(all_SBD, mine_SBD, group=self.group)"),
     "rows of a sum": unwaited("zero3", EXCHANGE, "_reduce_scatter(output, whole, group=group, **options)"),
@@ -246,11 +246,12 @@ def find(ranks: Ranks, name: str, expected: Path, orders: int = ORDERS) -> Found
     reported = ranks.run(processes(plant.case), job, HANGS_S)
     lines = [line for line in reported if "planted" not in line]
     reached = {line["planted"] for line in reported if "planted" in line}
-    assert reached == {*range(len(plant.changes))}, f"{name}: only {reached} of the changes is reached: {lines}"
+    counted = {number for number, (*_, other) in enumerate(plant.changes) if "planted()" in other}
+    assert reached == counted, f"{name}: of the changes {counted}, {reached} are reached: {lines}"
     for number, line in enumerate(lines, 1):
         if line["differing"]:
             return Found(number, str(line["first"][-1]).strip().splitlines()[-1][:120])
-    return None if len(lines) >= orders else Found(len(lines) + 1, "the ranks hang")
+    return None  # also if time was short: that shows nothing
 
 
 def processes(case: str) -> int:

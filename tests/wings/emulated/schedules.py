@@ -330,12 +330,13 @@ def run_ranks(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
                 break
             time.sleep(0.02)
         failed = any(rank.poll() for rank in ranks)
+        # Before others are stopped, which one of them may report as an error.
+        lines = [json.loads(line) for out in printed for line in out.read_text().splitlines()]
     finally:
         for one in ranks:
             if one.poll() is None:
                 os.kill(one.pid, signal.SIGKILL)
                 one.wait()
-    lines = [json.loads(line) for out in printed for line in out.read_text().splitlines()]
     if failed and not any(line.get("differing") for line in lines):
         lines.append({"differing": 1, "first": [out.with_suffix(".err").read_text()[-2000:] for out in printed]})
     return lines

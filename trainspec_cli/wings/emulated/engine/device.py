@@ -416,7 +416,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if MEMORY.has_values:
                 target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
                 if SCHEDULER.random is not None:  # a host that reads too early finds no earlier values there
-                    target.untyped_storage().fill_(255)
+                    target.untyped_storage().fill_(255)  # type: ignore[attr-defined]
             else:
                 whole = map_host_memory(max(1, extent(like)) * like.dtype.itemsize)
                 target = whole.view(like.dtype).as_strided(like.shape, like.stride())

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ class EmulatedMemory:
         self._arenas: dict[int, Tensor] = {}
         self._kept: list[tuple[Allocation, list[StreamEvent]]] = []
         """Freed blocks that other streams still use."""
+        self._freed: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """In order mode, memory that an allocator has got back since its last allocation."""
         self.peak_bytes = 0
         self.peak_reserved_bytes = 0
         self.has_values = True
@@ -160,6 +162,8 @@ class EmulatedMemory:
         self._kept = left
 
     def _release(self, allocation: Allocation) -> None:
+        if SCHEDULER.random is not None and self.has_values:
+            self._freed[id(allocation.allocator)].append(self._bytes_of(allocation.block))
         allocation.allocator.free(allocation.block)
         if allocation.entry is not None and self.log is not None:
             self.log.end(allocation.entry)
@@ -168,13 +172,21 @@ class EmulatedMemory:
 
     def _overwrite(self, allocation: Allocation) -> None:
         """In order mode, fill a new block with NaN (-1 in integers), in its stream. Nothing may rely on its content,
-        and another stream may still read it as part of a tensor that was freed too early. It is not filled when
-        released: a stream often waits for the others before its next allocation, and only then is the memory
-        written."""
+        and another stream may still read it as part of a tensor that was freed too early. Also fill all other freed
+        memory, which a tensor of another size could get. Memory is not filled when released, because a stream often
+        waits for the others before its next allocation, and only then is the memory written."""
+        freed = self._freed.pop(id(allocation.allocator), [])
         if SCHEDULER.random is not None and self.has_values:
-            block = allocation.block
-            memory = self.arena(block)[block.address : block.address + int(block.size)]
-            allocation.stream.run(partial(memory.fill_, 255))
+            memories = [*freed, self._bytes_of(allocation.block)]
+
+            def fill() -> None:
+                for memory in memories:
+                    memory.fill_(255)
+
+            allocation.stream.run(fill)
+
+    def _bytes_of(self, block: MemoryBlock) -> Tensor:
+        return self.arena(block)[block.address : block.address + int(block.size)]
 
     def arena(self, block: MemoryBlock) -> Tensor:
         """Return the host memory behind a block's pool, as bytes."""
