@@ -31,11 +31,11 @@ from trainspec_cli.wings.emulated import KIND, read_settings
 from trainspec_cli.wings.emulated.engine.allocation_log import note_forward
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
+from trainspec_cli.wings.emulated.engine.host import HOST_MEMORY, READ_BYTES
 from trainspec_cli.wings.emulated.engine.memory import (
     DeviceStorage,
     EmulatedMemory,
     extent,
-    map_host_memory,
     without_values,
 )
 from trainspec_cli.wings.emulated.engine.streams import (
@@ -395,6 +395,8 @@ def pin(host: Tensor) -> Tensor:
     # The storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
     storage = host.untyped_storage()
     _pinned[storage.data_ptr()] = weakref.ref(storage)
+    if not MEMORY.has_values:
+        HOST_MEMORY.lock(host)
     return host
 
 
@@ -416,8 +418,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if MEMORY.has_values:
                 target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
             else:
-                whole = map_host_memory(max(1, extent(like)) * like.dtype.itemsize)
-                target = whole.view(like.dtype).as_strided(like.shape, like.stride())
+                target = HOST_MEMORY.new_tensor(like)
             if non_blocking:
                 pin(target)  # torch allocates it page-locked
     else:
@@ -669,9 +670,6 @@ class DeviceModule:
         MEMORY.release_unused()
 
 
-READ_BYTES = 2**20
-"""In sizes mode, a copy to the host fills up to this many bytes with zeros; larger host tensors are left unchanged, so
-that their memory is not used."""
 ACCELERATOR_CALLS = (
     "current_stream", "synchronize", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
     "get_memory_info", "empty_cache", "reset_peak_memory_stats",
