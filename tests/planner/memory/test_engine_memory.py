@@ -376,7 +376,8 @@ def test_sixty_runs_are_held_against_traces() -> None:
 def test_what_cannot_be_counted_is_said() -> None:
     model = plan_of(DENSE_RUNS[0]).spec.model
     assert is_counted(model, "none")
-    assert not is_counted(model, "optimizer")
+    assert is_counted(model, "optimizer")
+    assert not is_counted(models()["resnet50"], "optimizer")
     assert not is_counted(replace(model, prediction_layers=1), "none")
     staged = plan_of(Run("llama_6m", {"pp": 2}, micro_batches=4, seq_len=256))
     assert tensors_by_cause(replace(staged, offload="optimizer")) is None

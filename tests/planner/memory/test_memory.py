@@ -247,14 +247,13 @@ def test_a_setup_is_counted_with_its_formats_and_sizes(changes: dict[str, object
     [
         ("mixtral_8x7b", "none", {"software": Software()}),
         ("llama3_8b", "selective_op", {}),
-        ("llama3_8b", "none", {"offload_optimizer": True}),
         ("llama3_8b", "none", {"matmul": "mxfp8"}),
         ("mixtral_8x7b", "none", {"layout": Layout(dp_shard=8, ep=2, etp=2)}),
         ("mixtral_8x7b", "none", {"layout": Layout(dp_shard=4, ep=8)}),
         ("mamba2_1b", "none", {"layout": Layout(dp_shard=4, cp=2)}),
         ("deepseek_v3", "none", {}),
     ],
-    ids=["fused experts", "half of the products again", "offloaded", "mxfp8", "cut experts",
+    ids=["fused experts", "half of the products again", "mxfp8", "cut experts",
          "more ranks of experts than ranks",
          "a scan along cut sequences", "further predictions"],
 )  # fmt: skip

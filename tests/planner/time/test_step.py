@@ -209,8 +209,24 @@ def test_the_optimizer_reads_and_writes_its_shard_of_the_state() -> None:
     groups = axis_groups(setup.layout, setup.fabric, EFF)
     assert optimizer_s(LAYER, setup, RATES, groups, EFF) == pytest.approx(2 * params * (4 + 2 * 4 + 2 * 8 + 2) / 10)
     assert optimizer_s(LAYER, replace(setup, trainable=0.5), RATES, groups, EFF) == pytest.approx(params * 30 / 10)
-    offloaded = optimizer_s(LAYER, replace(setup, offload_optimizer=True), RATES, groups, EFF)
-    assert offloaded == pytest.approx(params * 6 / 50e9 + params * 30 / 100e9)
+    offloaded = replace(setup, offload_optimizer=True, software=Software(counted=False))
+    other_s = optimizer_s(LAYER, offloaded, RATES, groups, EFF)
+    assert other_s == pytest.approx(params * 6 / 50e9 + params * 30 / 100e9)
+    own_s = optimizer_s(LAYER, replace(offloaded, software=Software()), RATES, groups, EFF)
+    assert own_s == pytest.approx(params * (3 * 4 + 2 * 4 + 2 * 8) / 100e9)
+
+
+def test_offloaded_shards_cross_the_host_link_for_each_exchange() -> None:
+    """With ZeRO-3, each micro-batch gathers twice and sums once; the host adds later sums, which nothing hides."""
+    usual = setup_of(Layout(dp_shard=8), grad_accum=4)
+    groups = axis_groups(usual.layout, usual.fabric, EFF)
+    before = exchanges_of(8e9, 0.0, usual, groups, EFF)
+    after = exchanges_of(8e9, 0.0, replace(usual, offload_optimizer=True), groups, EFF)
+    copy_s, add_s = 4 * 1e9 / 50e9, 12 * 1e9 / 100e9
+    sum_s = before.backward_s - before.forward_s
+    assert after.forward_s - before.forward_s == pytest.approx(copy_s)
+    assert after.backward_s - after.forward_s == pytest.approx((sum_s + copy_s) / 4)
+    assert (before.waited_s, after.waited_s) == (0.0, pytest.approx(3 * (sum_s + copy_s + add_s)))
 
 
 GROUPS = {"dp": ring(2), "dp_shard": ring(2), "expert_dp": ring(4), "dp_replicate": ring(2, 1)}

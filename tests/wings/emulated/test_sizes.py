@@ -181,6 +181,33 @@ def test_what_cannot_be_rehearsed_is_refused(
     assert [one["code"] for one in found["errors"]] == [problem]
 
 
+OFFLOADED = [
+    [*SMALL, "cluster.devices_per_node=4", "offload=optimizer", *layout]
+    for layout in (
+        ["layout.dp_shard=4", "layout.zero_stage=3", "batching.micro_batch_size=1"],
+        ["layout.dp_replicate=2", "layout.tp=2"],
+        ["layout.pp=2", "layout.dp_shard=2", "recompute=full"],
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", OFFLOADED)
+def test_offloaded_state_is_in_host_memory_and_updated_there(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host holds 16 bytes per parameter; page-locked parameters and gradients are rounded up to powers of two."""
+    done = rehearse(capsys, *arguments, "--ranks=0", "compile=false")
+    (rank,) = done["ranks"]
+    found = rank["rehearsed"]
+    state_bytes = found["checkpoint_bytes"] * 16 / 12
+    assert state_bytes < found["host_bytes"] < 1.5 * state_bytes
+    assert found["state_bytes"] < 2**24
+    parts_s, planned_s = done["step"]["parts_s"], done["step"]["planned_parts_s"]
+    assert parts_s["optimizer"] == pytest.approx(planned_s["optimizer"], rel=0.02)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < found["host_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -196,6 +223,8 @@ def test_what_cannot_be_rehearsed_is_refused(
             "batching.micro_batch_size=1",
         ],
         ["recipe=llama3_8b", "model.num_layers=8", "cluster.num_nodes=1", "batching.global_batch_size=16", "comm=int8"],
+        [*SMALL, "cluster.devices_per_node=4", "layout.dp_shard=4", "precision.matmul=fp8"],
+        *OFFLOADED,
         ["recipe=mixtral_8x7b", "model.num_layers=2", "cluster.num_nodes=1", "layout.ep=4", "layout.dp_shard=8"],
         ["recipe=mixtral_8x7b", "model.num_layers=2", "cluster.num_nodes=4", "layout.tp=4", "layout.dp_shard=8"],
         ["recipe=qwen3_8b", "model.num_layers=4", "cluster.num_nodes=1", "layout.pp=2", "layout.tp=2"],

@@ -447,6 +447,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         lora=setup.lora,
         compiled=software.fused_kernels,
         outer_bytes=setup.outer_bytes,
+        offloads=setup.offload_optimizer,
     )
 
 

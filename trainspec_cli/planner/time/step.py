@@ -57,6 +57,11 @@ EAGER_CAST_KERNELS = 13
 REARRANGED_BYTES = 2.0
 """The same of a copy in fp8 that changes the order in memory: the kernel needs weights and inputs by column in the
 backward."""
+HOST_BYTES_PER_S = 100e9
+"""Memory bandwidth of the host for one device's offloaded update."""
+OFFLOADED_BYTES = 4.0
+"""Bytes per offloaded parameter, and per gradient of one: FSDP2 converts parameters to the compute format on the
+device, and gradients to fp32 before they leave it."""
 APART_BYTES = 10.0
 """Bytes per weight: a 2-byte gradient is read and added to a 4-byte sum, which is read and written."""
 NF4_TRAFFIC_BYTES = 22.5
@@ -650,10 +655,14 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
     software = setup.software
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
+    if setup.offload_optimizer and software.counted:
+        # The update also writes gradients, which it scales; their norm reads them once more. The copies overlap with
+        # the passes (`exchanges_of`).
+        touched = 3 * OFFLOADED_BYTES + 2 * software.master_bytes + 2 * software.moment_bytes
+        return params * touched / HOST_BYTES_PER_S
     if setup.offload_optimizer:
-        # Gradients are sent to the host and bf16 weights come back. The update runs there, at a memory bandwidth of 100
-        # GB/s.
-        return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
+        # Gradients are sent to the host and bf16 weights come back. The update runs there.
+        return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / HOST_BYTES_PER_S
     if software.optimizer == "adamw8bit":
         traffic += params * UPDATE_BYTES["adamw8bit"]
     usual_s = eff.optimizer_passes * traffic / rates.memory
@@ -688,6 +697,8 @@ class DataParallelExchange:
     """Number of micro-batches with an exchange: all of them with ZeRO-3, otherwise one."""
     across_s: float = 0.0
     """Time to reduce over replicas, once per step, which overlaps with half of a backward."""
+    waited_s: float = 0.0
+    """Time in a step during which nothing is queued, because the host adds gradients (`offload`)."""
 
 
 def exchanges_of(
@@ -705,6 +716,11 @@ def exchanges_of(
         groups_s = across_groups_s(own, number, setup, eff)
         groups = axis_groups(layout, setup.fabric, eff)
     gradients = setup.trainable * setup.software.reduce_bytes
+    # Offloaded shards are copied to the device before they are gathered, and gradients to the host after their sum.
+    own = params / layout.shards + expert_params / layout.expert_shards
+    offloads = setup.offload_optimizer and setup.software.counted
+    copied_s = offloads * OFFLOADED_BYTES * own / (setup.fabric.host_link_gb_per_s * 1e9)
+    back_s = setup.trainable * copied_s
     if layout.shards_parameters:
         shard = groups["dp_shard"]
         expert = groups["expert_dp"]
@@ -713,17 +729,27 @@ def exchanges_of(
         scatter = setup.trainable * scatter_s(shard, setup.software.reduce_bytes * params, setup, eff)
         scatter += setup.trainable * scatter_s(expert, setup.software.reduce_bytes * expert_params, setup, eff)
         across = sum_s(groups["dp_replicate"], gradients * params / shard.size, setup, eff)
-        return DataParallelExchange(gather, gather + scatter, setup.grad_accum, across + groups_s)
+        forward_s = gather + copied_s
+        reduce_s = scatter + back_s
+        waited_s = 0.0
+        if offloads:
+            # After the first micro-batch, the host waits for each sum, and adds it to earlier ones before it queues the
+            # next layer.
+            added_s = setup.trainable * 3 * OFFLOADED_BYTES * own / HOST_BYTES_PER_S
+            waited_s = (setup.grad_accum - 1) * (reduce_s + added_s)
+            reduce_s /= setup.grad_accum
+        across_s = across + groups_s
+        return DataParallelExchange(forward_s, forward_s + reduce_s, setup.grad_accum, across_s, waited_s)
     dense = groups["dp"]
     expert = groups["expert_dp"]
     if layout.dp_shard == 1:  # DDP
         reduce = sum_s(dense, params * gradients, setup, eff) + sum_s(expert, expert_params * gradients, setup, eff)
-        return DataParallelExchange(0.0, reduce, across_s=groups_s)
+        return DataParallelExchange(copied_s, reduce + back_s, across_s=groups_s)
     reduce = scatter_s(dense, params * gradients, setup, eff)
     reduce += scatter_s(expert, expert_params * gradients, setup, eff)
     gather = gather_s(dense, params * setup.trainable * 2.0, setup, eff)
     gather += gather_s(expert, expert_params * setup.trainable * 2.0, setup, eff)
-    return DataParallelExchange(gather, reduce, across_s=groups_s)
+    return DataParallelExchange(gather + copied_s, reduce + back_s, across_s=groups_s)
 
 
 def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -> float:
@@ -747,7 +773,7 @@ def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], ef
     backward = part.backward + part.tp + part.ep + recompute_part_s(part, setup.recompute)
     sent = exchanges_of(part.params, part.expert_params, setup, groups, eff)
     each = exposed_s(sent.forward_s, forward, setup, eff) + exposed_s(sent.backward_s, backward, setup, eff)
-    return sent.times * each + exposed_s(sent.across_s, backward / 2, setup, eff)
+    return sent.times * each + exposed_s(sent.across_s, backward / 2, setup, eff) + sent.waited_s
 
 
 def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:

@@ -38,7 +38,6 @@ from trainspec_cli.wings.emulated.rehearsal import (
     PipelineSeconds,
     RankRehearsal,
     equal_ranks,
-    refuse,
     rehearse,
     stage_of,
 )
@@ -164,7 +163,6 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         raise RecipeError(problems)
     compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
     plan = as_plan(spec, best, planned.capacity, compute)
-    refuse(plan)
     in_groups = GROUP_BYTES * communicators(setup_of(best, spec, None))
 
     def held(memory: MemoryBreakdown) -> float:

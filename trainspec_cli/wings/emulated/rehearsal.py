@@ -101,6 +101,9 @@ class RankRehearsal:
     `pipeline`), and if memory ran out."""
     pipeline: PipelineSeconds | None = None
     """None if there is no pipeline, if the chip is unknown, or if memory ran out."""
+    host_bytes: int = 0
+    """The most host memory that offloaded parameters, gradients and optimizer state use; page-locked tensors are
+    rounded up to a power of two."""
     failed: LiveTensors | None = None
     """The tensor that did not fit. In this case, `peak` is the moment of the failure."""
     seconds: float = 0.0
@@ -136,13 +139,6 @@ REHEARSE = Tool(
     "rehearsal_failed",
     program=("-m", "trainspec_cli.wings.emulated.engine"),
 )
-
-
-def refuse(plan: Plan) -> None:
-    """Raise RecipeError if the device cannot rehearse the plan."""
-    if plan.offload != "none":
-        message = "the layout keeps its parameters in host memory, which a rehearsal does not emulate"
-        raise RecipeError(Problem("unsupported", message, "offload", "rehearse a layout without it: offload=none"))
 
 
 def distinct(plan: Plan) -> list[int]:

@@ -60,6 +60,8 @@ class EngineRun:
     """True if blocks are compiled (torch.compile)."""
     outer_bytes: float = 0.0
     """Bytes that an outer optimizer keeps per trained parameter (`KEPT_BYTES`)."""
+    offloads: bool = False
+    """True if shards, their gradients and the optimizer state are in host memory."""
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -78,6 +80,7 @@ def run_of(plan: Plan) -> EngineRun:
         spec.lora,
         spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute),
         outer_bytes_of(spec),
+        plan.offload != "none",
     )
 
 
@@ -87,9 +90,9 @@ def outer_bytes_of(spec: RunSpec) -> float:
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
-    """Return whether memory can be counted: the engine supports the model, its family can be counted, and nothing is
-    offloaded."""
-    return bool(model.record.memory) and model.is_built and offload == "none"
+    """Return whether memory can be counted: the engine supports the model, and its family can be counted. With
+    `offload`, only text models are."""
+    return bool(model.record.memory) and model.is_built and (offload == "none" or isinstance(model, TextModel))
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
@@ -146,9 +149,9 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
-    """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory cannot be
-    counted."""
-    if not is_counted(plan.spec.model, plan.offload):
+    """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory cannot be counted,
+    and with `offload`, where a trace does not separate the memory of the host."""
+    if not is_counted(plan.spec.model, plan.offload) or plan.offload != "none":
         return None
     return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
 
@@ -225,10 +228,11 @@ class Sharded:
 
 class Sharding:
     """The sharded parameters of one stage. `keeps`: whether they are gathered once per step instead of being freed
-    after each forward and backward."""
+    after each forward and backward. `offloads`: whether reduced gradients are moved to the host."""
 
-    def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool):
+    def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool, offloads: bool = False):
         self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
+        self.offloads = offloads
         self.buffer_bytes = 0.0
         """Bytes of the buffer of the last forward's all-gather."""
         self.reduced_bytes = 0.0
@@ -319,11 +323,14 @@ class Sharding:
         if not waiting:
             return
         account, size = self.account, part.unit.trained.gathered * self.reduce_width
-        if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and not part.has_gradient:
+        keeps_buffer = self.offloads or not part.has_gradient
+        if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and keeps_buffer:
             account.add("collectives", -self.reduced_bytes)
-            account.add("gradients", size)
+            # A copy on the host leaves the buffer to the next reduction.
+            account.add("collectives" if self.offloads else "gradients", size)
             account.add("gradients", -waiting)
-            part.gradient_bytes = part.accumulated_bytes = self.reduced_bytes = 0.0
+            part.gradient_bytes = part.accumulated_bytes = 0.0
+            self.reduced_bytes = size if self.offloads else 0.0
             part.has_gradient = True
             return
         account.touch(part.unit.trained.largest * self.width if part.unit.reorders else 0.0, "collectives")
@@ -339,7 +346,7 @@ class Sharding:
         narrow = part.unit.trained.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0)
         stream: Stream = "reduce" if part.unit.shards > 1 else "compute"
         account.touch(narrow + own, "collectives" if part.has_gradient else "gradients", stream)
-        account.add("gradients", 0.0 if part.has_gradient else own, stream)
+        account.add("gradients", 0.0 if part.has_gradient or self.offloads else own, stream)
         account.add("gradients", -lingering)
         part.gradient_bytes = part.accumulated_bytes = 0.0
         self.reduced_bytes, part.has_gradient = size, True
@@ -417,7 +424,8 @@ class _Replay:
         held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
         outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
-        sharding = Sharding(self.account, self.width, self.reduce_width, keeps=self.layout.keeps_parameters)
+        keeps, offloads = self.layout.keeps_parameters, self.given.offloads
+        sharding = Sharding(self.account, self.width, self.reduce_width, keeps=keeps, offloads=offloads)
         held_layers = [self.layers[layer] for layer in held]
         makers = {layer: self._maker(layer) for layer in set(held_layers)}
         blocks = [makers[layer]() for layer in held_layers]
@@ -446,7 +454,7 @@ class _Replay:
 
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in stage.units]
-        own = sum(part.unit.own for part in units)
+        own = 0.0 if self.given.offloads else sum(part.unit.own for part in units)
         # Each stage keeps a table of every token's cosines and sines in fp32, and one of its position.
         angles_bytes = 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
         tables = len(self.stages) * self.given.seq_len * angles_bytes
@@ -460,6 +468,8 @@ class _Replay:
     def _optimizer_bytes(self) -> float:
         blocks, outside = self._trained()
         name, outer_bytes = self.given.optimizer, self.given.outer_bytes
+        if self.given.offloads:
+            return outer_bytes * sum(unit.trained.own for unit in (*blocks, *outside))
         own = sum(state_bytes(name, unit, in_block=True, outer_bytes=outer_bytes) for unit in blocks)
         return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
@@ -471,7 +481,8 @@ class _Replay:
 
     def _update(self) -> None:
         """Count the update, with the gradients from the passes and persistent tensors."""
-        self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
+        if not self.given.offloads:
+            self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
     # Actions
 

@@ -122,6 +122,8 @@ def _show(done: Rehearsal) -> None:
             format_bytes(found.checkpoint_bytes),
         )
     console.show(table)
+    if host_bytes := max(rank.rehearsed.host_bytes for rank in done.ranks):
+        console.report("", f"Host memory for offloaded state: {format_bytes(host_bytes)} for a rank.")
     saved = max(rank.fused_saves_bytes for rank in done.ranks)
     if saved > NEGLIGIBLE * free_bytes:
         console.report(

@@ -31,11 +31,11 @@ from trainspec_cli.wings.emulated import KIND, read_settings
 from trainspec_cli.wings.emulated.engine.allocation_log import note_forward
 from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.exchanges import run_exchange, run_functional, wait_for
+from trainspec_cli.wings.emulated.engine.host import HOST_MEMORY, READ_BYTES
 from trainspec_cli.wings.emulated.engine.memory import (
     DeviceStorage,
     EmulatedMemory,
     extent,
-    map_host_memory,
     without_values,
 )
 from trainspec_cli.wings.emulated.engine.streams import (
@@ -395,6 +395,8 @@ def pin(host: Tensor) -> Tensor:
     # Keep the storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
     storage = host.untyped_storage()
     _pinned[storage.data_ptr()] = weakref.ref(storage)
+    if not MEMORY.has_values:
+        HOST_MEMORY.lock(host)
     return host
 
 
@@ -418,8 +420,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 if SCHEDULER.random is not None:  # a host that reads too early finds no earlier values there
                     target.untyped_storage().fill_(255)  # type: ignore[attr-defined]
             else:
-                whole = map_host_memory(max(1, extent(like)) * like.dtype.itemsize)
-                target = whole.view(like.dtype).as_strided(like.shape, like.stride())
+                target = HOST_MEMORY.new_tensor(like)
             if non_blocking:
                 pin(target)  # torch allocates it page-locked
     else:
@@ -671,9 +672,6 @@ class DeviceModule:
         MEMORY.release_unused()
 
 
-READ_BYTES = 2**20
-"""In sizes mode, a copy to the host fills up to this many bytes with zeros; larger host tensors are left unchanged, so
-that their memory is not used."""
 ACCELERATOR_CALLS = (
     "current_stream", "synchronize", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
     "get_memory_info", "empty_cache", "reset_peak_memory_stats",

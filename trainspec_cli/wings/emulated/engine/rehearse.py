@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +34,7 @@ from trainspec_cli.wings.emulated import KIND, Settings
 from trainspec_cli.wings.emulated.engine.allocation_log import AllocationLog, LoggedBlock
 from trainspec_cli.wings.emulated.engine.costs import TIME, ChipCosts
 from trainspec_cli.wings.emulated.engine.device import MEMORY, pin
+from trainspec_cli.wings.emulated.engine.host import HOST_MEMORY, HostSizes
 from trainspec_cli.wings.emulated.engine.memory import map_host_memory
 from trainspec_cli.wings.emulated.engine.timeline import TIMELINE
 from trainspec_cli.wings.emulated.rehearsal import (
@@ -43,7 +44,6 @@ from trainspec_cli.wings.emulated.rehearsal import (
     PipelineSeconds,
     RankRehearsal,
     RehearsalRequest,
-    refuse,
 )
 
 
@@ -73,7 +73,6 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     process keeps the device. If memory runs out, the result states where.
     """
     began_s = time.perf_counter()
-    refuse(plan)
     device = enter("cpu")
     if MEMORY.has_values:
         raise RuntimeError("a rehearsal needs the emulated device without values: TRAINSPEC_EMULATED=sizes=1")
@@ -87,7 +86,9 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=eff, attention_generation=generation)
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
-    with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device):
+    # Without offload, no large host tensor exists, and the mode would only cost time.
+    host_sizes = HostSizes() if plan.offload != "none" else nullcontext()
+    with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device), host_sizes:
         found = run_steps(plan, device, log, steps, found)
     found = replace(found, timeline=TIMELINE.result())
     return replace(found, reserved_bytes=MEMORY.peak_reserved_bytes, seconds=time.perf_counter() - began_s)
@@ -109,6 +110,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
         return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, failed=last)
     live = log.at_peak
     TIMELINE.end()
+    found = replace(found, host_bytes=HOST_MEMORY.peak_bytes)
     # A checkpoint's copy to the host
     log.part = "checkpoint"
     image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
