@@ -2,17 +2,17 @@
 
 Draws legal (recipe, cluster, layout) from the shipped recipes and clusters, with fewer layers so that a case takes
 seconds, and rehearses one rank of each kind of pipeline stage with eager blocks (`compile=false`). Prints for
-each case the arguments with which `trainspec rehearse` repeats it, and its planned step time, tensors and reserved
-memory, each followed by the rehearsed figure divided by the planned one. Step times lack the host's work between steps
-and waiting for slower devices, which a rehearsal does not have. The last lines give the share of cases whose step time
-differs by at most 3% and whose tensors differ by at most 2%.
+each case the arguments with which `trainspec rehearse` repeats it, the planned and rehearsed seconds of each part of a
+step, and its planned step time, tensors and reserved memory, each followed by the rehearsed figure divided by the
+planned one. The last lines give the share of cases whose step time differs by at most 3% and whose tensors differ by at
+most 2%, and by how much each part of the step differs, as a fraction of the planned step.
 
 `published` rehearses rows of the measured tables in place of drawn cases (`--rows` names others than
 `ROWS`): trainspec's eager engine in the row's layout. For each row, it prints the measured step time, the planned one
 for the row's framework, the planned one for trainspec, and the rehearsed one, with their errors.
 
 `--only WORD` keeps the drawn cases whose arguments contain a word; `--arguments FILE` rehearses the lines of a file in
-place of drawn cases. Takes about 20 seconds per case on one core.
+place of drawn cases; `--more` adds arguments to each case. Takes about 20 seconds per case on one core.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import random
 import statistics
 import time
@@ -34,7 +35,7 @@ from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.validation.backtest import predict
 from trainspec_cli.planner.validation.table import state
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.wings.emulated.planned import PlanToRehearse, Rehearsal, plan_to_rehearse, rehearse_ranks
+from trainspec_cli.wings.emulated.planned import PART_NAMES, PlanToRehearse, Rehearsal, plan_to_rehearse, rehearse_ranks
 from trainspec_cli.wings.emulated.rehearsal import read_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -150,12 +151,12 @@ def draw(chance: random.Random) -> list[str]:
     return [*arguments, "compile=false"]
 
 
-def plans(cases: int, seed: int, only: str) -> Iterator[tuple[list[str], PlanToRehearse]]:
+def plans(cases: int, seed: int, only: str, more: Sequence[str] = ()) -> Iterator[tuple[list[str], PlanToRehearse]]:
     """Yield drawn arguments with a plan that fits."""
     chance = random.Random(seed)
     found = 0
     while found < cases:
-        arguments = draw(chance)
+        arguments = [*draw(chance), *more]
         try:
             planned = plan_to_rehearse(arguments, None)
         except TrainspecError:
@@ -165,12 +166,18 @@ def plans(cases: int, seed: int, only: str) -> Iterator[tuple[list[str], PlanToR
             yield arguments, planned
 
 
-def show(done: Rehearsal, host_s: float) -> tuple[float | None, float]:
-    """Print the figures of a case. Return rehearsed over planned step time without the host's, and the largest ratio of
-    tensors."""
-    planned_s = 0.0 if done.step is None else done.step.planned_s - host_s
-    ratio = None if done.step is None else done.step.step_s / planned_s
-    shown = f"step {planned_s:.4f} s {ratio:.3f}" if ratio else "step -"
+def show(done: Rehearsal) -> tuple[dict[str, float], float]:
+    """Print the figures of a case. Return by how much each part of the rehearsed step is longer, and all of it (`all`),
+    as fractions of the planned step; and the largest ratio of tensors."""
+    step = done.step
+    apart = {}
+    shown = "step -"
+    if step is not None:
+        both = {part: (step.planned_parts_s[part], rehearsed_s) for part, rehearsed_s in step.parts_s.items()}
+        print("; ".join(f"{part} {planned_s:.4f} {rehearsed_s:.4f}" for part, (planned_s, rehearsed_s) in both.items()))
+        both["all"] = (step.planned_s, step.step_s)
+        apart = {part: (rehearsed_s - planned_s) / step.planned_s for part, (planned_s, rehearsed_s) in both.items()}
+        shown = f"  step {step.planned_s:.4f} s {step.step_s / step.planned_s:.3f}"
     memory = []
     for rank in done.ranks:
         tensors = rank.rehearsed.peak_bytes / rank.planned_tensors_bytes
@@ -182,7 +189,7 @@ def show(done: Rehearsal, host_s: float) -> tuple[float | None, float]:
         )
     print(f"{shown} | {' | '.join(memory)}")
     worst = max((rank.rehearsed.peak_bytes / rank.planned_tensors_bytes for rank in done.ranks), key=distance)
-    return ratio, worst
+    return apart, worst
 
 
 def distance(ratio: float) -> float:
@@ -192,10 +199,24 @@ def distance(ratio: float) -> float:
 def summarise(name: str, ratios: Sequence[float], within: float) -> None:
     if ratios:
         good = sum(distance(ratio) <= within for ratio in ratios)
-        typical = statistics.median(map(distance, ratios))
+        apart = sorted(map(distance, ratios))
+        ninth = apart[math.ceil(0.9 * len(apart)) - 1]
         worst = max(ratios, key=distance)
         print(
-            f"{name}: {good} of {len(ratios)} within {within:.0%}; median {typical:.1%} apart, worst {worst - 1:+.1%}"
+            f"{name}: {good} of {len(ratios)} within {within:.0%}; {statistics.median(apart):.1%} apart in the median, "
+            f"nine in ten at most {ninth:.1%}, worst {worst - 1:+.1%}"
+        )
+
+
+def summarise_parts(cases: Sequence[dict[str, float]]) -> None:
+    """Print how much of the step each part accounts for in the differences."""
+    for part in cases[0] if cases else ():
+        apart = [case[part] for case in cases]
+        farthest = max(apart, key=abs)
+        over = sum(abs(one) > TIME_WITHIN for one in apart)
+        print(
+            f"  {PART_NAMES[part]:24} {statistics.median(map(abs, apart)):6.1%} of the step in the median, "
+            f"{statistics.fmean(apart):+7.1%} on average, {farthest:+7.1%} at most; {over} over {TIME_WITHIN:.0%}"
         )
 
 
@@ -207,14 +228,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
     parser.add_argument("--arguments", type=Path)
+    parser.add_argument("--more", nargs="*", default=[])
     given = parser.parse_args()
     if given.what == "published":
         rehearse_published(given.rows.split(","))
         return
-    cases = plans(given.cases, given.seed, given.only)
+    cases = plans(given.cases, given.seed, given.only, given.more)
     if given.arguments is not None:
         lines = [line.split() for line in given.arguments.read_text().splitlines() if line]
-        cases = ((arguments, plan_to_rehearse(arguments, None)) for arguments in lines)
+        cases = ((arguments, plan_to_rehearse([*arguments, *given.more], None)) for arguments in lines)
     times = []
     tensors = []
     for number, (arguments, planned) in enumerate(cases):
@@ -227,12 +249,13 @@ def main() -> None:
             print(f"  FAILED {error}")
             continue
         print(end="  ")
-        ratio, memory = show(done, planned.time.host_s)
+        apart, memory = show(done)
         print(f"  {time.perf_counter() - began_s:.0f} s", flush=True)
         tensors.append(memory)
-        if ratio is not None:
-            times.append(ratio)
-    summarise("step time", times, TIME_WITHIN)
+        if apart:
+            times.append(apart)
+    summarise("step time", [1 + apart["all"] for apart in times], TIME_WITHIN)
+    summarise_parts(times)
     summarise("tensors", tensors, TENSORS_WITHIN)
 
 

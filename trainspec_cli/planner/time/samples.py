@@ -14,6 +14,7 @@ from trainspec_cli.planner.time.step import (
     PASSES,
     MicroBatch,
     RankParts,
+    assemble_step,
     between_steps_s,
     bubble_s,
     data_parallel_s,
@@ -22,6 +23,9 @@ from trainspec_cli.planner.time.step import (
     optimizer_s,
     pipeline_sends_s,
     rank_parts,
+    runs_eagerly,
+    slowest_rank,
+    step_of_rank,
     waiting_share,
 )
 
@@ -61,7 +65,8 @@ class StepParts:
     optimizer_s: float
     """Time of the update on a device of usual speed."""
     rest_s: float
-    """Time between steps, and of the sends that fill and drain the pipeline."""
+    """Time between steps, and of the sends that fill and drain the pipeline; and the difference of an eager step of the
+    engine (`EngineStep`) from these closed forms, which may be below 0."""
 
 
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
@@ -88,6 +93,10 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
     # Most stages of a pipeline are equal, so each distinct pair of parts is timed only once.
     pairs = list(zip(stages, larger, strict=True))
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
+    uncounted_s = 0.0
+    if runs_eagerly(setup):
+        closed = step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
+        uncounted_s = assemble_step(setup, once, groups, eff).total_s - closed.total_s
     return StepParts(
         stages=tuple(kinds[pair] for pair in pairs),
         bubble=eff.bubble * bubble_s(times, setup.layout, setup.grad_accum) / waits_s if waits_s else 0.0,
@@ -97,7 +106,7 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
         gradients_once_s=scale * once_s,
         gradients_tier=_tier(groups["dp"]),
         optimizer_s=scale * optimizer_s(slowest, setup, once.rates, groups, eff),
-        rest_s=scale * fill_sends_s + between_steps_s(setup, eff),
+        rest_s=scale * fill_sends_s + between_steps_s(setup, eff) + uncounted_s,
     )
 
 

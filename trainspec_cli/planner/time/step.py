@@ -139,6 +139,12 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
     return gemm.count * (arithmetic + eff.gemm_memory * traffic / rates.memory) + tail + eff.kernel_s
 
 
+def moved_s(moved_bytes: float, rates: Rates, eff: Efficiency) -> float:
+    """Return the time in seconds of one kernel that reads and writes this much memory."""
+    cached = eff.cache_reuse * rates.cache_bytes / (rates.cache_bytes + moved_bytes)
+    return moved_bytes * ((1 - cached) / rates.memory + eff.issue / rates.load_store) + eff.kernel_s
+
+
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
     """Return the times in seconds of (forward, backward of the inputs, backward of the weights)."""
     if convolves:
@@ -250,9 +256,9 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     backward = 0.0 if work.leaf else uneven * sum(time[1] for time in times)
     if setup.trainable >= 1.0:
         # A micro-batch's weight gradients are added to earlier ones, either inside the matrix multiplication or by a
-        # separate kernel.
+        # separate kernel (`EngineStep` counts those of the engine).
         added = 0.0
-        if setup.grad_accum > 1 and not setup.layout.shards_parameters:
+        if setup.grad_accum > 1 and not setup.layout.shards_parameters and not runs_eagerly(setup):
             weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)
             if software.fused_accumulation:
                 added = eff.gemm_memory * 2 * software.grad_bytes * weights / rates.memory
@@ -277,7 +283,10 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     forward_s = passes_s(pass_bytes, scale)
     backward_s = (2 - work.leaf) * forward_s
     if counted and work.counted_bytes is not None:
-        forward_s, backward_s = (passes_s(moved_bytes, 1.0) for moved_bytes in work.counted_bytes)
+        forward_s, backward_s = (
+            passes_s(moved_bytes, 1.0) + kernels * eff.kernel_s
+            for moved_bytes, kernels in zip(work.counted_bytes, work.counted_kernels or (0, 0), strict=True)
+        )
     # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
     casts = 0.0
     if setup.matmul in EIGHT_BIT:
@@ -427,17 +436,25 @@ class MicroBatch:
     embedding: LayersPart
     head: LayersPart
     rates: Rates
+    mixers: tuple[tuple[LayersPart, ...], ...] = ()
+    """The parts of each kind of layer, such as attention and experts."""
 
     @classmethod
     def of(
-        cls, kinds: Sequence[LayersPart], order: Sequence[int], embedding: LayersPart, head: LayersPart, rates: Rates
+        cls,
+        kinds: Sequence[LayersPart],
+        order: Sequence[int],
+        embedding: LayersPart,
+        head: LayersPart,
+        rates: Rates,
+        mixers: Sequence[tuple[LayersPart, ...]] = (),
     ) -> MicroBatch:
         """`order`: the kind of each layer, by layer number."""
         if len(kinds) == 1:
             before = [tuple(range(len(order) + 1))]
         else:
             before = [tuple(accumulate((kind == own for own in order), initial=0)) for kind in range(len(kinds))]
-        return cls(tuple(kinds), tuple(before), embedding, head, rates)
+        return cls(tuple(kinds), tuple(before), embedding, head, rates, tuple(mixers))
 
     @property
     def num_layers(self) -> int:
@@ -470,11 +487,12 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
     # `layer_works` has one object per kind of layer, so 100 identical layers are timed only once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
+    mixers = [tuple(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
     parts = []
-    for works in kinds.values():
+    for mixer in mixers:
         total = LayersPart()
-        for work in works:
-            total = total.plus(part_of(work, setup, rates, groups, eff))
+        for part in mixer:
+            total = total.plus(part)
         parts.append(total)
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
@@ -482,7 +500,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     if setup.software.counted and setup.trainable >= 1.0 and model.unit == "tokens":
         head = replace(head, memory_b=head.memory_b + head_gradient_s(setup, rates, eff))
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
-    once = MicroBatch.of(parts, order, embedding, head, rates)
+    once = MicroBatch.of(parts, order, embedding, head, rates, mixers)
     if model.prediction_layers:  # each one adds a layer and a head on the last stage
         head = head.plus(head.plus(once.layer), model.prediction_layers)
     if setup.tabled:
@@ -509,6 +527,13 @@ def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
     return moved_bytes / rates.memory + eff.issue * moved_bytes / rates.load_store + kernels * eff.kernel_s
 
 
+def runs_eagerly(setup: Setup) -> bool:
+    """Return whether this is trainspec's engine with eager blocks on GPUs, fully trained, whose steps are counted."""
+    software = setup.software
+    elsewhere = setup.tabled or setup.offload_optimizer or setup.fabric.speaks_gloo
+    return software.counted and not (software.fused_kernels or elsewhere) and setup.trainable >= 1.0
+
+
 def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
     """Predict one step. `trainspec backtest` shows the error on published runs."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
@@ -517,6 +542,10 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Compose a full step in the setup's layout from the parts of a micro-batch."""
+    if runs_eagerly(setup):
+        from trainspec_cli.planner.time.engine_step import EngineStep  # deferred: it builds on this module
+
+        return EngineStep(setup, once, groups, eff).time()
     return step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
 
 
@@ -653,7 +682,9 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
     over the host link if offloaded. If an update has several operations, the reads and writes of each are counted."""
     layout = setup.layout
     software = setup.software
-    params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
+    # Without `ep`, trainspec's engine keeps a block's experts with its other parameters, so ranks of tp hold the same.
+    expert_shards = layout.shards if software.counted and layout.ep == 1 else layout.expert_shards
+    params = setup.trainable * (part.params / layout.shards + part.expert_params / expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer and software.counted:
         # The update also writes gradients, which it scales; their norm reads them once more. The copies overlap with

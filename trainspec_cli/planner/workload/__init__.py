@@ -57,6 +57,8 @@ class Work:
     code; None: not counted."""
     counted_gemms: tuple[Gemm, ...] | None = None
     """The products of those operations, if they are not `gemms`."""
+    counted_kernels: tuple[int, int] | None = None
+    """Number of those operations (forward, backward), without products."""
     tensor_bytes: float = 1e9
     """Bytes of one activation passed from kernel to kernel."""
     kernels: int = 0

@@ -137,6 +137,19 @@ ROTATION_BYTES = (20.0, 20.0)
 GATE_BYTES = (10.0, 18.0)
 """silu and product; in the backward two products and silu's."""
 SUM_BYTES = 6.0
+COPY_BYTES = (8.0, 14.0)
+"""Each copy of a token for an expert is gathered before and after the experts. In the backward, both gradients are
+gathered, and summed over the copies of a token: the second time, there is only one."""
+EXPERT_GATE_BYTES = (GATE_BYTES[0], GATE_BYTES[1] + 8.0)
+"""The gradients of both halves of an expert's first product are joined."""
+SPREAD_BYTES = (12.0, 20.0)
+"""Per copy with `ep`: rows are sorted by expert and back, and joined with dropped ones. In the backward, each of these
+writes zeros before its gradient."""
+# Numbers of kernels besides products and the attention core (forward, backward), counted in rehearsals of one layer
+ATTENTION_KERNELS = (14, 16)
+MLP_KERNELS = (5, 8)
+EXPERT_KERNELS = (35, 29)
+SPREAD_KERNELS = (15, 9)
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
@@ -173,6 +186,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
         counted_bytes=counted,
         counted_gemms=None if counted is None else separate_gemms(tokens, hidden, query / tp, key / tp),
+        counted_kernels=None if counted is None else ATTENTION_KERNELS,
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
@@ -203,6 +217,7 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
         gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
         counted_bytes=counted,
         counted_gemms=None if counted is None else (*2 * (Gemm(tokens, width, hidden),), Gemm(tokens, hidden, width)),
+        counted_kernels=None if counted is None else MLP_KERNELS,
         pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_GATE_BYTES * width) if model.gated_mlp else 0.0,
         tensor_bytes=2.0 * tokens * hidden / split,
@@ -268,7 +283,21 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
     shared = shared_width(experts) / tp
     rows = copies / local
     gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
+    # A token's copies are weighted and summed in a product.
+    counted_gemms = [*gemms, Gemm(1, hidden, experts.top_k, tokens / tp, wide=False)]
+    counted = None
+    if gated and etp == 1:
+        spread = ep > 1
+        moved = [tokens * NORM_BYTES[way] * hidden / split for way in (0, 1)]
+        sums = (1 + bool(shared), 2 + 2 * bool(shared))
+        for way in (0, 1):
+            moved[way] += tokens * SUM_BYTES * sums[way] * hidden / split
+            moved[way] += copies * hidden * (COPY_BYTES[way] + spread * SPREAD_BYTES[way])
+            moved[way] += copies * width * EXPERT_GATE_BYTES[way] + tokens * shared * GATE_BYTES[way]
+        moved[1] += 2.0 * tokens / tp * hidden
+        counted = (moved[0], moved[1])
     if shared:
+        counted_gemms += [*2 * (Gemm(tokens, shared, hidden),), Gemm(tokens, hidden, shared)]
         gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
     matrices = 3 if gated else 2
     routed = routed_expert_params(experts, hidden, gated) * experts.num_experts / (ep * etp)
@@ -278,6 +307,14 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
         gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
         pass_bytes=2.0 * (tokens * 7 * hidden / split + copies * (gates + 1) * width + tokens * (gates + 1) * shared)
         + permute,
+        counted_bytes=counted,
+        counted_gemms=None
+        if counted is None
+        else (*counted_gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
+        counted_kernels=(
+            EXPERT_KERNELS[0] + (ep > 1) * SPREAD_KERNELS[0] + bool(shared) * MLP_KERNELS[0],
+            EXPERT_KERNELS[1] + (ep > 1) * SPREAD_KERNELS[1] + bool(shared) * MLP_KERNELS[1],
+        ),
         tensor_bytes=2.0 * copies * hidden,
         kernels=100,
         tp_bytes=2.0 * tokens * hidden,

@@ -46,6 +46,14 @@ AT_ONCE = 2
 """Number of ranks that are rehearsed at the same time; each needs up to 1 GB of host memory."""
 
 
+LEFT_OUT = {
+    **dict.fromkeys(("launch_s", "step_s", "step_graphed_s"), 0.0),
+    **dict.fromkeys(("jitter", "contention", "expert_imbalance"), 0.0),
+}
+"""What a rehearsal does not have: the host's work, waiting for slower devices, kernels that are slower beside an
+exchange, and experts with more tokens than others."""
+
+
 @dataclass(frozen=True)
 class PlanToRehearse:
     """A plan, and the memory that it predicts for its ranks, in bytes."""
@@ -69,7 +77,7 @@ class PlanToRehearse:
     step_s: float
     """Duration of a step in seconds, with the recipe's kernels and compilation."""
     time: StepTime
-    """The same, with eager blocks, by part."""
+    """The same by part, with eager blocks and without `LEFT_OUT`."""
     kinds: tuple[int, ...]
     """For each pipeline rank, the first rank whose stages do the same work."""
     fused_saves_bytes: tuple[float, ...]
@@ -186,6 +194,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         saved = [one - other for one, other in zip(tensors, as_planned, strict=True)]
         by_rank = [size + more + peak.idle_bytes for size, more, peak in zip(by_rank, saved, peaks, strict=True)]
     eager_setup = setup_of(best, replace(spec, compile=False), None)
+    eff = efficiency_of(spec.cluster)
     device_bytes = best.memory_limit_bytes if memory_gib is None else memory_gib * GIB
     outside_bytes = CONTEXT_BYTES + in_groups
     if device_bytes <= outside_bytes:
@@ -204,8 +213,8 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
         tensors_bytes=tuple(tensors),
         allocator_bytes=tuple(by_rank),
         step_s=best.time.total_s,
-        time=estimate_step(eager_setup, efficiency_of(spec.cluster)),
-        kinds=_kinds_of_ranks(eager_setup, efficiency_of(spec.cluster)),
+        time=estimate_step(eager_setup, replace(eff, **LEFT_OUT)),
+        kinds=_kinds_of_ranks(eager_setup, eff),
         fused_saves_bytes=tuple(saved),
     )
 

@@ -32,7 +32,7 @@ from trainspec_cli.planner.hardware.cluster import (
     usual_gbit,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency, build_accelerator, load_group, peak_flops_per_s
-from trainspec_cli.planner.time.step import Rates, product_s, rates_of
+from trainspec_cli.planner.time.step import Rates, moved_s, product_s, rates_of
 from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
@@ -40,6 +40,7 @@ from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_st
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix products, with the position of the first factor among the arguments."""
+GROUPED = "_grouped_mm"
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BACKWARD: (1, 7)}
 """The kernels that represent all attention kernels (device.py), with the positions of `query` and `is_causal`."""
@@ -91,9 +92,7 @@ class ChipCosts:
         """Return the time of a kernel that reads and writes this many bytes (planner/time/step.py)."""
         if not nbytes:
             return self.eff.kernel_s
-        rates = self.rates(torch.bfloat16)
-        cached = self.eff.cache_reuse * rates.cache_bytes / (rates.cache_bytes + nbytes)
-        return nbytes * ((1 - cached) / rates.memory + self.eff.issue / rates.load_store) + self.eff.kernel_s
+        return moved_s(nbytes, self.rates(torch.bfloat16), self.eff)
 
     def operation_s(self, op: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Return the time of an operation, from the shapes of its arguments and results."""
@@ -104,6 +103,15 @@ class ChipCosts:
             first, second = args[FIRST_FACTOR[name] : FIRST_FACTOR[name] + 2]
             count = first.shape[0] if first.dim() == 3 else 1
             gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=first.dtype.itemsize == 1)
+            return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(first.dtype), self.eff) if gemm.flops else 0.0
+        if name == GROUPED:
+            # The products of all experts in one launch, with equal numbers of rows: rows times matrices (E, K, N) or,
+            # for the gradient of the matrices, the transposed rows of an expert times rows.
+            first, second = args[:2]
+            experts = len(args[2])
+            rows = first.shape[0] / experts if second.dim() == 3 else first.shape[0]
+            inner = first.shape[1] if second.dim() == 3 else first.shape[1] / experts
+            gemm = Gemm(rows, second.shape[-1], inner, experts, wide=False)
             return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(first.dtype), self.eff) if gemm.flops else 0.0
         if name in ATTENTION:
             at, causal = ATTENTION[name]

@@ -1,0 +1,485 @@
+"""The step of trainspec's engine with eager blocks on GPUs: FSDP2's exchanges block by block, and the schedule pass by
+pass.
+
+The closed forms of `step.py` describe any framework. They assume that exchanges and computation overlap evenly over a
+pass, and that a pipeline's ranks differ only in the time of a micro-batch. Here, each rank's passes are run through two
+clocks, that of the compute stream and that of the communicator of its shards, and the schedule is replayed with the
+durations of the passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+from trainspec_cli.planner.hardware.cluster import (
+    Group,
+    all_reduce_s,
+    axis_groups,
+    group_of,
+    group_of_ranks,
+    latency_s,
+    send_s,
+)
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.pipeline import Action, Kind, actions, cut_layers, replay
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.step import (
+    PASSES,
+    LayersPart,
+    MicroBatch,
+    RankParts,
+    between_steps_s,
+    gather_s,
+    host_wait_s,
+    moved_s,
+    optimizer_s,
+    rank_parts,
+    recompute_part_s,
+    scatter_s,
+    sum_s,
+    waiting_share,
+)
+from trainspec_cli.recipe.results.plan import StepTime
+
+# Memory traffic in bytes per parameter of FSDP2's copies, with a 2-byte compute format and gradients summed in fp32.
+CAST_BYTES = 10.0
+"""A shard is cast to the compute format and copied into the buffer of its all-gather."""
+COPY_OUT_BYTES = 4.0
+"""Gathered parameters are copied out of the buffer."""
+COPY_IN_BYTES = 6.0
+"""Gradients are cast while they are copied into the buffer of their reduce-scatter."""
+COPY_SUMS_IN_BYTES = 8.0
+"""The same if they were summed in fp32 over several micro-batches."""
+FIRST_SUM_BYTES = 6.0
+"""The first gradient that is kept without an exchange is cast."""
+SUM_BYTES = 10.0
+"""A later one is added to it."""
+SHARD_SUM_BYTES = 12.0
+"""A reduced gradient is added to that of earlier micro-batches, in fp32."""
+LATE_SUM_BYTES = 32.0
+"""Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
+GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
+LAUNCHES: dict[Kind, float] = {"forward": 1 / 3, "backward": 2 / 3, "backward_input": 1 / 3, "backward_weight": 1 / 3}
+"""Fraction of a micro-batch's kernel launches in each kind of pass (`host_wait_s`)."""
+AGREEMENT_KERNELS = 36
+"""Kernels between the passes of two steps that handle a few numbers: the loss, the norm and the report."""
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """Parameters that FSDP2 gathers and reduces together: a block, or what a stage has outside of its blocks. Times are
+    in seconds."""
+
+    group: str
+    """The communicator of its shards."""
+    gather_s: float
+    reduce_s: float
+    across_s: float
+    """Time to sum the gradients over replicas."""
+    copy_out_s: float
+    copy_in_s: float
+    copy_sums_in_s: float
+    first_sum_s: float
+    sum_s: float
+    shard_sum_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """With recomputation. If the schedule splits the backward: the gradients of the inputs."""
+    weights_s: float = 0.0
+    """The gradients of the weights, if the schedule splits the backward."""
+    forward_waits_s: float = 0.0
+    """Exposed exchanges inside the layer."""
+    backward_waits_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The blocks of a pipeline stage, what comes before them (the embedding) and after them (the head), and `root`, the
+    parameters of both."""
+
+    blocks: tuple[tuple[FsdpUnit, ...], ...]
+    """Each block's parameters, followed by those of its experts if these are spread over ranks."""
+    root: FsdpUnit
+    before_s: tuple[float, float]
+    """Forward and backward of the embedding, including waits."""
+    after_s: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """The passes of one pipeline rank in the order of its schedule, in seconds."""
+
+    passes_s: tuple[float, ...]
+    waited_s: float
+    """The part that waits for FSDP2's exchanges."""
+    sent_s: float
+    """Total duration of these exchanges."""
+    launches_s: float = 0.0
+    """Time for which the device waits for kernel launches."""
+
+    @property
+    def busy_s(self) -> float:
+        return sum(self.passes_s) + self.launches_s
+
+
+@dataclass(frozen=True)
+class StepRun:
+    ranks: list[RankRun]
+    ends_s: list[float]
+    """When each rank has made its passes."""
+    alone_s: list[float]
+    """The same if messages between stages take no time."""
+
+
+class RankClock:
+    """Runs the passes of one pipeline rank, as if the other stages were always ready."""
+
+    def __init__(self, stages: dict[int, Stage], setup: Setup, eff: Efficiency):
+        self.stages = stages
+        self.layout = setup.group_layout
+        self.overlaps = setup.software.overlap_dp
+        self.eff = eff
+        self.now_s = 0.0
+        """Time of the compute stream."""
+        self.free_s = dict.fromkeys(("gather", "reduce", "dp_shard", "expert_dp"), 0.0)
+        """When FSDP2's streams and the communicators are free: an exchange occupies one of both."""
+        self.across_s = 0.0
+        """The same for the communicator of the replicas."""
+        self.reduced_s = 0.0
+        """End of the last reduce-scatter."""
+        self.waited_s = 0.0
+        self.sent_s = 0.0
+        """Total duration of the exchanges."""
+        self.has_root = dict.fromkeys(stages, False)
+        self.has_blocks = dict.fromkeys(stages, False)
+        self.sums = dict.fromkeys(stages, 0)
+        """Number of micro-batches whose gradients were kept without an exchange."""
+        self.exchanged = dict.fromkeys(stages, 0)
+
+    def run(self, order: Sequence[Action]) -> RankRun:
+        left = Counter(action.stage for action in order if action.kind in GRADIENTS_DONE)
+        passes_s = []
+        for action in order:
+            began_s = self.now_s
+            left[action.stage] -= action.kind in GRADIENTS_DONE
+            if action.kind == "forward":
+                self._forward(action.stage)
+            else:
+                self._backward(action, last=left[action.stage] == 0)
+            passes_s.append(self.now_s - began_s)
+        return RankRun(tuple(passes_s), self.waited_s, self.sent_s)
+
+    def _wait(self, until_s: float) -> None:
+        self.waited_s += max(0.0, until_s - self.now_s)
+        self.now_s = max(self.now_s, until_s)
+
+    def _exchange(self, stream: str, unit: FsdpUnit, after_s: float) -> float:
+        """Return when an exchange ends that may begin at `after_s`."""
+        seconds = unit.gather_s if stream == "gather" else unit.reduce_s
+        if not seconds:
+            return after_s
+        end_s = max(self.free_s[stream], self.free_s[unit.group], after_s) + seconds
+        self.free_s[stream] = self.free_s[unit.group] = end_s
+        self.sent_s += seconds
+        if not self.overlaps:
+            self._wait(end_s)
+        return end_s
+
+    def _forward(self, number: int) -> None:
+        stage = self.stages[number]
+        # FSDP2's streams wait for the compute stream when a pass of a stage begins.
+        after_s = self.now_s
+        if not self.has_root[number]:
+            self._wait(self._exchange("gather", stage.root, after_s))
+            after_s = self.now_s
+            self.now_s += stage.root.copy_out_s
+            self.has_root[number] = True
+        self.now_s += stage.before_s[0]
+        # Parameters are gathered while those before them are in use.
+        copied_out_s = after_s
+        for unit in (unit for block in stage.blocks for unit in block):
+            if not self.has_blocks[number]:
+                ready_s = self._exchange("gather", unit, after_s)
+                after_s = copied_out_s
+                self._wait(ready_s)
+                self.now_s += unit.copy_out_s
+                copied_out_s = self.now_s
+            self.now_s += unit.forward_s + unit.forward_waits_s
+        self.has_blocks[number] = self.layout.keeps_parameters
+        self.now_s += stage.after_s[0]
+
+    def _backward(self, action: Action, *, last: bool) -> None:
+        number = action.stage
+        stage = self.stages[number]
+        blocks = stage.blocks[::-1]
+        units = [unit for block in blocks for unit in block]
+        if action.kind == "backward_weight":
+            self.now_s += sum(unit.weights_s for unit in units)
+            self.sums[number] += 1
+            if last:
+                self._reduce_all([*units, stage.root], number)
+            return
+        exchanges = action.kind == "backward" and (last or self.layout.exchanges_every_backward)
+        gathers = not self.has_blocks[number]
+        waiting = units[::-1] if gathers else []
+        ready_s = self._exchange("gather", waiting[-1], 0.0) if waiting else 0.0
+        self.now_s += stage.after_s[1]
+        for block in blocks:
+            for unit in block if gathers else ():
+                self._wait(ready_s)
+                self.now_s += unit.copy_out_s
+                # Until these parameters have been copied out, the next ones are not gathered.
+                waiting.pop()
+                ready_s = self._exchange("gather", waiting[-1], self.now_s) if waiting else 0.0
+            for unit in reversed(block):
+                self.now_s += unit.backward_s + unit.backward_waits_s
+                if exchanges:
+                    self._reduce(unit, number)
+                elif action.kind == "backward":
+                    self._keep(unit, number)
+        self.now_s += stage.before_s[1]
+        if exchanges:
+            self._reduce_all([stage.root], number)
+        elif action.kind == "backward":
+            self._keep(stage.root, number)
+            self.sums[number] += 1
+        keeps = self.layout.keeps_parameters and not (last and action.kind == "backward")
+        self.has_blocks[number] = self.has_root[number] = keeps
+
+    def _keep(self, unit: FsdpUnit, number: int) -> None:
+        self.now_s += unit.sum_s if self.sums[number] else unit.first_sum_s
+
+    def _reduce(self, unit: FsdpUnit, number: int) -> None:
+        if self.sums[number]:
+            self.now_s += unit.sum_s
+        # The buffer of the last reduce-scatter is used again.
+        self._wait(self.reduced_s)
+        self.now_s += unit.copy_sums_in_s if self.sums[number] else unit.copy_in_s
+        self.reduced_s = self._exchange("reduce", unit, self.now_s)
+        self.across_s = max(self.across_s, self.reduced_s) + unit.across_s
+        self.sent_s += unit.across_s
+        if self.exchanged[number]:
+            self.across_s += unit.shard_sum_s
+
+    def _reduce_all(self, units: Sequence[FsdpUnit], number: int) -> None:
+        """Reduce the last gradients of a stage, and wait for all of its reductions."""
+        for unit in units:
+            self._reduce(unit, number)
+        self.exchanged[number] += 1
+        self.sums[number] = 0
+        self._wait(max(self.reduced_s, self.across_s))
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    setup: Setup
+    once: MicroBatch
+    groups: dict[str, Group]
+    eff: Efficiency
+
+    @cached_property
+    def parts(self) -> list[RankParts]:
+        return rank_parts(self.once, self.setup.layout)
+
+    @cached_property
+    def _inside(self) -> dict[str, Group]:
+        """Return the groups of a replica group."""
+        if self.setup.replica_groups == 1:
+            return self.groups
+        return axis_groups(self.setup.group_layout, self.setup.fabric, self.eff)
+
+    def _unit(self, params: float, group: str = "dp_shard") -> FsdpUnit:
+        setup = self.setup
+        shard = self._inside[group]
+        reduce_bytes = setup.software.reduce_bytes
+        own = params / shard.size
+        cast_s = self._moved_s(CAST_BYTES * own)
+        gathered_s = gather_s(shard, self.once.rates.element_bytes * params, setup, self.eff)
+        return FsdpUnit(
+            group,
+            gather_s=gathered_s + cast_s if gathered_s else 0.0,
+            reduce_s=scatter_s(shard, reduce_bytes * params, setup, self.eff),
+            across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
+            # One rank casts and copies its shard in place of gathering it.
+            copy_out_s=self._moved_s(COPY_OUT_BYTES * params) if gathered_s else cast_s,
+            copy_in_s=self._moved_s(COPY_IN_BYTES * params),
+            copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES * params),
+            first_sum_s=self._moved_s(FIRST_SUM_BYTES * params),
+            sum_s=self._moved_s(SUM_BYTES * params),
+            shard_sum_s=self._moved_s(SHARD_SUM_BYTES * own),
+        )
+
+    def _moved_s(self, moved_bytes: float) -> float:
+        return moved_s(moved_bytes, self.once.rates, self.eff)
+
+    def _block(self, mixers: Sequence[LayersPart]) -> tuple[FsdpUnit, ...]:
+        params = sum(part.params for part in mixers)
+        expert_params = sum(part.expert_params for part in mixers)
+        if self.setup.layout.ep == 1 or not expert_params:
+            whole = LayersPart()
+            for part in mixers:
+                whole = whole.plus(part)
+            return (self._with_work(self._unit(params + expert_params), whole),)
+        *others, experts = mixers
+        before = LayersPart()
+        for part in others:
+            before = before.plus(part)
+        inner = self._with_work(self._unit(expert_params, "expert_dp"), experts)
+        return self._with_work(self._unit(params), before), inner
+
+    def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
+        again = self.setup.recompute
+        forward_waits_s = part.tp + part.cp + part.ep
+        again_waits_s = again.layers * forward_waits_s if again.full else 0.0
+        # A split backward computes the gradients of the inputs first.
+        weights_s = part.matmul_b / 2 if self.setup.layout.splits_backward else 0.0
+        return replace(
+            unit,
+            forward_s=part.forward,
+            backward_s=part.backward - weights_s + recompute_part_s(part, again) - again_waits_s,
+            weights_s=weights_s,
+            forward_waits_s=forward_waits_s,
+            backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
+        )
+
+    def _stages(self, rank: int) -> dict[int, Stage]:
+        layout = self.setup.layout
+        layers = cut_layers(self.once.num_layers, layout)
+        blocks = [self._block(mixers) for mixers in self.once.mixers]
+        stages = {}
+        for number in layout.stages_of_rank(rank):
+            outside = LayersPart()
+            before_s = after_s = (0.0, 0.0)
+            if number == 0:
+                outside = outside.plus(self.once.embedding)
+                before_s = (self.once.embedding.forward, self.once.embedding.backward)
+            if number == layout.num_stages - 1:
+                head = self.once.head
+                outside = outside.plus(head)
+                # The loss computes its gradients in its forward (`engine/models/cross_entropy.py`).
+                after_s = (head.forward + head.backward + PASSES["tp"] * head.tp, 0.0)
+            stages[number] = Stage(
+                tuple(blocks[self.once.kind_of(layer)] for layer in layers[number]),
+                self._unit(outside.params),
+                before_s,
+                after_s,
+            )
+        return stages
+
+    def _late_sums_s(self, rank: int, part: LayersPart) -> tuple[float, float]:
+        """Return the seconds of copies and of exchanges for gradients that are summed once per step, after the passes:
+        over tp, those of experts that are not spread; between the first and the last stage, those of an embedding that
+        is also the head."""
+        layout = self.setup.layout
+        model = self.setup.model
+        exchange_s = copies_s = 0.0
+        if layout.tp > 1 and layout.ep == 1 and part.expert_params:
+            own = part.expert_params / layout.shards
+            copies_s += self._moved_s(LATE_SUM_BYTES * own)
+            exchange_s += all_reduce_s(self.groups["tp"], 4.0 * own, self.eff)
+        ends = [layout.rank_of_stage(stage) for stage in (0, layout.num_stages - 1)]
+        if rank in ends and model.unit == "tokens" and model.tied_embeddings and layout.pp > 1:
+            own = model.vocab_size * model.hidden_size / layout.tp / layout.shards
+            copies_s += self._moved_s(LATE_SUM_BYTES * own)
+            per_stage = layout.world_size // layout.pp
+            group = group_of_ranks(self.setup.fabric, sorted({end * per_stage for end in ends}), self.eff)
+            exchange_s += all_reduce_s(group, 4.0 * own, self.eff)
+        return copies_s, exchange_s
+
+    def _run(self, micro_batches: int) -> StepRun:
+        """Run this many micro-batches through the ranks, and replay the schedule with the durations of their passes."""
+        layout = self.setup.layout
+        orders = actions(layout, micro_batches)
+        stages = [self._stages(rank) for rank in range(layout.pp)]
+        known: dict[object, RankRun] = {}
+        ranks = []
+        for rank, order in enumerate(orders):
+            # Ranks in the middle of a long pipeline have equal stages in the same order.
+            like = tuple((action.kind, action.stage // layout.pp, action.micro_batch) for action in order)
+            key = (like, tuple(stages[rank].values()))
+            if key not in known:
+                known[key] = RankClock(stages[rank], self.setup, self.eff).run(order)
+            ranks.append(known[key])
+        per_stage = layout.world_size // layout.pp
+        parts = layout.tp if layout.sequence_parallel else 1
+        message_bytes = self.once.rates.element_bytes * self.setup.tokens * self.setup.model.hidden_size / parts
+
+        @cache
+        def hand_over_s(sender: int, receiver: int) -> float:
+            pair = group_of_ranks(self.setup.fabric, (sender * per_stage, receiver * per_stage), self.eff)
+            return send_s(pair, message_bytes, self.eff)
+
+        # A pass takes longer than on the device if launching its kernels does.
+        device_s = [rank.busy_s / micro_batches for rank in ranks]
+        launches_s = [
+            host_wait_s(part.whole, seconds, self.setup, self.eff) / layout.chunks_per_rank
+            for part, seconds in zip(self.parts, device_s, strict=True)
+        ]
+        ranks = [
+            replace(rank, launches_s=wait_s * micro_batches * layout.chunks_per_rank)
+            for rank, wait_s in zip(ranks, launches_s, strict=True)
+        ]
+        place = [{action: number for number, action in enumerate(order)} for order in orders]
+
+        def action_s(action: Action) -> float:
+            rank = layout.rank_of_stage(action.stage)
+            return ranks[rank].passes_s[place[rank][action]] + LAUNCHES[action.kind] * launches_s[rank]
+
+        def ends_s(hand_over: Callable[[int, int], float]) -> list[float]:
+            return [passes[-1].end_s for passes in replay(layout, micro_batches, action_s, hand_over)]
+
+        return StepRun(ranks, ends_s(hand_over_s), ends_s(lambda _sender, _receiver: 0.0))
+
+    def time(self) -> StepTime:
+        """Return the step time by part, those of the rank with the most work."""
+        setup = self.setup
+        layout = setup.layout
+        eff = self.eff
+        micro = setup.grad_accum
+        # After some micro-batches the schedule repeats itself.
+        few = 3 * layout.num_stages + setup.grad_accum % layout.pp
+        counts = [setup.grad_accum] if few + layout.pp >= setup.grad_accum else [few, few + layout.pp]
+        runs = [self._run(count) for count in counts]
+        times = (setup.grad_accum - counts[0]) / layout.pp
+
+        def whole(of_run: Callable[[StepRun], float]) -> float:
+            first_s = of_run(runs[0])
+            return first_s + times * (of_run(runs[-1]) - first_s)
+
+        late_s = [self._late_sums_s(rank, part.whole) for rank, part in enumerate(self.parts)]
+        busy_s = [whole(lambda run, rank=rank: run.ranks[rank].busy_s) + sum(late_s[rank]) for rank in range(layout.pp)]
+        slowest = max(range(layout.pp), key=busy_s.__getitem__)
+
+        def end_s(ends: Callable[[StepRun], Sequence[float]]) -> float:
+            """Return when the last rank reaches the agreement."""
+            return max(whole(lambda run, rank=rank: ends(run)[rank]) + sum(late_s[rank]) for rank in range(layout.pp))
+
+        alone_s = end_s(lambda run: run.alone_s)
+        waits_s = whole(lambda run: run.ranks[slowest].waited_s)
+        slowed_s = eff.contention * max(0.0, whole(lambda run: run.ranks[slowest].sent_s) - waits_s)
+        part = self.parts[slowest].whole
+        launches_s = whole(lambda run: run.ranks[slowest].launches_s)
+        between = between_steps_s(setup, eff)
+        agreement_s = 2 * latency_s(group_of(setup.fabric, layout.world_size, 1, eff), eff)
+        busy = StepTime(
+            matmul_s=micro * (part.matmul_f + part.matmul_b),
+            attention_s=micro * (part.attention_f + part.attention_b),
+            recompute_s=micro * recompute_part_s(self.parts[slowest].layers, setup.recompute),
+            tp_comm_s=micro * PASSES["tp"] * part.tp,
+            cp_comm_s=micro * PASSES["cp"] * part.cp,
+            ep_comm_s=micro * PASSES["ep"] * part.ep,
+        )
+        busy = replace(
+            busy,
+            # The rest are norms, gates, losses, and FSDP2's copies.
+            memory_bound_s=busy_s[slowest] - launches_s - waits_s - late_s[slowest][1] - busy.total_s,
+            dp_comm_s=waits_s + slowed_s + late_s[slowest][1] + agreement_s,
+            bubble_s=alone_s - busy_s[slowest],
+            pp_comm_s=end_s(lambda run: run.ends_s) - alone_s,
+            optimizer_s=optimizer_s(part, setup, self.once.rates, self.groups, eff) + AGREEMENT_KERNELS * eff.kernel_s,
+            host_s=launches_s + between,
+        )
+        return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
