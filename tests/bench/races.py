@@ -61,7 +61,7 @@ def unwaited(case: str, module: str, call: str) -> Plant:
 
 def without(case: str, module: str, line: str, *others: Change) -> Plant:
     """Return a plant that leaves a statement out."""
-    return Plant(case, ((module, line, re.sub(r"\S.*", "pass", line)), *others))
+    return Plant(case, ((module, line, re.sub(r"\S.*", "pass", line, count=1)), *others))
 
 
 OURS = "                        torch.accelerator.current_stream().wait_event(event)\n"
@@ -92,7 +92,23 @@ PLANTS = {
         ),
     ),
     "sum over tp": unwaited("tp_plain", EXCHANGE, "            dist.all_reduce(x, group=self.group)"),
-    "gather along the sequence": unwaited("tp", EXCHANGE, "all_gather(all_SBD, mine_SBD, group=self.group)"),
+    "exchange along the sequence": Plant(
+        "tp",
+        (
+            (
+                EXCHANGE,
+                "            if has_to_end or at_once:\n",
+                "            if at_once:\n                return lambda: None\n            if has_to_end:\n",
+            ),
+        ),
+    ),
+    "gradient of a region's input": without(
+        "tp",
+        EXCHANGE,
+        "            end()\n            return mine_BSD",
+    ),
+    "gradient of a region's output": without("tp", EXCHANGE, "            end()\n            return whole_BSD"),
+    "sum of a region's gradient": without("tp_plain", EXCHANGE, "            end()\n            return total"),
     "rows of a sum": without("zero3", EXCHANGE, "        work.wait()\n"),
     "the step's agreement": unwaited("dp", f"{ENGINE}.run.step", "dist.all_reduce(agreed)"),
     "counts of expert copies": unwaited(
