@@ -93,7 +93,23 @@ PLANTS = {
     ),
     "a step's noise is read early": without("zero3", f"{ENGINE}.run.trainer", "        done.segments.wait()\n"),
     "sum over tp": unwaited("tp_plain", EXCHANGE, "            dist.all_reduce(x, group=self.group)"),
-    "gather along the sequence": unwaited("tp", EXCHANGE, "all_gather(all_SBD, mine_SBD, group=self.group)"),
+    "exchange along the sequence": Plant(
+        "tp",
+        (
+            (
+                EXCHANGE,
+                "            if has_to_end or at_once:\n",
+                "            if at_once:\n                planted()\n                return lambda: None\n            if has_to_end:\n",
+            ),
+        ),
+    ),
+    "gradient of a region's input": without(
+        "tp",
+        EXCHANGE,
+        "            end()\n            return mine_BSD",
+    ),
+    "gradient of a region's output": without("tp", EXCHANGE, "            end()\n            return whole_BSD"),
+    "sum of a region's gradient": without("tp_plain", EXCHANGE, "            end()\n            return total"),
     "rows of a sum": unwaited("zero3", EXCHANGE, "_reduce_scatter(output, whole, group=group, **options)"),
     "the step's agreement": unwaited("dp", f"{ENGINE}.run.step", "dist.all_reduce(agreed)"),
     "counts of expert copies": unwaited(

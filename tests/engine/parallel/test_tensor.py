@@ -52,6 +52,9 @@ class Model(torch.nn.Module):
     def region_modules(self) -> list[torch.nn.Module]:
         return []
 
+    def block_modules(self) -> list[torch.nn.Module]:
+        return []
+
 
 PEERS: Any = SimpleNamespace(rank=1, size=2, group="tp", time=nullcontext)
 

@@ -289,7 +289,9 @@ def spread_stage(
         group = mesh.expert_group("ep")
         cuts |= apply_expert_parallel(part, Peers(group, exchanges.links.of("ep", group)), sort_by_expert)
     if layout.tp > 1:
-        partials = apply_tensor_parallel(part, tp, cuts, sequence_parallel=layout.sequence_parallel)
+        # A schedule that splits the backward pass computes all gradients of weights later.
+        options = {"sequence_parallel": layout.sequence_parallel, "overlaps": not layout.splits_backward}
+        partials = apply_tensor_parallel(part, tp, cuts, **options)
     if layout.cp > 1:
         core = RingCore if layout.context_method == "ring" else UlyssesCore
         for attention in part.attention_modules():

@@ -19,6 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Purpose = Literal["gradients", "parameters"]
+Wait = Callable[[], object]
+"""Waits for an exchange in progress: the host on gloo, the current stream on an accelerator."""
+Started = tuple[Tensor, Callable[[], Tensor]]
+"""An exchange in progress: its result, which must not be read yet, and a function that waits and returns it."""
 
 
 class TimeCollective(Protocol):
@@ -45,17 +49,30 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
     On gloo, the ranks swap rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
     all-reduce that sends twice the bytes and sums in an order that depends on a value's position in the message.
     """
-    if not is_on_gloo(group):
+    if is_on_gloo(group):
+        start_reduce_scatter(output, whole, group)()
+    else:
         _reduce_scatter(output, whole, group=group, **options)
-        return
+
+
+def start_reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start `reduce_scatter`. Until the returned function is called, `whole` must not change."""
+    if not is_on_gloo(group):
+        in_progress: Wait = _reduce_scatter(output, whole, group=group, async_op=True).wait
+        return in_progress
     sent_RB = whole.contiguous().view(group.size(), -1).view(torch.uint8)
     received_RB = torch.empty_like(sent_RB)
-    swap_rows(received_RB, sent_RB, group)
-    first, *others = received_RB.view(whole.dtype)
-    total = first.float() if first.dtype.itemsize < torch.float32.itemsize else first
-    for row in others:
-        total += row
-    output.copy_(total.view_as(output))
+    receive = start_swap(received_RB, sent_RB, group)
+
+    def sum_rows() -> None:
+        receive()
+        first, *others = received_RB.view(whole.dtype)
+        total = first.float() if first.dtype.itemsize < torch.float32.itemsize else first
+        for row in others:
+            total += row
+        output.copy_(total.view_as(output))
+
+    return sum_rows
 
 
 def all_reduce_(x: Tensor, group: dist.ProcessGroup) -> None:
@@ -101,19 +118,25 @@ def sent_bytes(whole_bytes: float, ranks: int) -> float:
 
 
 def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> None:
-    """Send row i to rank i and fill the received rows, by sender, on gloo.
+    """Send row i to rank i and fill the received rows, by sender, on gloo."""
+    start_swap(received_RB, sent_RB, group)()
 
-    Receives are posted first. Between two ranks, gloo's all-to-all queues its ready-to-receive notice behind the data
-    that it sends, so that one direction often waits for the other.
-    """
+
+def start_swap(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start `swap_rows`. Receives are posted first: between two ranks, gloo's all-to-all queues its ready-to-receive
+    notice behind the data that it sends, so that one direction often waits for the other."""
     rank = group.rank()
     others = [peer for peer in range(group.size()) if peer != group.rank()]
     under_way = [dist.irecv(received_RB[peer], group=group, group_src=peer) for peer in others]
     under_way += [dist.isend(sent_RB[peer], group=group, group_dst=peer) for peer in others]
     received_RB[rank] = sent_RB[rank]
-    for work in under_way:
-        assert work is not None, "this rank is in the group"
-        work.wait()
+
+    def wait() -> None:
+        for work in under_way:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+
+    return wait
 
 
 @dataclass(frozen=True)
@@ -175,19 +198,77 @@ class Peers:
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
         """Gather (B, S / n, D) into (B, S, D). The result is contiguous, because otherwise every matrix product of a
         region would save a copy."""
-        mine_SBD = x_BSD.transpose(0, 1).contiguous()
-        all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
-        with self.time(sent_bytes(all_SBD.nbytes, self.size)):
-            all_gather(all_SBD, mine_SBD, group=self.group)
-        return all_SBD.transpose(0, 1).contiguous()
+        return self.start_gather(x_BSD, at_once=True)[1]()
 
     def scatter_sum(self, x_BSD: Tensor) -> Tensor:
         """Sum (B, S, D) over the ranks, and return this rank's (B, S / n, D)."""
+        return self.start_scatter(x_BSD, at_once=True)[0]
+
+    def start_gather(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
+        """Start `gather_sequence`, and with `at_once` also wait for it."""
+        mine_SBD = x_BSD.transpose(0, 1).contiguous()
+        all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
+        end = self._start(
+            sent_bytes(all_SBD.nbytes, self.size),
+            lambda: all_gather(all_SBD, mine_SBD, group=self.group, async_op=True).wait,
+            at_once,
+        )
+        whole_BSD = all_SBD.transpose(0, 1)
+
+        def finish() -> Tensor:
+            end()
+            return whole_BSD.contiguous()
+
+        return whole_BSD, finish
+
+    def start_scatter(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
+        """Start `scatter_sum`, and with `at_once` also wait for it."""
         whole_SBD = x_BSD.transpose(0, 1).contiguous()
         mine_SBD = whole_SBD.new_empty((whole_SBD.shape[0] // self.size, *whole_SBD.shape[1:]))
-        with self.time(sent_bytes(whole_SBD.nbytes, self.size)):
-            reduce_scatter(mine_SBD, whole_SBD, group=self.group)
-        return mine_SBD.transpose(0, 1)
+        end = self._start(
+            sent_bytes(whole_SBD.nbytes, self.size),
+            lambda: start_reduce_scatter(mine_SBD, whole_SBD, self.group),
+            at_once,
+        )
+        mine_BSD = mine_SBD.transpose(0, 1)
+
+        def finish() -> Tensor:
+            end()
+            return mine_BSD
+
+        return mine_BSD, finish
+
+    def start_sum(self, x: Tensor) -> Started:
+        """Start to sum a copy over the ranks."""
+        total = x.clone()
+
+        def begin() -> Wait:
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+            assert work is not None, "this rank is in the group"
+            wait: Wait = work.wait
+            return wait
+
+        end = self._start(2 * sent_bytes(x.nbytes, self.size), begin, at_once=False)
+
+        def finish() -> Tensor:
+            end()
+            return total
+
+        return total, finish
+
+    def _start(self, sent: float, begin: Callable[[], Wait], at_once: bool) -> Wait:
+        """Return a function that waits for the end of an exchange."""
+        with self.time(sent) as has_to_end:
+            wait = begin()
+            if has_to_end or at_once:
+                wait()
+                return lambda: None
+
+        def end() -> None:
+            with self.time():
+                wait()
+
+        return end
 
 
 class _Mirror(torch.autograd.Function):
@@ -203,24 +284,70 @@ class _Mirror(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
+def cross(
+    x: Tensor, ahead: Callable[[Tensor], Tensor], start: Callable[[Tensor], Started]
+) -> tuple[Tensor, int | None]:
+    """Exchange in the forward pass, and in the backward pass start another exchange as soon as its gradient is
+    complete; other work may run before its result is needed.
+
+    Return (the result, the number of such work in autograd's order; None if nothing needs a gradient).
+    """
+    in_progress: list[Callable[[], Tensor]] = []
+    # Autograd runs the node with the highest number first, and numbers them in the order of the forward pass.
+    x = _Finish.apply(x, in_progress)
+    between: Any = _same(x).grad_fn
+    return _Start.apply(x, ahead, start, in_progress), between and between._sequence_nr()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ahead: Callable[[Tensor], Tensor],
+        start: Callable[[Tensor], Started],
+        in_progress: list[Callable[[], Tensor]],
+    ) -> Tensor:
+        ctx.start = start
+        ctx.in_progress = in_progress
+        return ahead(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        unfinished, finish = ctx.start(gradient)
+        ctx.in_progress.append(finish)
+        return unfinished, None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, in_progress: list[Callable[[], Tensor]]) -> Tensor:
+        ctx.in_progress = in_progress
+        return _same(x)
+
+    @staticmethod
+    def backward(ctx: Any, _unfinished: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.in_progress.pop()(), None
+
+
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-@torch.compiler.disable
-def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """Return the full input of a region on every rank. The backward pass sums the ranks' gradients."""
+def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> tuple[Tensor, int | None]:
+    """Return the full input of a region on every rank, and a number as `cross` does. The backward pass sums the ranks'
+    gradients."""
     if sequence_parallel:
-        return _Mirror.apply(x_BSD, peers.gather_sequence, peers.scatter_sum)
-    return _Mirror.apply(x_BSD, _same, lambda gradient: peers.sum_(gradient.clone()))
+        return cross(x_BSD, peers.gather_sequence, peers.start_scatter)
+    return cross(x_BSD, _same, peers.start_sum)
 
 
-@torch.compiler.disable
-def leave_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> Tensor:
-    """Return the sum of the ranks' outputs. In the backward pass, each rank gets the full gradient."""
+def leave_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> tuple[Tensor, int | None]:
+    """Return the sum of the ranks' outputs, and a number as `cross` does. In the backward pass, each rank gets the full
+    gradient."""
     if sequence_parallel:
-        return _Mirror.apply(x_BSD, peers.scatter_sum, peers.gather_sequence)
-    return _Mirror.apply(x_BSD, lambda x: peers.sum_(x.clone()), _same)
+        return cross(x_BSD, peers.scatter_sum, peers.start_gather)
+    return cross(x_BSD, lambda x: peers.sum_(x.clone()), lambda gradient: (gradient, lambda: gradient))
 
 
 @torch.compiler.disable

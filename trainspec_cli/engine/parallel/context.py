@@ -10,7 +10,9 @@ Shapes: B samples, S tokens on this rank, H heads, K key-value heads, E head siz
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -232,10 +234,14 @@ def _attend_backward(
 # become smaller plain tensors, and hooks exchange the inputs and outputs of regions; the model's code is unchanged.
 
 
-def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, sequence_parallel: bool) -> list[str]:
+def apply_tensor_parallel(
+    model: Any, peers: Peers, cuts: dict[str, Cut], *, sequence_parallel: bool, overlaps: bool = True
+) -> list[str]:
     """Cut `model` (on meta) in place, and add the position of each part to `cuts`, which has those of other axes.
     Return the names of uncut parameters whose gradient on a rank is only a partial sum: always for those inside
-    regions, and outside them if the sequence is cut."""
+    regions, and outside them if the sequence is cut.
+
+    With `overlaps`, exchanges of the backward pass overlap with the gradients of weights (`_overlap_exchanges`)."""
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         dim = next((dim for pattern, dim in model.tensor_cuts.items() if fnmatchcase(name, pattern)), None)
         if dim is None:
@@ -245,12 +251,6 @@ def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, seq
         part = cut.part_of(parameter)
         setattr(model.get_submodule(owner), leaf, part if isinstance(parameter, nn.Parameter) else part.detach())
 
-    def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (enter_region(inputs[0], peers, sequence_parallel), *inputs[1:])
-
-    def leave(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return leave_region(output, peers, sequence_parallel)
-
     def embed_own_words(tokens_BS: Tensor) -> Tensor:
         """Embed the words of this rank; other ranks' words become zeros, and the sum over the ranks is the full
         embedding."""
@@ -258,21 +258,144 @@ def apply_tensor_parallel(model: Any, peers: Peers, cuts: dict[str, Cut], *, seq
         mine_BS = (tokens_BS >= cut.start) & (tokens_BS < cut.start + cut.size)
         row_BS = torch.where(mine_BS, tokens_BS - cut.start, 0)
         x_BSD = F.embedding(row_BS, model.embed.weight) * mine_BS[..., None]
-        return leave_region(x_BSD, peers, sequence_parallel)
+        return leave_region(x_BSD, peers, sequence_parallel)[0]
 
-    for region in model.region_modules():
-        region.register_forward_pre_hook(enter)
-        region.register_forward_hook(leave)
+    turns = {region: Turns() for region in model.region_modules()}
+    for region, own in turns.items():
+        region.register_forward_pre_hook(partial(_enter, peers, sequence_parallel, own))
+        region.register_forward_hook(partial(_leave, peers, sequence_parallel, own))
+    if overlaps:
+        _overlap_exchanges(model, turns, cuts)
     if getattr(model, "embed", None) is not None:
         model.embed.forward = embed_own_words
     if getattr(model, "loss", None) is not None:
-        model.loss.register_forward_pre_hook(enter)
+        model.loss.register_forward_pre_hook(partial(_enter, peers, sequence_parallel, Turns()))
         model.loss.chunk = VocabularyCutChunk(cuts.get("head.weight") or cuts["embed.weight"], peers)
     return [
         name
         for name, _ in model.named_parameters()
         if name not in cuts and (sequence_parallel or any(fnmatchcase(name, one) for one in model.tensor_partial))
     ]
+
+
+@dataclass
+class Turns:
+    """The places of weight gradients in autograd's order in which they hide an exchange of a region's backward pass
+    (`exchange.cross`), for the graph that is being recorded."""
+
+    entered: int | None = None
+    """While the gradient of the region's input is summed."""
+    left: int | None = None
+    """While the gradient of the region's output is gathered; None if nothing is gathered."""
+
+
+@torch.compiler.disable
+def _enter(peers: Peers, sequence_parallel: bool, turns: Turns, _module: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    x_BSD, turns.entered = enter_region(inputs[0], peers, sequence_parallel)
+    return (x_BSD, *inputs[1:])
+
+
+@torch.compiler.disable
+def _leave(
+    peers: Peers, sequence_parallel: bool, turns: Turns, _module: nn.Module, _inputs: Any, output: Tensor
+) -> Tensor:
+    x_BSD, turn = leave_region(output, peers, sequence_parallel)
+    turns.left = turn if sequence_parallel else None
+    return x_BSD
+
+
+def _overlap_exchanges(model: Any, turns: dict[nn.Module, Turns], cuts: dict[str, Cut]) -> None:
+    """Compute the gradients of a region's weights while the gradient of its input is summed over the ranks. If the
+    block has a region before this one, one of them is computed while the gradient of that region's output is gathered.
+    The same products are computed, so no bit changes.
+
+    Nothing is computed later than the block's backward pass, at the end of which its gradients are reduced. In regions
+    that are not the first of their block, the last product is not delayed: the gathered gradient of the output would
+    have to be kept at the moment that needs the most memory."""
+    names = {module: name for name, module in model.named_modules()}
+    for block in model.block_modules():
+        before: Turns | None = None
+        for region in block.modules():
+            if region not in turns:
+                continue
+            own = turns[region]
+            hidden_before = before
+            for linear in region.modules():
+                cut = cuts.get(f"{names[linear]}.weight")
+                is_last = cut is not None and cut.dim == 1
+                # Subclasses may do more than multiply by a weight parameter.
+                if type(linear) is not nn.Linear or (is_last and before is not None):
+                    continue
+                linear.__class__ = RegionLinear
+                linear.turns = own  # type: ignore[assignment]
+                linear.turns_before = hidden_before  # type: ignore[assignment]
+                hidden_before = None
+            before = own
+
+
+class RegionLinear(nn.Linear):
+    """A linear layer whose weight's gradient is computed while an exchange is in progress."""
+
+    turns: Turns
+    turns_before: Turns | None
+    """Of the region before this one in the block, if its exchange is to be hidden."""
+
+    # A compiler would compute both gradients in one graph.
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        turn = self.turns.entered
+        if self.turns_before is not None and self.turns_before.left is not None:
+            turn = self.turns_before.left
+        if turn is None or not (torch.is_grad_enabled() and x.requires_grad and self.weight.requires_grad):
+            return super().forward(x)
+        product = _Product(self.weight, self.bias)
+        rows = x.flatten(0, -2)
+        late: Any = _LateGradient.apply(self.weight, self.bias, len(rows), product)
+        late.grad_fn._set_sequence_nr(turn)
+        y: Tensor = _MultiplyRows.apply(rows, late, product)
+        return y.unflatten(0, x.shape[:-1])
+
+
+@dataclass
+class _Product:
+    """What the two parts of a linear layer's backward pass share."""
+
+    weight: Tensor
+    bias: Tensor | None
+    x: Tensor | None = None
+
+
+class _LateGradient(torch.autograd.Function):
+    """The parameters' part of a linear layer: computes their gradients from that of the layer's output. The result of
+    the forward pass has the output's shape but no values; it connects the two parts."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, rows: int, product: _Product) -> Tensor:
+        ctx.product = product
+        return weight.new_empty(()).expand(rows, len(weight))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x = ctx.product.x
+        ctx.product.x = None
+        return dy.T @ x, None if ctx.product.bias is None else dy.sum(0), None, None
+
+
+class _MultiplyRows(torch.autograd.Function):
+    """The input's part of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _late: Tensor, product: _Product) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.product = product
+        return F.linear(x, product.weight, product.bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ctx.product.x,) = ctx.saved_tensors
+        return dy @ ctx.product.weight, dy, None
 
 
 class VocabularyCutChunk(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
-from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Stretch, Tape, Value
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Storage, Stretch, Tape, Value
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     CONV_TAPS,
@@ -92,7 +92,9 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
     if shape.lora.is_quantised:
         y = tape.dequantised_linear(x, outputs * inputs, tokens * outputs)
     else:
-        y = tape.linear(x, tape.leaf(outputs * inputs), tokens * outputs)
+        # The last product of a region has a gathered gradient, which only the first region of a block keeps for later.
+        delays = not (tape.left and name in ("out", "down"))
+        y = tape.linear(x, tape.leaf(outputs * inputs), tokens * outputs, delays=delays)
     if not rank or name not in shape.lora.targets:
         return y
     narrow = tape.linear(x, tape.leaf(rank * inputs, frozen=False), tokens * rank)
@@ -101,16 +103,42 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
     """Record a part between two exchanges over tp. With several samples, exchanging along the sequence requires
-    copies."""
+    copies.
+
+    The gradients of its weights are computed while that of its input is exchanged; in a block's second region, the
+    first of them while the gradient of the first region's output is gathered (`engine/parallel/context.py`)."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
     if tp == 1:
         return part(tape, x, shape)
-    copied = whole * shape.width if shape.samples > 1 else 0.0
+    copies = shape.samples > 1
+    copied = whole * shape.width if copies else 0.0
+
+    def scatter(gradient: Value) -> tuple[Value, Storage]:
+        sent = tape.new(whole) if copies else gradient
+        return tape.new(whole / tp), sent.storage
+
+    def gather(gradient: Value) -> tuple[Value, Storage]:
+        sent = tape.new(whole / tp) if copies else gradient
+        return tape.new(whole), sent.storage
+
+    def add_up(gradient: Value) -> tuple[Value, Storage]:
+        return tape.new(gradient.elements), tape.new(0.0).storage
+
     if shape.layout.sequence_parallel:
-        entered = tape.copy(x, whole, scratch=(copied * (1 + 1 / tp), copied))
-        return tape.copy(part(tape, entered, shape), whole / tp, scratch=(copied, copied * (1 + 1 / tp)))
-    entered = tape.copy_in_backward(x)
-    return tape.copy_in_forward(part(tape, entered, shape))
+        entered, turn = tape.cross(x, whole, copied * (1 + 1 / tp), scatter, lambda gradient: (gradient,))
+    else:
+        entered, turn = tape.cross(x, whole, 0.0, add_up, lambda gradient: (gradient,))
+    # Layers of fp8 and with adapters compute both gradients together; a split schedule computes all weights' later.
+    if not (shape.fp8 or shape.lora.rank or tape.put_off is not None):
+        tape.turns = [turn, *tape.left[-1:]] if shape.layout.sequence_parallel else [turn]
+    y = part(tape, entered, shape)
+    tape.turns = []
+    if not shape.layout.sequence_parallel:
+        tape.left.append(turn)
+        return tape.copy_in_forward(y)
+    y, turn = tape.cross(y, whole / tp, copied, gather, lambda gathered: (tape.new(whole) if copies else gathered,))
+    tape.left.append(turn)
+    return y
 
 
 def feed_forward(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -694,6 +722,7 @@ def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfi
 def block(tape: Tape, x: Value, shape: Shape) -> Value:
     """Record a block; the output of each mixer lives until the end of the block."""
     given = []
+    tape.left = []
     for mixer in shape.layer.mixers:
         given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
         x = tape.add(x, with_bias(tape, given[-1], mixer, shape))

@@ -530,7 +530,9 @@ class _Replay:
         """Count the loss, which keeps the gradients of the hidden states and, in fp32, those of the head."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
-        entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
+        # With a split sequence, the norm's output and the gathered one.
+        is_split = self.layout.tp > 1 and self.layout.sequence_parallel
+        entered = (tokens + (self.shape.outside_tokens if is_split else 0.0)) * hidden * width
         account.add("activations", tokens * hidden * width)
         account.add("gradients", trained * rows * hidden * 4.0)
         account.add("activations", entered)

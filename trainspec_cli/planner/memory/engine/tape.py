@@ -81,7 +81,7 @@ class Node:
     """A recorded operation or, if it has no inputs, a leaf, which accumulates its gradient."""
 
     def __init__(
-        self, number: int, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
+        self, number: float, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
     ):
         self.number, self.inputs, self.backward = number, inputs, backward
         self.has_views = has_views
@@ -124,6 +124,12 @@ class Tape:
         """After this many saves, the recomputed forward ends and allocates nothing more."""
         self.saves = 0
         self.stretches: list[Stretch] = []
+        self.turns: list[float] = []
+        """The numbers of the weights' gradients of linear layers if these are computed while an exchange is in
+        progress. Each product takes the last number, and the first one remains for all others."""
+        self.left: list[float] = []
+        """The numbers of work that runs while the gradients of the outputs of the block's earlier regions are
+        gathered."""
         self._inner_leaves: list[Node] | None = None
         """Leaves of the separately sharded part, while it is recorded."""
         self._numbers = count()
@@ -271,12 +277,14 @@ class Tape:
         node = Node(next(self._numbers), [value.node for value in inputs], backward)
         return Value(out.storage, out.elements, out.width, node)
 
-    def linear(self, x: Value, weight: Value, elements: float) -> Value:
+    def linear(self, x: Value, weight: Value, elements: float, *, delays: bool = True) -> Value:
         """Record a linear layer. It saves its input for the weight's gradient, which belongs to FSDP2. If the weight is
-        frozen, it saves only the weight."""
+        frozen, it saves only the weight. `delays`: whether its weight's gradient may be computed later (`turns`)."""
         x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
+        if delays and self.turns and x.node and weight.node and out.node:
+            self._delay(out.node, x, weight)
         if self.put_off is None or out.node is None or not self.is_saving:
             return out
         put_off, inner = self.put_off, x.elements
@@ -287,6 +295,59 @@ class Tape:
 
         out.node.backward = backward
         return out
+
+    def _delay(self, node: Node, x: Value, weight: Value) -> None:
+        """Let a linear layer compute its weight's gradient in a separate node, which keeps the layer's input."""
+        turn = self.turns.pop() if len(self.turns) > 1 else self.turns[0]
+        inner = x.elements, x.width
+        matrix = weight.elements, weight.width
+        held = [x.storage] if self.is_saving else []
+        needed: list[Storage] = []
+
+        def multiply(_gradient: Value) -> Sequence[Value | None]:
+            product = self.new(*matrix)
+            needed.clear()
+            return (product,)
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            needed.extend(held)
+            held.clear()
+            return self.new(*inner), gradient
+
+        node.backward = backward
+        node.inputs = [x.node, Node(turn, (weight.node,), multiply)]
+
+    def cross(
+        self,
+        x: Value,
+        elements: float,
+        scratch: float,
+        start: Callable[[Value], tuple[Value, Storage]],
+        finish: Backward,
+    ) -> tuple[Value, float]:
+        """Record an exchange with `elements` in the result and `scratch` bytes. `start`: maps a gradient to the result
+        of the exchange that begins in the backward, and what it sends. Return (the result, the number of work that runs
+        before `finish`)."""
+        sent: list[Storage] = []
+
+        def end(gradient: Value) -> Sequence[Value | None]:
+            sent.clear()
+            return finish(gradient)
+
+        def begin(gradient: Value) -> Sequence[Value | None]:
+            result, kept = start(gradient)
+            sent.append(kept)
+            return (result,)
+
+        x = self._recorded(x, (x,), end)
+        turn = next(self._numbers)
+        if self.fuses and self.recomputes and self.recalls:
+            out = Value(JoinedStorage(self.meter, x.storage), elements, x.width)
+        elif elements == x.elements:
+            out = x
+        else:
+            out = self._result(elements, x.width, scratch, costly=False, stopped=self.saves >= self.saves_left)
+        return self._recorded(out, (x,), begin), turn
 
     def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
         """Multiply by a frozen matrix that is dequantised in the forward and again in the backward."""
