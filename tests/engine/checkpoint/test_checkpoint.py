@@ -255,7 +255,7 @@ def test_the_ranks_verify_every_file_once_between_them(tmp_path, monkeypatch, da
     ("change", "words"),
     [
         ({"schema": "trainspec.checkpoint/9"}, "its schema is not trainspec.checkpoint/2"),
-        ({"schema": "trainspec.checkpoint/1"}, "of an earlier version of trainspec"),
+        ({"schema": "trainspec.checkpoint/1"}, "by an earlier version of trainspec"),
         ({"world_size": 7}, "it was altered"),
     ],
 )

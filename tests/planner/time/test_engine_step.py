@@ -11,7 +11,7 @@ from trainspec_cli.planner.hardware.cluster import Fabric, all_gather_s, all_red
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.planner.pipeline import Action, actions
 from trainspec_cli.planner.setup import Setup, Software
-from trainspec_cli.planner.time.engine_step import EngineStep, RankClock, RankRun, Stage, FsdpUnit
+from trainspec_cli.planner.time.engine_step import EngineStep, FsdpUnit, RankClock, RankRun, Stage
 from trainspec_cli.planner.time.samples import step_parts
 from trainspec_cli.planner.time.step import assemble_step, estimate_step, micro_batch, optimizer_s, rank_parts
 from trainspec_cli.recipe.keys.layout import Layout, PipelineSchedule
