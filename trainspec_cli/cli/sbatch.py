@@ -170,7 +170,7 @@ def sbatch(
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> PreparedJob:
     from trainspec_cli.session.slurm import submit as session  # the same
 
-    # Raise RecipeError for a program or a script among the `key=value` arguments.
+    # A program or a script among the `key=value` arguments means that the `--` before a command is missing.
     for place, word in enumerate(arguments):
         if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
             hint = f"run {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"

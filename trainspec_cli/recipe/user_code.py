@@ -188,16 +188,16 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
         got = f"`{extension.path}` is {extension.text}; expected {FORM}"
         raise _refuse(extension, "wrong_type", got, f"a Python file ends in {SUFFIX}")
     if source.file is not None:
-        # Raise RecipeError if the source does not define the name, or defines it with an unsuitable signature.
+        # The source must define the name, with a suitable signature.
         names, is_whole = _names_of(_parse(extension, source.file))
         if source.name not in names:
             if is_whole:
-                own = [name for name, definition in names.items() if definition is not None]
-                defined = ", ".join(sorted(own or names)[:SHOWN_NAMES]) or "nothing"
+                others = [name for name, definition in names.items() if definition is not None]
+                defined = ", ".join(sorted(others or names)[:SHOWN_NAMES]) or "nothing"
                 message = (
                     f"`{extension.path}` names {source.name}, which {source.file} does not define; it has {defined}"
                 )
-                raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, own or names))
+                raise _refuse(extension, "unknown_name", message, did_you_mean(source.name, others or names))
         else:
             definition = names[source.name]
             if definition is not None and (signature := _signature_of(definition)):

@@ -130,7 +130,6 @@ def _links(report: Report) -> Section:
 def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
     if speed.unit == STEPS:
         return Group(Text("speed", style="bold"), Padding(Group(*map(Text, speed_lines(speed, world_size))), (0, 2)))
-    # Show the parts of the mean step as bars.
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     headings = ["#by rank"] * (len(speed.ranks) > 1) + ["#predicted"] * (predicted is not None)
     for heading in ("part of a step", "#time", "#share", "", *headings):

@@ -185,7 +185,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
         above = by_name or str((base or output / BASE).absolute())
         write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
         if plan.spec.lora.is_quantised:
-            # A model card that describes the base of the adapters.
+            # The model card describes the base of the adapters.
             lines = ["---", "library_name: peft", f"base_model: {json.dumps(above, allow_nan=False)}", "---", ""]
             lines += [
                 "LoRA adapters that were trained on a base in 4-bit NormalFloat (nf4, blocks of 64, double",

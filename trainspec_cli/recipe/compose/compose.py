@@ -125,7 +125,7 @@ class Selection:
         assert root is not None, "conf/trainspec.yaml ships with the package"
         self.options = {entry.key: [(entry.value, entry.origin)] for entry in root.defaults if entry.key}
         del self.options[RECIPE]
-        # Set `recipe`. If a recipe is specified as a path, its folder becomes the first of the recipe folders.
+        # If a recipe is specified as a path, its folder becomes the first of the recipe folders.
         argument = next((argument for argument in arguments if argument.key == RECIPE), None)
         name = str(argument.value) if argument else ""
         path = expand(name)

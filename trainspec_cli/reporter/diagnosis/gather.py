@@ -292,7 +292,7 @@ class RunReader:
             counters |= {"queued_s": nothing, "exposed_queued_s": nothing}
             counters.pop("cpu_s", None)
         # The ranks' stall reports for the step after the newest completed one; empty as long as more reports may
-        # arrive. If no step hangs, return the reports for the hang that ended an earlier start.
+        # arrive. If no step hangs, the reports for the hang that ended an earlier start.
         last = max((history.newest for history in self.histories), default=0)
         found = {
             rank: history.stall

@@ -84,7 +84,6 @@ def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -
     parts += asked
     # The reasons for rejecting layouts matter to the reader only if none is left.
     if plan.rejected and (verbose or not plan.best):
-        # List why the other layouts are not in the table.
         reasons = list(plan.rejected.items())
         lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
         if len(reasons) > SHOWN_REASONS:

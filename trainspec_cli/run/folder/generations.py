@@ -153,7 +153,7 @@ def create_secret(path: Path) -> bytes:
     """Write a new secret to a file that must not exist yet, and return the secret. Raises MachineError if the file
     system cannot keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Write a new file, accessible only to this user, and flush it to disk. Raises OSError, also if the file exists.
+    # O_EXCL fails if the file exists, so that nobody else can have prepared it.
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(SECRET_BYTES))

@@ -72,7 +72,7 @@ def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
             found = look(sys, dev)
             if found.gpus or found.notes:
                 return found
-        # Raise MachineError if an accelerator on which trainspec does not run is certainly present.
+        # An accelerator on which trainspec does not run must not be mistaken for a node without accelerators.
         vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
         names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
         if not names and (dev / "neuron0").exists():

@@ -116,7 +116,6 @@ def prepare_resume(
     and MachineError if this node lacks something."""
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
-    # How the run's nodes are reached; None for a single node. Raises RecipeError.
     if _is_of_slurm_alone(run, nodes):
         message = f"the run in {run.root} was made for Slurm, on {loaded.spec.cluster.num_nodes} nodes"
         again = command_to_resume(run)
@@ -199,7 +198,6 @@ def _change_values_and_data(
     run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
 ) -> tuple[Loaded, Path | None]:
     """Return the changed recipe, and the folder of its data if the data changes. Raises RecipeError."""
-    # The run's own spec with `changes` applied. Raises RecipeError with all problems.
     from trainspec_cli.recipe.compose.compose import amend  # it loads hydra, which a command's help does not need
     from trainspec_cli.session.recipe.complete import (  # the same
         absolute_code,  # the same

@@ -53,7 +53,6 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
     Raises RecipeError for mistakes and missing prices, and PlanError if a run does not fit."""
     first, *others = arguments or ("",)
     if first.endswith(SUFFIXES) and "=" not in first:
-        # Read a file of runs. Raises RecipeError with every mistake and its line number.
         file = Path(first)
         if not exists(file):
             raise RecipeError(Problem("missing_file", f"no such file: {file}", file=str(file)))

@@ -64,8 +64,7 @@ def plan_loaded(
             message = f"{asked} needs one kind of node, and `cluster.pools` has several"
             hint = f"leave out {asked}, or name one cluster: cluster=h100"
             raise RecipeError(Problem("unsupported", message, "cluster.pools", hint))
-        # Plan a cluster with several pools, and each pool alone for comparison.
-        # this loads a separate search, which other plans do not need
+        # This loads a separate search, which other plans do not need.
         from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 
         spec = on_pools(loaded.spec, loaded.spec.cluster.pools)

@@ -182,7 +182,6 @@ class Migration:
 def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> list[Migration]:
     """Return the migrations of the files and run folders at `paths`, including those without changes. Raises
     RecipeError or MachineError with all problems before any file is written."""
-    # Raise RecipeError unless this is the current version.
     if version != CURRENT_VERSION:
         if version in VERSIONS:
             message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
