@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,7 +87,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
     # Without offload, no large host tensor exists, and the mode would only cost time.
-    host_sizes = HostSizes() if plan.offload != "none" else nullcontext()
+    host_sizes: AbstractContextManager[object] = HostSizes() if plan.offload != "none" else nullcontext()
     with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device), host_sizes:
         found = run_steps(plan, device, log, steps, found)
     found = replace(found, timeline=TIMELINE.result())
@@ -110,7 +110,8 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
         return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, failed=last)
     live = log.at_peak
     TIMELINE.end()
-    found = replace(found, host_bytes=HOST_MEMORY.peak_bytes)
+    if plan.offload != "none":
+        found = replace(found, host_bytes=HOST_MEMORY.peak_bytes)
     # A checkpoint's copy to the host
     log.part = "checkpoint"
     image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
