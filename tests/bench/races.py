@@ -99,7 +99,8 @@ PLANTS = {
             (
                 EXCHANGE,
                 "            if has_to_end or at_once:\n",
-                "            if at_once:\n                planted()\n                return lambda: None\n            if has_to_end:\n",
+                "            if at_once:\n                planted()\n                return lambda: None\n"
+                "            if has_to_end:\n",
             ),
         ),
     ),
