@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.run.training_run import TrainProgress
+from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.tools import __main__ as entry
 from trainspec_cli.engine.tools import certify_worker
 from trainspec_cli.engine.tools.certify_worker import drawn_batch, drawn_samples, own_samples
@@ -86,8 +86,9 @@ class Steps:
         self.restored: Any = None
         self.sources: list[Any] = []
         self.rates: list[float] = []
-        for name in ("drawn_batch", "train_step", "weights_sha256", "load_newest", "_save", "taken_by_all"):
+        for name in ("drawn_batch", "train_step", "weights_sha256", "load_newest", "taken_by_all"):
             monkeypatch.setattr(certify_worker, name, getattr(self, name))
+        monkeypatch.setattr(certify_worker, "Saver", self.saver)
         monkeypatch.setattr(certify_worker, "set_learning_rate", lambda _, rate: self.rates.append(rate))
 
     def drawn_batch(self, spec: Any, state: Any, own: OwnSamples) -> None:
@@ -109,8 +110,11 @@ class Steps:
         self.sources.append(run.root)
         return self.restored
 
-    def _save(self, plan: Any, state: Any, run: Any, progress: TrainProgress) -> None:
-        self.saved.append((run.root, progress.step, progress.samples))
+    def saver(self, run: Any, *_: Any, keep_last: int) -> Any:
+        def save(about: About) -> None:
+            self.saved.append((run.root, about.step, about.samples))
+
+        return SimpleNamespace(save=save, close=lambda: None)
 
 
 MESH = SimpleNamespace(group=lambda axis: axis, data_rank=0)

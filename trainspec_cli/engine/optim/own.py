@@ -185,7 +185,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             for name, value in _kept(self._inner.state[parameter]).items():
                 shape = value.shape if isinstance(value, Tensor) else torch.Size()
                 if forms.get(name) != StateForm.of(value) or (forms[name].shaped and shape != parameter.shape):
-                    raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
+                    raise self._refuse(f"keeps `{name}` in a different form than in its first updates", name)
                 saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if lost := forms.keys() - saved.keys():
                 raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
