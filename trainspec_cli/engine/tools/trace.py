@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -215,7 +215,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     return (tensor for tensor in found if tensor.device.type != "meta")
 
 
-_CPU_ATTENTION = {
+_CPU_ATTENTION: dict[Any, tuple[Callable[..., int], int, int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, 7),
 }
