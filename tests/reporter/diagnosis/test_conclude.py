@@ -246,6 +246,26 @@ def test_steps_that_wait_for_the_longest_samples_are_uneven(stages):
     assert (verdict.cause, verdict.rank) == ("uneven_lengths", None)
 
 
+def test_two_ranks_with_unequal_samples_are_uneven() -> None:
+    telemetry = Telemetry(ranks=2)
+    longer = telemetry.random.uniform(-0.5, 0.5, telemetry.steps)
+    telemetry.counters["attended"] *= 1 + np.stack([longer, -longer], axis=1)
+    telemetry.parts_s["forward"] += 0.2 * (1 + np.stack([longer, -longer], axis=1))
+    assert heaviest(telemetry).cause == "uneven_lengths"
+
+
+def test_a_slow_stage_changes_the_waits_of_a_pipeline_and_no_link() -> None:
+    telemetry = Telemetry(stages=2)
+    for rank in range(4):
+        telemetry.slow(rank, 1.5)
+    evidence = on_accelerators(telemetry)
+    exposed_s = evidence.parts_s["exposed_comm"].copy()
+    exposed_s[:60] += 0.2  # each stage waits for the other; then only the fast one does
+    exposed_s[60:, 4:] += 0.3
+    evidence = replace(evidence, parts_s={**evidence.parts_s, "exposed_comm": exposed_s})
+    assert not {"narrow_link", "delayed_link"} & {*names(evidence)}
+
+
 def test_links_are_told_apart():
     narrow = heaviest(Telemetry().narrow([(2, 3)], 4.0))
     assert (narrow.cause, narrow.link) == ("narrow_link", (2, 3))

@@ -122,7 +122,10 @@ AVERAGED_STEPS = 17
 WARM_STEPS_OF_WASTE = 5
 """Compilation is expected in this many steps at the start of a run."""
 UNEVEN = 0.2
-"""A stage's or rank's work is uneven if it exceeds the mean by this fraction."""
+"""A stage's work is uneven if it exceeds the mean by this fraction."""
+UNEVEN_LENGTHS = 0.1
+"""The longest samples are uneven if their work exceeds the mean by this fraction: of two ranks, the longer one is only
+half as far above the mean as above the other."""
 TOGETHER = 0.6
 """If times correlate with the work by more than this, the work explains the times."""
 UNEVEN_SHARE = 0.05
@@ -252,12 +255,12 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     uneven = work / mean - 1
     late_s = own_s - _mean_of_kind(own_s, kinds)
     cost_s = float(late_s.max(axis=1).mean())
-    if uneven.max(axis=1).mean() < UNEVEN or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
+    if uneven.max(axis=1).mean() < UNEVEN_LENGTHS or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
         return []
     # Ranks can be late for other reasons. Only a correlation with the work shows that sample lengths are the cause.
     if np.corrcoef(uneven.ravel(), late_s.ravel())[0, 1] < TOGETHER:
         return []
-    longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN / 2]
+    longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN_LENGTHS]
     if np.bincount(longest).max() > 0.8 * len(longest):
         return []  # if it is always the same rank, another verdict names it
     return [

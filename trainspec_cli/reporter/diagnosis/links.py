@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
-from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
+from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, RunEvidence
 from trainspec_cli.reporter.diagnosis.series import (
     LEAST_SHARE,
     NOISE_FACTOR,
@@ -78,6 +78,14 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
     transfer_s = exposed_s.min(axis=1)
     excess_s = transfer_s - usual(transfer_s)
+    stages = len(set(evidence.kinds))
+    if stages > 1:
+        # In a pipeline, a rank also waits while the other stages compute: if one takes longer, their waits do, too, and
+        # its own become shorter. A slow link lengthens those of all ranks, each compared with its own usual one.
+        excess_s = np.minimum(excess_s, (exposed_s - usual(exposed_s)).min(axis=1))
+        computed_s = evidence.part(*COMPUTE_PARTS)
+        longer_s: Figures = np.maximum(0.0, computed_s - usual(computed_s)).max(axis=1)
+        excess_s = excess_s - (stages - 1) * longer_s
     least_s = LEAST_SHARE * np.maximum(usual(step_s), smoothed(step_s))
     limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
     found = []
