@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 ORDERS = 12
 """Random orders that are tried for a plant."""
 HANGS_S = 400.0
-BATCH = 4
+BATCH = 8
 """Orders of one process."""
 PLANT_STEPS = 5
 """The loader's memory is used again after three batches."""
