@@ -197,14 +197,14 @@ def test_offloaded_state_is_in_host_memory_and_updated_there(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The host holds 16 bytes per parameter; page-locked parameters and gradients are rounded up to powers of two."""
-    done = rehearse(capsys, *arguments, "--ranks=0", "compile=false")
-    (rank,) = done["ranks"]
-    found = rank["rehearsed"]
+    done = rehearse(capsys, *arguments, "compile=false")
+    (found,) = (one["rehearsed"] for one in done["ranks"] if one["rehearsed"]["rank"] == done["step"]["rank"])
     state_bytes = found["checkpoint_bytes"] * 16 / 12
     assert state_bytes < found["host_bytes"] < 1.5 * state_bytes
     assert found["state_bytes"] < 2**24
-    parts_s, planned_s = done["step"]["parts_s"], done["step"]["planned_parts_s"]
-    assert parts_s["optimizer"] == pytest.approx(planned_s["optimizer"], rel=0.02)
+    rehearsed_s, planned_s = (done["step"][name]["optimizer"] for name in ("parts_s", "planned_parts_s"))
+    # The copy of the last gradients may be waited for: 4 bytes each at 50 GB/s.
+    assert 0.99 * planned_s < rehearsed_s < planned_s + found["checkpoint_bytes"] / 3 / 50e9 + 0.001
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < found["host_bytes"]
 
 
