@@ -461,12 +461,20 @@ class EngineStep:
             return first_s + times * (of_run(runs[-1]) - first_s)
 
         late_s = [self._late_sums_s(rank, part.whole) for rank, part in enumerate(self.parts)]
-        busy_s = [whole(lambda run, rank=rank: run.ranks[rank].busy_s) + sum(late_s[rank]) for rank in range(layout.pp)]
+
+        def busy_of(rank: int) -> float:
+            return whole(lambda run: run.ranks[rank].busy_s) + sum(late_s[rank])
+
+        busy_s = [busy_of(rank) for rank in range(layout.pp)]
         slowest = max(range(layout.pp), key=busy_s.__getitem__)
 
         def end_s(ends: Callable[[StepRun], Sequence[float]]) -> float:
             """Return when the last rank reaches the agreement."""
-            return max(whole(lambda run, rank=rank: ends(run)[rank]) + sum(late_s[rank]) for rank in range(layout.pp))
+
+            def of_rank(rank: int) -> float:
+                return whole(lambda run: ends(run)[rank]) + sum(late_s[rank])
+
+            return max(map(of_rank, range(layout.pp)))
 
         alone_s = end_s(lambda run: run.alone_s)
         waits_s = whole(lambda run: run.ranks[slowest].waited_s)
