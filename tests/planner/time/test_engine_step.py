@@ -10,7 +10,7 @@ import pytest
 from trainspec_cli.planner.hardware.cluster import Fabric, all_gather_s, all_reduce_s, axis_groups, group_of_ranks
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.planner.pipeline import Action, actions
-from trainspec_cli.planner.setup import Setup, Software
+from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.engine_step import EngineStep, FsdpUnit, RankClock, RankRun, Stage
 from trainspec_cli.planner.time.samples import step_parts
 from trainspec_cli.planner.time.step import assemble_step, estimate_step, micro_batch, optimizer_s, rank_parts
@@ -170,6 +170,20 @@ def test_gpipe_waits_for_the_slowest_forward_and_the_slowest_backward() -> None:
     )
     assert gpipe.bubble_s > one_f_one_b.bubble_s + 0.2 * one_f_one_b.total_s
     assert gpipe.matmul_s == one_f_one_b.matmul_s
+
+
+def test_selective_recomputation_repeats_all_but_products_and_attention() -> None:
+    """The exchanges between products are repeated, too."""
+    layout = Layout(tp=2)
+    none, selective = (
+        estimate_step(setup_of(layout, recompute=RECOMPUTE[name]), EFF) for name in ("none", "selective")
+    )
+    groups = axis_groups(layout, setup_of(layout).fabric, EFF)
+    (part,) = rank_parts(micro_batch(setup_of(layout), groups, EFF), layout)
+    assert none.recompute_s == 0 and selective.recompute_s == pytest.approx(8 * part.layers.memory_f)
+    assert selective.tp_comm_s - none.tp_comm_s == pytest.approx(8 * part.layers.tp)
+    added_s = 8 * (part.layers.memory_f + part.layers.tp)
+    assert selective.total_s - none.total_s == pytest.approx(added_s, rel=1e-3)
 
 
 def test_the_simulation_of_a_run_has_the_same_step() -> None:

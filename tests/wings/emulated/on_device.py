@@ -462,6 +462,7 @@ def durations() -> dict[str, Any]:
         "sums": sums,
         "view": timed(lambda: values.view(-1, 2)[::2].t()),
         "empty": timed(lambda: torch.empty(1000, device="emulated")),
+        "to itself": timed(lambda: values[1:].copy_(values[1:])),
         "copy": timed(lambda: here.to("emulated", non_blocking=True)),
         "attention": attention,
     }

@@ -9,25 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainspec_cli.engine.models.experts import MixtureOfExperts
 from trainspec_cli.engine.tools.trace import kernels_of
 from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group
-from trainspec_cli.planner.time.step import EAGER_CAST_BYTES, EAGER_CAST_KERNELS
+from trainspec_cli.planner.time.step import EAGER_CAST_BYTES, EAGER_CAST_KERNELS, gemm_s
+from trainspec_cli.planner.workload import Gemm
+from trainspec_cli.planner.workload.transformer import NORM_BYTES, SUM_BYTES, expert_work
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 from trainspec_cli.wings.emulated import Settings
 from trainspec_cli.wings.emulated.engine.costs import ChipCosts, VirtualTime, costs_of, traffic_bytes
 
+FREE = ("empty", "new_empty", "detach", "_unsafe_view")
+PRODUCTS = ("mm", "bmm", "_grouped_mm")
 H100 = load_group("accelerator", build_accelerator)["h100_sxm"]
 
 
 class Traffic(TorchDispatchMode):
-    """Sums the traffic of operations."""
+    """Sums the traffic of operations other than matrix products."""
 
     nbytes = 0
     kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.overloadpacket.__name__.startswith(("empty", "new_empty", "detach")):
+        name = func.overloadpacket.__name__
+        if name not in PRODUCTS and not name.startswith(FREE) and not func.is_view:
             self.nbytes += traffic_bytes(func, args, kwargs or {}, result)
             self.kernels += 1
         return result
@@ -77,6 +85,48 @@ def test_attention_runs_at_the_rate_of_kernels_for_an_older_chip() -> None:
         for generation in (2, 3)
     ]
     assert seconds[0] > 1.2 * seconds[1]
+
+
+@pytest.mark.parametrize("way", ["forward", "inputs", "weights"])
+def test_the_products_of_all_experts_take_the_time_of_one_launch(way: str) -> None:
+    """As the plan expects, and not the rate of convolutions."""
+    rows, hidden, width, experts = 8192, 4096, 1024, 8
+    gemm = Gemm(rows / experts, width, hidden, experts, wide=False)
+    shapes = {
+        "forward": ((rows, hidden), (experts, hidden, width)),
+        "inputs": ((rows, width), (experts, width, hidden)),
+        "weights": ((hidden, rows), (rows, width)),
+    }
+    first, second = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes[way])
+    costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+    ends = torch.empty(experts, dtype=torch.int32, device="meta")
+    op = torch.ops.aten._grouped_mm.default
+    expected = dict(zip(shapes, gemm_s(gemm, costs.rates(torch.bfloat16), costs.eff), strict=True))
+    assert costs.operation_s(op, (first, second, ends), {}, None) == pytest.approx(expected[way])
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_the_plan_counts_the_operations_of_experts(shared: int) -> None:
+    """Norm and residual, which are outside of the experts, are counted with them."""
+    tokens, hidden, width = 1024, 1024, 1024
+    experts = ExpertSpec(4, 2, width, shared_experts=shared)
+    model = DecoderModel(1, hidden, 8, 8, 128, width, 1000, experts=experts)
+    mixture = MixtureOfExperts(model).bfloat16()
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with kernels_of("gpu"):
+        with Traffic() as forward:
+            y = mixture(x)
+        dy = torch.ones_like(y)
+        with Traffic() as backward:
+            torch.autograd.grad(y, (x, *mixture.parameters()), dy)
+    work = expert_work(experts, hidden, True, float(tokens), Layout())
+    assert work.counted_bytes is not None
+    outside = tokens * hidden * (NORM_BYTES[0] + SUM_BYTES), tokens * hidden * (NORM_BYTES[1] + SUM_BYTES)
+    counted = [moved - other for moved, other in zip(work.counted_bytes, outside, strict=True)]
+    assert forward.nbytes == pytest.approx(counted[0], rel=0.03)
+    assert backward.nbytes == pytest.approx(counted[1], rel=0.03)
 
 
 def test_a_copy_that_changes_the_format_moves_both_ends() -> None:

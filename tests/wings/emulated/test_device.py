@@ -222,7 +222,7 @@ def test_an_operation_lasts_what_its_flops_and_bytes_take_on_the_chip(virtual: A
     issue_s = added_bytes * EFF.issue / (H100.load_store_tb_per_s * 1e12)
     added_s = found["sums"]["128"] - found["sums"]["64"]
     assert added_s - issue_s == pytest.approx(added_bytes * MEMORY_S, rel=0.02)
-    assert (found["view"], found["empty"]) == (0.0, 0.0)
+    assert (found["view"], found["empty"], found["to itself"]) == (0.0, 0.0, 0.0)
     assert found["copy"] == close(4 * 2**22 / 50e9)
     full_s, causal_s = found["attention"]
     flops = 4 * 2 * 4 * 256 * 256 * 64

@@ -25,7 +25,7 @@ from trainspec_cli.planner.hardware.cluster import (
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.pipeline import Action, Kind, actions, cut_layers, replay
-from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
 from trainspec_cli.planner.time.step import (
     PASSES,
     LayersPart,
@@ -42,6 +42,7 @@ from trainspec_cli.planner.time.step import (
     sum_s,
     waiting_share,
 )
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
 from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic in bytes per parameter of FSDP2's copies, with a 2-byte compute format and gradients summed in fp32.
@@ -330,18 +331,28 @@ class EngineStep:
         inner = self._with_work(self._unit(expert_params, "expert_dp"), experts)
         return self._with_work(self._unit(params), before), inner
 
-    def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
+    @cached_property
+    def _again(self) -> Recompute:
+        """Return what the engine repeats: `selective` keeps the results of products and attention, and repeats the
+        rest, with the exchanges between them."""
         again = self.setup.recompute
-        forward_waits_s = part.tp + part.cp + part.ep
-        again_waits_s = again.layers * forward_waits_s if again.full else 0.0
+        return Recompute(elementwise=1.0, layers=again.layers) if again == RECOMPUTE["selective"] else again
+
+    def _repeated(self, part: LayersPart) -> tuple[float, float]:
+        """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
+        work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0), self._again)
+        return work_s, (self._again.elementwise > 0) * self._again.layers * (part.tp + part.cp + part.ep)
+
+    def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
+        again_s, again_waits_s = self._repeated(part)
         # A split backward computes the gradients of the inputs first.
         weights_s = part.matmul_b / 2 if self.setup.layout.splits_backward else 0.0
         return replace(
             unit,
             forward_s=part.forward,
-            backward_s=part.backward - weights_s + recompute_part_s(part, again) - again_waits_s,
+            backward_s=part.backward - weights_s + again_s,
             weights_s=weights_s,
-            forward_waits_s=forward_waits_s,
+            forward_waits_s=part.tp + part.cp + part.ep,
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
         )
 
@@ -363,7 +374,7 @@ class EngineStep:
                 after_s = (head.forward + head.backward + PASSES["tp"] * head.tp, 0.0)
             stages[number] = Stage(
                 tuple(blocks[self.once.kind_of(layer)] for layer in layers[number]),
-                self._unit(outside.params),
+                self._unit(outside.params + outside.expert_params),
                 before_s,
                 after_s,
             )
@@ -381,7 +392,7 @@ class EngineStep:
             copies_s += self._moved_s(LATE_SUM_BYTES * own)
             exchange_s += all_reduce_s(self.groups["tp"], 4.0 * own, self.eff)
         ends = [layout.rank_of_stage(stage) for stage in (0, layout.num_stages - 1)]
-        if rank in ends and model.unit == "tokens" and model.tied_embeddings and layout.pp > 1:
+        if rank in ends and isinstance(model, DecoderModel | HybridModel) and model.tied_embeddings and layout.pp > 1:
             own = model.vocab_size * model.hidden_size / layout.tp / layout.shards
             copies_s += self._moved_s(LATE_SUM_BYTES * own)
             per_stage = layout.world_size // layout.pp
@@ -450,12 +461,20 @@ class EngineStep:
             return first_s + times * (of_run(runs[-1]) - first_s)
 
         late_s = [self._late_sums_s(rank, part.whole) for rank, part in enumerate(self.parts)]
-        busy_s = [whole(lambda run, rank=rank: run.ranks[rank].busy_s) + sum(late_s[rank]) for rank in range(layout.pp)]
+
+        def busy_of(rank: int) -> float:
+            return whole(lambda run: run.ranks[rank].busy_s) + sum(late_s[rank])
+
+        busy_s = [busy_of(rank) for rank in range(layout.pp)]
         slowest = max(range(layout.pp), key=busy_s.__getitem__)
 
         def end_s(ends: Callable[[StepRun], Sequence[float]]) -> float:
             """Return when the last rank reaches the agreement."""
-            return max(whole(lambda run, rank=rank: ends(run)[rank]) + sum(late_s[rank]) for rank in range(layout.pp))
+
+            def of_rank(rank: int) -> float:
+                return whole(lambda run: ends(run)[rank]) + sum(late_s[rank])
+
+            return max(map(of_rank, range(layout.pp)))
 
         alone_s = end_s(lambda run: run.alone_s)
         waits_s = whole(lambda run: run.ranks[slowest].waited_s)
@@ -464,13 +483,15 @@ class EngineStep:
         launches_s = whole(lambda run: run.ranks[slowest].launches_s)
         between = between_steps_s(setup, eff)
         agreement_s = 2 * latency_s(group_of(setup.fabric, layout.world_size, 1, eff), eff)
+        layers = self.parts[slowest].layers
+        repeats = self._again.layers * (self._again.elementwise > 0)
         busy = StepTime(
             matmul_s=micro * (part.matmul_f + part.matmul_b),
             attention_s=micro * (part.attention_f + part.attention_b),
-            recompute_s=micro * recompute_part_s(self.parts[slowest].layers, setup.recompute),
-            tp_comm_s=micro * PASSES["tp"] * part.tp,
-            cp_comm_s=micro * PASSES["cp"] * part.cp,
-            ep_comm_s=micro * PASSES["ep"] * part.ep,
+            recompute_s=micro * self._repeated(layers)[0],
+            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * layers.tp),
+            cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * layers.cp),
+            ep_comm_s=micro * (PASSES["ep"] * part.ep + repeats * layers.ep),
         )
         busy = replace(
             busy,

@@ -145,6 +145,20 @@ EXPERT_GATE_BYTES = (GATE_BYTES[0], GATE_BYTES[1] + 8.0)
 SPREAD_BYTES = (12.0, 20.0)
 """Per copy with `ep`: rows are sorted by expert and back, and joined with dropped ones. In the backward, each of these
 writes zeros before its gradient."""
+RING_BYTES = (34.0, 14.0)
+"""Per element of a query and turn of ring attention: the turn's result is weighted and added in 4 bytes; in the
+backward a query is copied, and its gradient added."""
+RING_ENDS_BYTES = (14.0, 14.0)
+"""Per element of a query: sums in 4 bytes are zeroed and cast at the end, and heads ordered by token."""
+RING_REPEAT_BYTES = (4.0, 24.0)
+"""Per element of the queries of a turn's keys: keys and values are repeated for the query heads; in the backward, their
+gradients are also cast to 4 bytes and summed over these heads."""
+RING_KEY_BYTES = (4.0, 36.0)
+"""Per element of a turn's keys: the same, and sums of the gradients."""
+RING_KEY_ENDS_BYTES = (8.0, 28.0)
+"""Per element of the keys: they are stacked with the values; their gradients are zeroed and cast at the end."""
+RING_KERNELS = (12, 11)
+"""Kernels per turn."""
 # Numbers of kernels besides products and the attention core (forward, backward), counted in rehearsals of one layer
 ATTENTION_KERNELS = (14, 16)
 MLP_KERNELS = (5, 8)
@@ -177,6 +191,18 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
             tokens * (NORM_BYTES[0] * normed + ROTATION_BYTES[0] * rotated + SUM_BYTES * hidden / split),
             tokens * (NORM_BYTES[1] * normed + ROTATION_BYTES[1] * rotated + SUM_BYTES * (hidden / split + 2 * hidden)),
         )
+    kernels = None if counted is None else ATTENTION_KERNELS
+    if counted is not None and kernels is not None and layout.cp > 1 and layout.context_method == "ring":
+        # The last rank, whose queries attend to half of the keys of every other rank
+        turns = layout.cp
+        halves = (turns + 1) / 2
+        ring = [
+            (RING_BYTES[way] * turns + RING_ENDS_BYTES[way] + RING_REPEAT_BYTES[way] * halves) * query / tp
+            + (RING_KEY_BYTES[way] * halves + RING_KEY_ENDS_BYTES[way]) * key / tp
+            for way in (0, 1)
+        ]
+        counted = (counted[0] + tokens * ring[0], counted[1] + tokens * ring[1])
+        kernels = (kernels[0] + turns * RING_KERNELS[0], kernels[1] + turns * RING_KERNELS[1])
     return Work(
         gemms=attention_gemms(model, tokens, tp),
         attention_flops=4.0 * tokens * attention_width(model) / tp * context(window, seq_len),
@@ -186,7 +212,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
         counted_bytes=counted,
         counted_gemms=None if counted is None else separate_gemms(tokens, hidden, query / tp, key / tp),
-        counted_kernels=None if counted is None else ATTENTION_KERNELS,
+        counted_kernels=kernels,
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
@@ -294,7 +320,8 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
             moved[way] += tokens * SUM_BYTES * sums[way] * hidden / split
             moved[way] += copies * hidden * (COPY_BYTES[way] + spread * SPREAD_BYTES[way])
             moved[way] += copies * width * EXPERT_GATE_BYTES[way] + tokens * shared * GATE_BYTES[way]
-        moved[1] += 2.0 * tokens / tp * hidden
+        # The sums, and a product's gradient that becomes a slice of one more dimension
+        moved[1] += 6.0 * tokens / tp * hidden
         counted = (moved[0], moved[1])
     if shared:
         counted_gemms += [*2 * (Gemm(tokens, shared, hidden),), Gemm(tokens, hidden, shared)]

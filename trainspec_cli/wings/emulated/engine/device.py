@@ -427,6 +427,8 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = args[0]
     from_host = not isinstance(source, DeviceTensor)
     to_host = not isinstance(target, DeviceTensor)
+    if not (from_host or to_host) and _is_same_memory(source, target):
+        return target  # torch's copy to itself, as in `x[rows] += y`, launches nothing
     into, value = memory_of(target), memory_of(source)
     if from_host:
         counts["host to device"] += 1
@@ -449,6 +451,12 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     elif from_host and not non_blocking and HOST.is_virtual:
         current_stream().finish()
     return target
+
+
+def _is_same_memory(one: DeviceTensor, other: DeviceTensor) -> bool:
+    """Return whether both describe the same values in the same memory."""
+    layouts = [(tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
+    return one._storage is other._storage and layouts[0] == layouts[1]
 
 
 def _copy_in(inputs: list[Tensor], output: Tensor, sizes: list[int], numel: int, rank: int) -> tuple[Tensor, Tensor]:
