@@ -172,7 +172,7 @@ def told(work: Work | None) -> dict[str, Any]:
     """The fields that differ from their defaults; products as m, n, k, count, in the linear layers' format or not."""
     assert work is not None
     found = {item.name: getattr(work, item.name) for item in fields(Work) if getattr(work, item.name) != item.default}
-    for name in ("gemms", "counted_gemms"):
+    for name in ("gemms", "counted_gemms", "tp_delayed", "tp_delayed_after"):
         if name in found:
             found[name] = [(gemm.m, gemm.n, gemm.k, gemm.count, gemm.wide) for gemm in found[name]]
     return found
@@ -211,6 +211,9 @@ LLAMA_ATTENTION = {
     "kernels": 16,
     "tp_bytes": 2 * 10 * 8,
     "tp_exchanges": 1,
+    "tp_delayed": [one(10, 8, 8), one(10, 4, 8), one(10, 4, 8), one(10, 8, 8)],
+    "tp_delayed_after": [one(10, 8, 8)],
+    "cp_query_bytes": 2 * 10 * 8,
     "cp_bytes": 2 * 2 * 10 * 2 * (8 / 2),
     "params": 384 / 2 + 8,
     "saved_bytes": 2 * 10 * (2 * 4 + 2 * (16 + 8) / 2),
@@ -229,6 +232,8 @@ LLAMA_MLP = {
     "kernels": 10,
     "tp_bytes": 160,
     "tp_exchanges": 1,
+    "tp_delayed": [one(10, 8, 8)],
+    "tp_last": True,
     "params": 384 / 2 + 8,
     "saved_bytes": 2 * 10 * (2 * 4 + 3 * 8),
     "saved_gemm_bytes": 2 * 10 * (4 + 8),

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.planner.capacity import plan_on_what_divides
 from trainspec_cli.planner.capacity import setup_of as setup_of_candidate
-from trainspec_cli.planner.hardware.cluster import Fabric, Group, all_reduce_s, axis_groups, efficiency_of, group_of
+from trainspec_cli.planner.hardware.cluster import (
+    Fabric,
+    Group,
+    all_reduce_s,
+    all_to_all_s,
+    axis_groups,
+    efficiency_of,
+    group_of,
+    send_s,
+)
 from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.planner.pipeline import replay
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.time.samples import StepParts, step_parts
+from trainspec_cli.planner.time.step import (
+    PASSES as EXCHANGES,
+)
 from trainspec_cli.planner.time.step import (
     LayersPart,
     MicroBatch,
@@ -89,10 +102,10 @@ def ring(size: int, per_domain: int | None = None) -> Group:
 @pytest.mark.parametrize(
     ("software", "ep", "expected"),
     [
-        (Software(), ring(2), (2 * 10 * (1 - 0.5 / 2), 20 * 0.75, 2 * 30 * 0.8)),
-        (Software(overlap_tp=False), ring(2), (2 * 10, 20 * 0.75, 2 * 30 * 0.8)),
-        (Software(), ring(4, 2), (15, 15, 2 * (150 * 0.75) * 0.4)),
-        (Software(grouped_experts=False), ring(4, 2), (15, 15, 1.5 * 2 * 300 * 0.5 * 0.8)),
+        (Software(counted=False), ring(2), (2 * 10 * (1 - 0.5 / 2), 20 * 0.75, 2 * 30 * 0.8)),
+        (Software(counted=False, overlap_tp=False), ring(2), (2 * 10, 20 * 0.75, 2 * 30 * 0.8)),
+        (Software(counted=False), ring(4, 2), (15, 15, 2 * (150 * 0.75) * 0.4)),
+        (Software(counted=False, grouped_experts=False), ring(4, 2), (15, 15, 1.5 * 2 * 300 * 0.5 * 0.8)),
     ],
     ids=["one node", "without overlap", "experts over two nodes", "ungrouped experts over two nodes"],
 )
@@ -101,6 +114,50 @@ def test_exchanges_inside_a_layer(software: Software, ep: Group, expected: tuple
     groups = {"tp": ring(2), "cp": ring(2), "ep": ep}
     found = part_of(work, setup_of(Layout(tp=2), software=software), RATES, groups, EFF)
     assert (found.tp, found.cp, found.ep) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("options", [{}, {"matmul": "fp8"}, {"lora": LoraSpec(rank=1)}, {"zero_bubble": True}])
+def test_the_engine_hides_exchanges_behind_gradients_of_weights(split: bool, options: dict[str, Any]) -> None:
+    """A sum takes as long as three products. Each half of it hides behind its products, not behind the other's."""
+    hides = not options
+    pipeline = {"pp": 2, "pipeline_schedule": "zero_bubble"} if options.pop("zero_bubble", False) else {}
+    layout = Layout(tp=2, sequence_parallel=split, **pipeline)  # type: ignore[arg-type]
+    setup = setup_of(layout, software=Software(fused_kernels=True), **options)
+    product = Gemm(64, 64, 64)
+    takes_s = gemm_s(product, RATES, EFF)[2]
+    groups = {"tp": ring(2), "cp": ring(1), "ep": ring(2)}
+    whole_s = 3 * takes_s
+    work = Work(tp_exchanges=1, tp_bytes=10 * whole_s, ep_bytes=300, expert_copies=2)
+    waits = part_of(work, setup, RATES, groups, EFF)
+    assert waits.tp == pytest.approx(whole_s)
+    # All copies of a token are sent, and nothing hides them.
+    assert waits.ep == pytest.approx(2 * all_to_all_s(groups["ep"], 300, 1, EFF))
+    entering = part_of(replace(work, tp_delayed=(product,)), setup, RATES, groups, EFF)
+    both = part_of(
+        replace(work, tp_delayed=(product,), tp_delayed_after=2 * (product,), tp_last=True), setup, RATES, groups, EFF
+    )
+    total_s = [EXCHANGES["tp"] * part.tp for part in (waits, entering, both)]
+    hidden_s = [takes_s, takes_s + split * min(2 * takes_s, whole_s / 2)] if hides else [0.0, 0.0]
+    assert total_s == pytest.approx([2 * whole_s, 2 * whole_s - hidden_s[0], 2 * whole_s - hidden_s[1]])
+    # A repeated forward ends before the last exchange.
+    assert waits.tp + waits.ep + waits.again == pytest.approx(whole_s + waits.ep)
+    assert both.tp + both.again == pytest.approx(whole_s / 2 if split else 0.0)
+
+
+def test_the_ring_hides_keys_behind_attention_and_ulysses_hides_nothing() -> None:
+    groups = {"tp": ring(1), "cp": ring(2), "ep": ring(1)}
+    slow = Work(cp_bytes=400, cp_query_bytes=600)
+    attends = replace(slow, attention_flops=1e30)
+    found = {}
+    for method in ("ring", "ulysses"):
+        setup = setup_of(Layout(cp=2, context_method=method))  # type: ignore[arg-type]
+        found[method] = [EXCHANGES["cp"] * part_of(one, setup, RATES, groups, EFF).cp for one in (slow, attends)]
+    sent_s = send_s(groups["cp"], 200, EFF)
+    gradients_s = 2 * send_s(groups["cp"], 400, EFF)
+    assert found["ring"] == pytest.approx([2 * sent_s + gradients_s, gradients_s])
+    swaps_s = 4 * sum(all_to_all_s(groups["cp"], size, 1, EFF) for size in (600, 100))
+    assert found["ulysses"] == pytest.approx([swaps_s, swaps_s])
 
 
 def test_a_part_without_work_takes_nothing_and_others_know_their_parameters() -> None:

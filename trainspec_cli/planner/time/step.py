@@ -204,6 +204,8 @@ class LayersPart:
     ep: float = 0.0
     params: float = 0.0
     expert_params: float = 0.0
+    again: float = 0.0
+    """Exposed communication of a forward that is repeated, less that of `tp`, `cp` and `ep`."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -220,6 +222,7 @@ class LayersPart:
             self.ep + times * other.ep,
             self.params + times * other.params,
             self.expert_params + times * other.expert_params,
+            self.again + times * other.again,
         )
 
     @property
@@ -234,7 +237,8 @@ class LayersPart:
 
 PASSES = {"tp": 2, "cp": 3, "ep": 2}
 """Number of times that a micro-batch performs the forward's exchange in each layer. The backward repeats it once. With
-context parallelism it repeats it twice, to gather keys and values again and to reduce their gradients."""
+context parallelism it repeats it twice, to gather keys and values again and to reduce their gradients. For trainspec's
+engine, `LayersPart` has the mean of these times."""
 
 
 def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
@@ -317,14 +321,20 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
     waits = work.serial_kernels * eff.kernel_s
 
-    copies = work.expert_copies if software.grouped_experts else 1
-    first = 1 / setup.layout.tp  # a ring's first chunk, before any product can start
-    hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
-    hidden_ep = eff.ep_overlap
-    if groups["ep"].crosses and software.grouped_experts:
-        hidden_ep = eff.ep_overlap_network
-    # Tokens are sent to their experts, and the results are sent back.
-    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+    if software.counted and not setup.fabric.speaks_gloo and not setup.tabled:
+        tp, cp, ep, again = _engine_exchanges_s(work, attention_f, attention_b, setup, rates, groups, eff)
+    else:
+        copies = work.expert_copies if software.grouped_experts else 1
+        first = 1 / setup.layout.tp  # a ring's first chunk, before any product can start
+        hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
+        hidden_ep = eff.ep_overlap
+        if groups["ep"].crosses and software.grouped_experts:
+            hidden_ep = eff.ep_overlap_network
+        tp = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp)
+        cp = all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap)
+        # Tokens are sent to their experts, and the results are sent back.
+        ep = slow * 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
+        again = 0.0
     return LayersPart(
         matmul_f=slow * products,
         matmul_b=slow * backward,
@@ -334,19 +344,68 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         memory_b=0.0 if work.frozen else backward_s + casts_b,
         kernels=kernels,
         experts=work.experts,
-        tp=work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff) * (1 - hidden_tp),
-        cp=all_gather_s(groups["cp"], work.cp_bytes, eff) * (1 - eff.cp_overlap),
-        ep=ep * slow,
+        tp=tp,
+        cp=cp,
+        ep=ep,
         params=work.params,
         expert_params=work.expert_params,
+        again=again,
     )
+
+
+def _engine_exchanges_s(
+    work: Work,
+    attention_f: float,
+    attention_b: float,
+    setup: Setup,
+    rates: Rates,
+    groups: dict[str, Group],
+    eff: Efficiency,
+) -> tuple[float, float, float, float]:
+    """Return the exposed exchanges of trainspec's engine in seconds (`LayersPart`'s tp, cp, ep and again): it waits for
+    each, except while it computes the gradients of weights or a part of the ring's attention."""
+    layout = setup.layout
+    split = layout.sequence_parallel
+    whole = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff)
+    # The sum over ranks is in the forward or, with a split sequence, half of it on each side of the region.
+    entering = whole / 2 if split else whole
+    leaving = whole / 2 if split else 0.0
+    if not (layout.splits_backward or setup.lora.rank or setup.matmul in EIGHT_BIT):
+        entering = max(0.0, entering - sum(gemm_s(gemm, rates, eff)[2] for gemm in work.tp_delayed))
+        leaving = max(0.0, leaving - sum(gemm_s(gemm, rates, eff)[2] for gemm in work.tp_delayed_after))
+    in_loss = 0.0
+    if work.loss_bytes and layout.tp > 1:  # of each token's maximum, and then its sum and the target's logit
+        chunk = min(setup.tokens, loss_chunk_tokens(cast("TextModel", setup.model).vocab_size // layout.tp))
+        each = sum(all_reduce_s(groups["tp"], size * chunk, eff) for size in (4.0, 8.0))
+        in_loss = math.ceil(setup.tokens / chunk) * each
+    tp = (whole + entering + leaving + in_loss) / PASSES["tp"]
+    tp_again = whole - work.tp_last * (whole / 2 if split else whole)
+
+    cp_f = cp_b = 0.0
+    number = layout.cp
+    if number > 1 and work.cp_bytes:
+        keys_bytes = work.cp_bytes / number
+        if layout.context_method == "ring":
+            # Keys and values are sent while a part of attention is computed; then their gradients, in fp32.
+            passed = send_s(groups["cp"], keys_bytes, eff)
+            cp_f = (number - 1) * max(0.0, passed - attention_f / number)
+            cp_b = (number - 1) * max(0.0, passed - attention_b / number)
+            cp_b += number * send_s(groups["cp"], keys_bytes * 4.0 / rates.element_bytes, eff)
+        else:
+            sent = (work.cp_query_bytes, keys_bytes / 2)
+            cp_f = cp_b = 2 * sum(all_to_all_s(groups["cp"], size, 1, eff) for size in sent)
+    cp = (cp_f + cp_b) / PASSES["cp"]
+
+    # Each copy of a token is sent to its expert, and the results are sent back.
+    ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, 1, eff)
+    return tp, cp, ep, tp_again - tp + cp_f - cp
 
 
 def recompute_part_s(part: LayersPart, again: Recompute) -> float:
     """Return the time of the forward work recomputed in the backward, with its communication if it includes matmuls."""
     work = again.matmul * part.matmul_f + again.attention * part.attention_f + again.elementwise * part.memory_f
     if again.full:
-        work += part.tp + part.cp + part.ep
+        work += part.tp + part.cp + part.ep + part.again
     return again.layers * work
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -69,6 +69,15 @@ class Work:
     tp_bytes: float = 0.0
     """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of them."""
     tp_exchanges: int = 0
+    tp_delayed: tuple[Gemm, ...] = ()
+    """The products whose weights' gradients trainspec's engine computes while the gradient of the input of a region of
+    tensor parallelism is exchanged."""
+    tp_delayed_after: tuple[Gemm, ...] = ()
+    """The same for the gradient of the region's output; these are products of the block's next region."""
+    tp_last: bool = False
+    """True if a repeated forward ends before the exchange of the output, because no backward needs its result."""
+    cp_query_bytes: float = 0.0
+    """Bytes of this rank's queries, and of its attention's output."""
     cp_bytes: float = 0.0
     """Bytes of the keys and values of the full sequence, which context parallelism exchanges."""
     ep_bytes: float = 0.0
@@ -105,6 +114,23 @@ class Work:
     @property
     def all_params(self) -> float:
         return self.params + self.expert_params
+
+    @property
+    def products(self) -> tuple[Gemm, ...]:
+        return self.counted_gemms or self.gemms
+
+
+def delayed_in_block(first: Work, last: Work | None, layout: Layout) -> tuple[Work, ...]:
+    """Return the parts of a block with the products that hide exchanges of tensor parallelism, as in
+    `engine/parallel/context.py`. `last`: its second region, whose last product is not delayed."""
+    if last is None:
+        return (replace(first, tp_delayed=first.products, tp_last=True),)
+    delayed = last.products[:-1] if last.tp_delayed == () else last.tp_delayed
+    after = delayed[:1] if layout.sequence_parallel else ()
+    return (
+        replace(first, tp_delayed=first.products, tp_delayed_after=after),
+        replace(last, tp_delayed=delayed[len(after) :], tp_last=True),
+    )
 
 
 Layers = tuple[tuple[Work, ...], ...]

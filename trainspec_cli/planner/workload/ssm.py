@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from trainspec_cli.planner.workload import Gemm, Layers, Work, transformer
+from trainspec_cli.planner.workload import Gemm, Layers, Work, delayed_in_block, transformer
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 
@@ -87,7 +87,9 @@ def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout)
         else:
             assert model.experts is not None
             kinds[letter] = transformer.expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
-    parts = {letter: (work,) for letter, work in kinds.items()}
+    parts = {
+        letter: delayed_in_block(work, None, layout) if work.tp_exchanges else (work,) for letter, work in kinds.items()
+    }
     return tuple(parts[letter] for letter in model.layers)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from trainspec_cli.planner.workload import Gemm, Layers, Work
+from trainspec_cli.planner.workload import Gemm, Layers, Work, delayed_in_block
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, Layer
 
@@ -217,6 +218,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,
+        cp_query_bytes=2.0 * tokens * query / tp,
         cp_bytes=4.0 * tokens * layout.cp * key / tp,
         params=attention_params(model) / tp + hidden,
         saved_bytes=2.0 * tokens * (2 * hidden / split + inner + latent),
@@ -265,12 +267,18 @@ def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout
     return tuple(kinds[layer] for layer in model.layer_list)
 
 
-def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layout: Layout) -> tuple[Work, Work]:
+def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layout: Layout) -> tuple[Work, ...]:
     attention = attention_work(model, tokens, seq_len, layout, layer.window)
     if "experts" not in layer.mixers:
-        return attention, mlp_work(model, tokens, layout)
+        return delayed_in_block(attention, mlp_work(model, tokens, layout), layout)
     assert model.experts is not None
-    return attention, expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+    work = expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)
+    shared = shared_width(model.experts) / layout.tp
+    if not shared:
+        (attention,) = delayed_in_block(attention, None, layout)
+        return replace(attention, tp_last=False), work
+    entering = Gemm(tokens, shared, model.hidden_size)
+    return delayed_in_block(attention, replace(work, tp_delayed=(entering,) * (1 + model.gated_mlp)), layout)
 
 
 def shared_width(experts: ExpertSpec) -> int:

@@ -52,11 +52,14 @@ class LonelyCosts(ChipCosts):
     """Durations on a rank whose neighbours in the pipeline are missing: a message takes no time here. Its time depends
     on when the other stage sends it, which only a replay of the whole schedule knows (`planned.py`)."""
 
+    per_stage: int = 1
+    """Number of ranks in a stage of the pipeline."""
     message_bytes: int = 0
     """The largest message so far."""
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        if kind in ("send", "recv"):
+        # Messages inside a stage are those of ring attention, to which all ranks come at the same time.
+        if kind in ("send", "recv") and len({rank // self.per_stage for rank in ranks}) > 1:
             self.message_bytes = max(self.message_bytes, int(nbytes))
             return 0.0
         return super().exchange_s(kind, ranks, nbytes)
@@ -83,7 +86,14 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         fabric = describe_fabric(plan.spec.cluster, None)
         eff = efficiency_of(plan.spec.cluster)
         generation = plan.spec.framework.attention_generation
-        costs = LonelyCosts(replace(chip, sources=None), fabric, rank, eff=eff, attention_generation=generation)
+        costs = LonelyCosts(
+            replace(chip, sources=None),
+            fabric,
+            rank,
+            eff=eff,
+            attention_generation=generation,
+            per_stage=plan.group_size // plan.layout.pp,
+        )
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
     # Without offload, no large host tensor exists, and the mode would only cost time.
