@@ -427,7 +427,7 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = args[0]
     from_host = not isinstance(source, DeviceTensor)
     to_host = not isinstance(target, DeviceTensor)
-    if not (from_host or to_host) and _is_same_memory(source, target):
+    if isinstance(source, DeviceTensor) and isinstance(target, DeviceTensor) and _is_same_memory(source, target):
         return target  # torch's copy to itself, as in `x[rows] += y`, launches nothing
     into, value = memory_of(target), memory_of(source)
     if from_host:
