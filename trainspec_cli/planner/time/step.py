@@ -292,10 +292,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         kernels += NF4_KERNELS * len(work.gemms)
     casts_b = casts
     if counted and setup.matmul == "fp8":
-        given, outputs = (
-            sum(values(gemm) * gemm.count for gemm in gemms if gemm.wide)
-            for values in (lambda gemm: gemm.m * gemm.k + gemm.k * gemm.n, lambda gemm: gemm.m * gemm.n)
-        )
+        given = sum((gemm.m + gemm.n) * gemm.k * gemm.count for gemm in gemms if gemm.wide)
+        outputs = sum(gemm.m * gemm.n * gemm.count for gemm in gemms if gemm.wide)
         # The copies in fp32 are too large to stay in the cache.
         byte_s = 1 / rates.memory + eff.issue / rates.load_store
         launched = 2 * EAGER_CAST_KERNELS * sum(gemm.count for gemm in gemms if gemm.wide)
