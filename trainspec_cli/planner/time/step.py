@@ -305,9 +305,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         kernels += NF4_KERNELS * len(work.gemms)
     casts_b = casts
     if counted and setup.matmul == "fp8":
-        wide = [gemm for gemm in gemms if gemm.wide]
-        given = sum((gemm.m * gemm.k + gemm.k * gemm.n) * gemm.count for gemm in wide)
-        outputs = sum(gemm.m * gemm.n * gemm.count for gemm in wide)
+        given = sum((gemm.m + gemm.n) * gemm.k * gemm.count for gemm in gemms if gemm.wide)
+        outputs = sum(gemm.m * gemm.n * gemm.count for gemm in gemms if gemm.wide)
         # The copies in fp32 are too large to stay in the cache.
         byte_s = 1 / rates.memory + eff.issue / rates.load_store
         launched = 2 * EAGER_CAST_KERNELS * sum(gemm.count for gemm in gemms if gemm.wide)

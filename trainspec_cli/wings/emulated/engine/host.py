@@ -62,6 +62,9 @@ HOST_MEMORY = HostMemory()
 class HostSizes(TorchDispatchMode):
     """Runs operations on large host tensors for their shapes and time only."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
