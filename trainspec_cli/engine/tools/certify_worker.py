@@ -164,11 +164,15 @@ def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | No
         taken.append((state.mesh.data_rank, taken_positions(own)))
         progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
         if progress.step == wanted.save_at:
-            saver = Saver(RunDir(folder), state.held, state.device, keep_last=1)
-            saver.save(About(progress.step, progress.samples, seed=spec.train.seed, recipe_digest=""))
-            saver.close()
+            _save(wanted.plan, state, RunDir(folder), progress)
     sha256 = weights_sha256(state.shares, state.mesh.group("pp"))
     return TrainedSteps(tuple(losses), min(norms, default=None), sha256, taken_by_all(taken))
+
+
+def _save(plan: Plan, state: TrainState, run_dir: RunDir, progress: TrainProgress) -> None:
+    saver = Saver(run_dir, state.held, state.device, keep_last=1)
+    saver.save(About(progress.step, progress.samples, seed=plan.spec.train.seed, recipe_digest=""))
+    saver.close()
 
 
 def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int) -> OwnSamples:
