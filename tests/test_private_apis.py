@@ -27,9 +27,10 @@ PARTS: dict[str, str] = {
     "torch.UntypedStorage._cdata": "engine/tools/trace.py",
     "torch._C": (
         "engine/observe/watch.py wings/emulated/engine/allocation_log.py wings/emulated/engine/device.py "
+        "wings/emulated/engine/costs.py "
         "wings/emulated/engine/exchanges.py"
     ),
-    "torch._C._DisableTorchDispatch": "wings/emulated/engine/device.py",
+    "torch._C._DisableTorchDispatch": "wings/emulated/engine/device.py wings/emulated/engine/costs.py",
     "torch._C._disabled_torch_function_impl": "wings/emulated/engine/device.py",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "wings/emulated/engine/device.py",
     "torch._C._autograd": "wings/emulated/engine/allocation_log.py",
@@ -55,8 +56,11 @@ PARTS: dict[str, str] = {
     "torch._dynamo.utils.disable_cache_limit": "engine/kernels/adamw.py",
     "torch.Tensor._make_wrapper_subclass": "wings/emulated/engine/device.py",
     "torch._fused_sdp_choice": "wings/emulated/engine/device.py",
+    "torch._C._FunctionBase._sequence_nr": "engine/comm/exchange.py",
+    "torch._C._FunctionBase._set_sequence_nr": "engine/parallel/context.py",
     "torch._ops.OpOverload._schema": (
-        "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py"
+        "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py "
+        "wings/emulated/engine/host.py"
     ),
     "torch.ops._c10d_functional": "wings/emulated/engine/exchanges.py",
     "torch.utils._device._device_constructors": "wings/emulated/engine/device.py",
@@ -96,12 +100,17 @@ PARTS: dict[str, str] = {
         "engine/parallel/expert.py wings/emulated/engine/device.py"
     ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/trace.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": (
+        "engine/parallel/expert.py engine/tools/trace.py wings/emulated/engine/host.py"
+    ),
     "torch.utils._pytree.tree_iter": "engine/tools/trace.py",
     "torch.utils._pytree.tree_leaves": (
-        "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py"
+        "wings/emulated/engine/costs.py wings/emulated/engine/device.py wings/emulated/engine/exchanges.py "
+        "wings/emulated/engine/host.py"
     ),
-    "torch.utils._pytree.tree_map": "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py",
+    "torch.utils._pytree.tree_map": (
+        "wings/emulated/engine/device.py wings/emulated/engine/exchanges.py wings/emulated/engine/host.py"
+    ),
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
 }
 """The name -> the files that use it."""

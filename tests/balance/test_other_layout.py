@@ -34,7 +34,7 @@ def spec_of(layout: LayoutSpec, devices: int = 8, memory_gb: float = 80, **chang
     chip = replace(CHIP, memory_gb=memory_gb)
     cluster = ClusterSpec(num_nodes=1, devices_per_node=devices, accelerator=chip)
     batching = BatchingSpec(global_batch_size=24)
-    return replace(SPEC, cluster=cluster, layout=layout, batching=batching, **changes)  # type: ignore[arg-type]
+    return replace(SPEC, cluster=cluster, layout=layout, batching=batching, compile=True, **changes)  # type: ignore[arg-type]
 
 
 def others_of(spec: RunSpec) -> OtherLayouts:

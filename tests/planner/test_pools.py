@@ -50,6 +50,7 @@ SPEC = RunSpec(
     layout=LayoutSpec(dp_shard=1),
     recompute="none",
     offload="none",
+    compile=True,
 )
 
 

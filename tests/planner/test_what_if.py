@@ -90,7 +90,7 @@ def test_a_layout_that_does_not_fit_is_not_named() -> None:
 
 
 def test_on_gpus_each_change_is_planned() -> None:
-    planned = plan(GPU_SPEC, H100S)
+    planned = plan(replace(GPU_SPEC, compile=True), H100S)
     outlook = on_gpus(planned)
     before = gpu_parts_s(setup_of(planned, H100S), efficiency_of(planned.spec.cluster))
 

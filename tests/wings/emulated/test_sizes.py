@@ -53,12 +53,13 @@ def test_the_host_reads_zeros_and_what_depends_on_values_is_refused() -> None:
 
 
 def test_a_step_records_a_few_events_for_each_wait_of_a_layer() -> None:
-    """A layer that gathers parameters does so in each pass; with tensor parallelism it exchanges four times in each.
-    Two events are around every wait and, in another stream, around every exchange."""
+    """A layer that gathers parameters does so in each pass; with tensor parallelism it exchanges four times in each,
+    and an exchange of the backward has a wait of its own. Two events are around every wait and, in another stream,
+    around every exchange."""
     expected = {
         "dp": lambda layers, micro_batches: 14 + 6 * layers + 4 * micro_batches,
         "zero3": lambda layers, micro_batches: 10 + (14 * layers + 12) * micro_batches,
-        "tp": lambda layers, micro_batches: 14 + 4 * layers + (16 * layers + 16) * micro_batches,
+        "tp": lambda layers, micro_batches: 14 + 4 * layers + (24 * layers + 20) * micro_batches,
     }
     for case, number in run("marks", **SIZES).items():
         name, layers, micro_batches = case.split()

@@ -212,7 +212,17 @@ def part_key(layout: Layout, micro: float, accum: int, matmul: str, software: So
     # Weights are cast to 8 bits once per step, at a cost that micro-batches share. In other formats, it only matters
     # whether gradients of several micro-batches are added.
     counted = accum if matmul in EIGHT_BIT else accum > 1
-    return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
+    # The schedule and the method of context parallelism matter for what the engine's exchanges overlap with.
+    of_exchanges = layout.splits_backward, layout.context_method
+    return (
+        *axes_of_layer(layout),
+        *of_exchanges,
+        layout.pp == 1,
+        layout.shards_parameters,
+        micro,
+        counted,
+        id(software),
+    )
 
 
 def axes_of_layer(layout: Layout) -> tuple[object, ...]:

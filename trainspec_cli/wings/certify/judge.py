@@ -169,7 +169,7 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
             sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
             facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
             facts["micro-batches"] = live.largest_micro_batches == sizes
-        shown = {name: AS_THEY_MUST_BE if kept else "not as they must be" for name, kept in facts.items()}
+        shown = {name: AS_THEY_MUST_BE if kept else "not as required" for name, kept in facts.items()}
         if check.clause in ("LIVE-3", "LIVE-4"):
             return {
                 "sha256": found.result.trained.weights_sha256,
