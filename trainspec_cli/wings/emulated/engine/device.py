@@ -122,9 +122,12 @@ def new_tensor(like: Tensor) -> DeviceTensor:
 
 
 def to_device(host: Tensor) -> DeviceTensor:
-    """Return a device tensor that immediately holds these values."""
+    """Return a device tensor with these values, which may change from now on."""
     made = new_tensor(host)
-    if MEMORY.has_values:
+    if MEMORY.has_values and SCHEDULER.random is not None:
+        # In order mode, new memory is overwritten in its stream, so values written now would be lost.
+        _queue(partial(made.memory.copy_, host.clone()))
+    elif MEMORY.has_values:
         made.memory.copy_(host)
     return made
 
