@@ -152,7 +152,7 @@ def own_row_left_out(patch: MonkeyPatch) -> None:
 
 def lost_is_lost(patch: MonkeyPatch) -> None:
     """Drop what the encoding of gradients loses."""
-    patch.setattr(Feedback, "keep", lambda self, lost: None)
+    patch.setattr(Feedback, "keep", lambda self, start, lost: None)
 
 
 def sums_give_nothing_back(patch: MonkeyPatch) -> None:

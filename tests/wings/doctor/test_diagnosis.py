@@ -51,6 +51,14 @@ def test_the_diagnosis_has_the_worst_status_and_the_slowest_node() -> None:
     assert (diagnosis.status, diagnosis.slowest) == ("warn", "c")
 
 
+def test_a_node_whose_measurement_does_not_end_is_the_slowest() -> None:
+    late = NodeReport("b", 0.0, (Check("speed", "fail", "did not end within 120 s", "run it there"),))
+    diagnosis = diagnose([report("a"), late, report("c", matmul=0.95e12)], None)
+    assert (diagnosis.status, diagnosis.slowest) == ("fail", "b")
+    full = NodeReport("b", 0.0, (Check("disk", "fail", "0 bytes free", "free some"),))
+    assert diagnose([report("a"), full, report("c", matmul=0.95e12)], None).slowest == "c"
+
+
 def test_a_report_does_not_change_in_json() -> None:
     for sent in (report("a", 1e12, 1e11, Check("disk", "warn", "slow")), NodeReport("b", 1.5, (), None, heard_at=2.5)):
         assert from_plain(NodeReport, json.loads(json_text(to_plain(sent)))) == sent

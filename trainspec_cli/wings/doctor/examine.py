@@ -184,11 +184,16 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
         hosts.append(replace(report, checks=(*report.checks, *speeds)))
     statuses = {check.status for report in hosts for check in report.checks} | {check.status for check in between}
     worst: tuple[Status, ...] = ("fail", "warn")
+    # A node whose measurement failed or did not end in time is slower than all that were measured.
+    slowest = [
+        report.host for report in reports if any((one.name, one.status) == ("speed", "fail") for one in report.checks)
+    ]
+    slowest += [one.host for one in comparisons]
     return Diagnosis(
         status=next((status for status in worst if status in statuses), "ok"),
         hosts=tuple(hosts),
         between=tuple(between),
-        slowest=comparisons[0].host if comparisons else None,
+        slowest=slowest[0] if slowest else None,
         links=links,
     )
 
