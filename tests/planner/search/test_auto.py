@@ -261,8 +261,9 @@ def test_no_layout_that_is_about_as_fast_is_simpler_than_the_chosen_one(recipe: 
 
 @pytest.mark.slow
 def test_a_large_model_has_no_more_stages_than_an_expert_would_give_it() -> None:
-    """405B on 1,024 H100: the fastest by prediction is tp 4, cp 4, pp 64; experts start from tp 8, pp 16."""
-    _, found = on_h100("llama3_405b", 128)
+    """405B on 1,024 H100 with Megatron-LM, whose products hide exchanges of tensor parallelism, as Meta's did: tp 8,
+    pp 16. trainspec's engine waits for those of the forward pass, so its own plan has fewer of them."""
+    _, found = on_h100("llama3_405b", 128, "framework=megatron")
     assert found.best is not None and found.usual is not None
     assert (found.best.layout.tp, found.best.layout.pp) == (8, 16)
     assert found.usual.layout.tp == 8 and found.usual.layout.cp == 1 and found.usual.layout.pp <= 16
