@@ -27,8 +27,7 @@ PARTS: dict[str, str] = {
     "torch.UntypedStorage._cdata": "engine/tools/trace.py",
     "torch._C": (
         "engine/observe/watch.py wings/emulated/engine/allocation_log.py wings/emulated/engine/device.py "
-        "wings/emulated/engine/costs.py "
-        "wings/emulated/engine/exchanges.py"
+        "wings/emulated/engine/costs.py wings/emulated/engine/exchanges.py"
     ),
     "torch._C._DisableTorchDispatch": "wings/emulated/engine/device.py wings/emulated/engine/costs.py",
     "torch._C._disabled_torch_function_impl": "wings/emulated/engine/device.py",

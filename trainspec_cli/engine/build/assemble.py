@@ -40,6 +40,9 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS, Extension, arguments, load, user_code_errors
 
 # User-defined blocks and losses in a run, which are tested on small inputs before the first step.
+#
+# The engine shards, recomputes and resumes blocks, and distributes samples over ranks. So a block has to be causal and
+# may depend only on its input, sample by sample. Each token's loss may depend only on that token.
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}

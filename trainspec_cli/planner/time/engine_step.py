@@ -320,16 +320,10 @@ class EngineStep:
         params = sum(part.params for part in mixers)
         expert_params = sum(part.expert_params for part in mixers)
         if self.setup.layout.ep == 1 or not expert_params:
-            whole = LayersPart()
-            for part in mixers:
-                whole = whole.plus(part)
-            return (self._with_work(self._unit(params + expert_params), whole),)
+            return (self._with_work(self._unit(params + expert_params), LayersPart.total(mixers)),)
         *others, experts = mixers
-        before = LayersPart()
-        for part in others:
-            before = before.plus(part)
         inner = self._with_work(self._unit(expert_params, "expert_dp"), experts)
-        return self._with_work(self._unit(params), before), inner
+        return self._with_work(self._unit(params), LayersPart.total(others)), inner
 
     @cached_property
     def _again(self) -> Recompute:
@@ -356,10 +350,18 @@ class EngineStep:
             backward_waits_s=again_waits_s + sum((PASSES[axis] - 1) * getattr(part, axis) for axis in PASSES),
         )
 
-    def _stages(self, rank: int) -> dict[int, Stage]:
+    @cached_property
+    def _stages(self) -> list[dict[int, Stage]]:
+        """Return the stages of each pipeline rank, by number."""
         layout = self.setup.layout
         layers = cut_layers(self.once.num_layers, layout)
         blocks = [self._block(mixers) for mixers in self.once.mixers]
+        return [self._stages_of(rank, layers, blocks) for rank in range(layout.pp)]
+
+    def _stages_of(
+        self, rank: int, layers: Sequence[range], blocks: Sequence[tuple[FsdpUnit, ...]]
+    ) -> dict[int, Stage]:
+        layout = self.setup.layout
         stages = {}
         for number in layout.stages_of_rank(rank):
             outside = LayersPart()
@@ -404,7 +406,7 @@ class EngineStep:
         """Run this many micro-batches through the ranks, and replay the schedule with the durations of their passes."""
         layout = self.setup.layout
         orders = actions(layout, micro_batches)
-        stages = [self._stages(rank) for rank in range(layout.pp)]
+        stages = self._stages
         known: dict[object, RankRun] = {}
         ranks = []
         for rank, order in enumerate(orders):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
 from typing import cast
 
@@ -224,6 +224,10 @@ class LayersPart:
             self.expert_params + times * other.expert_params,
             self.again + times * other.again,
         )
+
+    @classmethod
+    def total(cls, parts: Iterable[LayersPart]) -> LayersPart:
+        return reduce(cls.plus, parts, cls())
 
     @property
     def forward(self) -> float:
@@ -545,12 +549,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     # `layer_works` has one object per kind of layer, so 100 identical layers are timed only once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     mixers = [tuple(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
-    parts = []
-    for mixer in mixers:
-        total = LayersPart()
-        for part in mixer:
-            total = total.plus(part)
-        parts.append(total)
+    parts = list(map(LayersPart.total, mixers))
     places = {kind: place for place, kind in enumerate(kinds)}
     order = list(map(places.__getitem__, map(id, layers)))
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)

@@ -166,12 +166,9 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     # on the way, the link is the cause instead.
     throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one throttled rank delays all others
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
-    if waiting_s + throttled_s <= OF_NOISE * episode.excess:
-        is_of_processors = False
-    else:
-        is_held = throttled_s > OF_NOISE * episode.excess
-        is_of_processors = not _is_queued_in_transit(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
-    if is_of_processors:
+    queued_s = HELD_QUEUED_S if throttled_s > OF_NOISE * episode.excess else QUEUED_S
+    waits_no_longer = waiting_s + throttled_s <= OF_NOISE * episode.excess  # False if it is unknown
+    if not waits_no_longer and not _is_queued_in_transit(evidence, paths, queued_s):
         return None
     if losing is None and _answers_later(evidence, episode, paths):
         return _delayed(evidence, episode, paths)

@@ -94,6 +94,9 @@ class ChipCosts:
             return self.eff.kernel_s
         return moved_s(nbytes, self.rates(torch.bfloat16), self.eff)
 
+    def _product_s(self, gemm: Gemm, dtype: torch.dtype) -> float:
+        return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(dtype), self.eff) if gemm.flops else 0.0
+
     def operation_s(self, op: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Return the time of an operation, from the shapes of its arguments and results."""
         name = op.overloadpacket.__name__
@@ -103,7 +106,7 @@ class ChipCosts:
             first, second = args[FIRST_FACTOR[name] : FIRST_FACTOR[name] + 2]
             count = first.shape[0] if first.dim() == 3 else 1
             gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=first.dtype.itemsize == 1)
-            return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(first.dtype), self.eff) if gemm.flops else 0.0
+            return self._product_s(gemm, first.dtype)
         if name == GROUPED:
             # The products of all experts in one launch, with equal numbers of rows: rows times matrices (E, K, N) or,
             # for the gradient of the matrices, the transposed rows of an expert times rows.
@@ -111,8 +114,7 @@ class ChipCosts:
             experts = len(args[2])
             rows = first.shape[0] / experts if second.dim() == 3 else first.shape[0]
             inner = first.shape[1] if second.dim() == 3 else first.shape[1] / experts
-            gemm = Gemm(rows, second.shape[-1], inner, experts, wide=False)
-            return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(first.dtype), self.eff) if gemm.flops else 0.0
+            return self._product_s(Gemm(rows, second.shape[-1], inner, experts, wide=False), first.dtype)
         if name in ATTENTION:
             at, causal = ATTENTION[name]
             query, key = args[at : at + 2]

@@ -35,8 +35,8 @@ from trainspec_cli.wings.emulated.engine.host import HOST_MEMORY, READ_BYTES
 from trainspec_cli.wings.emulated.engine.memory import (
     DeviceStorage,
     EmulatedMemory,
+    described,
     extent,
-    without_values,
 )
 from trainspec_cli.wings.emulated.engine.streams import (
     HOST,
@@ -342,7 +342,7 @@ def _infer(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if key not in _inferred:
         if len(_inferred) == MOST_INFERRED:
             _inferred.clear()
-        _inferred[key] = op(*tree_map(_described, args), **tree_map(_described, kwargs))
+        _inferred[key] = op(*tree_map(described, args), **tree_map(described, kwargs))
     return _inferred[key]
 
 
@@ -355,13 +355,6 @@ def _signature(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((key, _signature(each)) for key, each in value.items())
     return type(value), value
-
-
-def _described(value: Any) -> Any:
-    """Return a tensor's shape, strides and storage offset as a tensor without memory."""
-    if isinstance(value, Tensor):
-        return without_values(value)
-    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def _with_own_random(op: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:

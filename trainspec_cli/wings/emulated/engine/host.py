@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trainspec_cli.planner.time.step import HOST_BYTES_PER_S
 from trainspec_cli.wings.emulated.engine.costs import nbytes_of, traffic_bytes
-from trainspec_cli.wings.emulated.engine.memory import extent, map_host_memory
+from trainspec_cli.wings.emulated.engine.memory import described, extent, map_host_memory
 from trainspec_cli.wings.emulated.engine.streams import HOST
 
 READ_BYTES = 2**20
@@ -62,9 +62,6 @@ HOST_MEMORY = HostMemory()
 class HostSizes(TorchDispatchMode):
     """Runs operations on large host tensors for their shapes and time only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -84,7 +81,7 @@ class HostSizes(TorchDispatchMode):
             # Of the schemas with changed arguments, those with a result return the first argument.
             self._spend(func, args, kwargs, None)
             return args[0] if schema.returns else None
-        shapes = func(*tree_map(_described, args), **tree_map(_described, kwargs))
+        shapes = func(*tree_map(described, args), **tree_map(described, kwargs))
         if makes_host and nbytes_of(shapes) <= READ_BYTES:
             return func(*args, **kwargs)
         result = tree_map(lambda leaf: HOST_MEMORY.new_tensor(leaf) if isinstance(leaf, Tensor) else leaf, shapes)
@@ -93,10 +90,3 @@ class HostSizes(TorchDispatchMode):
 
     def _spend(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         HOST.work(traffic_bytes(func, args, kwargs, result) / HOST_BYTES_PER_S)
-
-
-def _described(value: Any) -> Any:
-    """Return a host tensor's shape and strides as a tensor without memory, and the host as the device of such."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return torch.device("meta") if isinstance(value, torch.device) else value

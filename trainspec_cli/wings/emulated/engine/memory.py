@@ -32,6 +32,13 @@ def without_values(tensor: Tensor) -> Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), offset)
 
 
+def described(value: Any) -> Any:
+    """Return an argument of an operation that infers shapes: a tensor without memory, and its device."""
+    if isinstance(value, Tensor):
+        return without_values(value)
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
 def extent(tensor: Tensor) -> int:
     """Return the number of elements that a tensor spans in memory, from its first to its last."""
     if tensor.numel() == 0:
