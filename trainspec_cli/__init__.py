@@ -1,13 +1,13 @@
 """trainspec: a launcher, planner and engine for training large models under an open training spec.
 
-From Python, what its commands do are functions that return records:
+From Python, its commands are functions that return records:
 
     import trainspec_cli as trainspec
 
     planned = trainspec.plan("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=32")
 
-Arguments are those of the command line. Where a command would refuse them, TrainspecError is raised, whose `problems`
-say what is wrong, where, and what to type. What a function needs is imported when it is called.
+Arguments are the same as on the command line. If a command would reject them, TrainspecError is raised; its `problems`
+say what is wrong, where, and what to type instead. Each function imports what it needs when it is called.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 
 def compose(*arguments: str) -> RunSpec:
-    """Return the recipe that `arguments` give, with every value checked; `auto` is left as it is."""
+    """Return the recipe specified by `arguments`, with every value checked. Values of `auto` are not resolved."""
     from trainspec_cli.session.recipe.load import load_for_planning
 
     return load_for_planning(arguments).spec
 
 
 def plan(*arguments: str) -> PlanReport:
-    """Plan a recipe on a cluster, as `trainspec plan` does: no GPU is needed, and nothing is started. `best` is the
-    first layout, or None where nothing fits."""
+    """Plan a recipe on a cluster, as `trainspec plan` does, without a GPU and without starting anything. `best` is the
+    first layout; None if nothing fits."""
     from trainspec_cli.session.planning.plan import plan_recipe
 
     return plan_recipe(arguments)
 
 
 def launch(*arguments: str, force: bool = False, progress: bool | None = None) -> Report:
-    """Train a recipe on this node, as `trainspec launch` does, in processes of their own; return its report when it has
-    ended, whose `status` and `reason` say how; `raise_for_status()` raises where it has failed. `progress` shows what
-    the command shows while it trains, by default on a terminal and in a notebook. An interrupt (Ctrl-C) lets the run
-    write a checkpoint and stop."""
+    """Train a recipe on this node in separate processes, as `trainspec launch` does. Return a report when the run has
+    ended: its `status` and `reason` say how, and `raise_for_status()` raises an error if the run failed. `progress`:
+    show the same progress as the command; by default only on a terminal and in a notebook. An interrupt (Ctrl-C) lets
+    the run write a checkpoint and stop."""
     from trainspec_cli.reporter.console import make_progress_console
     from trainspec_cli.session.launching.session import launch_apart
 
@@ -57,23 +57,23 @@ def launch(*arguments: str, force: bool = False, progress: bool | None = None) -
 
 
 def runs() -> list[RunLine]:
-    """Return the runs below this folder or launched from it, the newest first."""
+    """Return the runs below this folder or launched from it, newest first."""
     from trainspec_cli.session.runs.find import runs_here
 
     return runs_here()
 
 
 def report(run: str = "last") -> Report:
-    """Return the report of a run as it stands: a folder, a name, or `last`."""
+    """Return the current report of a run, which is specified by folder, by name, or as `last`."""
     from trainspec_cli.session.runs.diagnose import report_of
 
     return report_of(run)
 
 
 def read_weights(run: str = "last", *, step: int | None = None, best: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a run's model by name, on the CPU, as its newest checkpoint holds them, or that of `step`,
-    or the one with the lowest held-out loss (`best`). It reads every family of models, and runs no code of the recipe.
-    Raises TrainspecError where the checkpoint is damaged, or holds matrices in 4 bits."""
+    """Return the tensors of a run's model by name, on the CPU, from its newest checkpoint, the one from `step`, or the
+    one with the lowest held-out loss (`best`). This works for every model family, and runs no code from the recipe.
+    Raises TrainspecError if the checkpoint is damaged or contains matrices in 4 bits."""
     from trainspec_cli.engine.build.from_run import read_run_weights
     from trainspec_cli.run.exporting import find_checkpoint
     from trainspec_cli.session.runs.find import find_own_run
@@ -83,8 +83,8 @@ def read_weights(run: str = "last", *, step: int | None = None, best: bool = Fal
 
 
 def load_model(run: str = "last", *, step: int | None = None, best: bool = False) -> nn.Module:
-    """Return a run's model on the CPU in fp32, with the weights of the checkpoint that `read_weights` reads. A model of
-    text maps token ids (samples, tokens) to logits (samples, tokens, vocabulary). User-defined blocks are imported."""
+    """Return a run's model on the CPU in fp32, with the weights of the checkpoint that `read_weights` reads. A language
+    model maps token IDs (samples, tokens) to logits (samples, tokens, vocabulary). User-defined blocks are imported."""
     from trainspec_cli.engine.build.from_run import read_run_model
     from trainspec_cli.run.exporting import find_checkpoint
     from trainspec_cli.session.runs.find import find_own_run
@@ -95,13 +95,15 @@ def load_model(run: str = "last", *, step: int | None = None, best: bool = False
 
 
 def attach(checkpoints: str | Path | None = None) -> AttachedRun:
-    """Return the run that `trainspec run` has started this script for: its steps, checkpoints and requests to stop.
-    `checkpoints`: their folder, by default one in the run's own. Outside of a run it writes no events."""
+    """Return the run for which `trainspec run` started this script, with its steps, checkpoints and requests to stop.
+    `checkpoints`: the folder for checkpoints, by default in the run folder. Without a run, no events are written."""
     from trainspec_cli.core.errors import MachineError, Problem
     from trainspec_cli.core.wings import MISSING_WING, Point, parts_of
 
     point: Point[Callable[[str | Path | None], AttachedRun]] = Point("attach")
     if not (connects := parts_of(point)):
         hint = "reinstall trainspec: `wings/own_script` is missing"
-        raise MachineError(Problem(MISSING_WING, "scripts cannot attach themselves", hint=hint, environment=True))
+        raise MachineError(
+            Problem(MISSING_WING, "this installation cannot attach scripts to runs", hint=hint, environment=True)
+        )
     return connects[0](checkpoints)

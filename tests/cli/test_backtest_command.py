@@ -73,9 +73,9 @@ def test_a_missing_table_ends_with_exit_2(tmp_path: Path, capsys: pytest.Capture
     ("content", "says"),
     [
         ("efficiency:\n  warp: 9\n", "warp"),
-        ("efficiency:\n  matmul: -1\n", "an efficiency is a number above 0"),
-        ("efficiency:\n  matmul: null\n", "an efficiency is a number above 0"),
-        ("matmul: 0.9\n", "it has no section `efficiency`"),
+        ("efficiency:\n  matmul: -1\n", "an efficiency must be a number above 0"),
+        ("efficiency:\n  matmul: null\n", "an efficiency must be a number above 0"),
+        ("matmul: 0.9\n", "it has no `efficiency` section"),
     ],
 )
 def test_no_profile_ends_with_exit_2(

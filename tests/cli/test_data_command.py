@@ -41,7 +41,7 @@ def test_prepare_writes_a_token_folder_and_says_what_to_type_next(texts, tmp_pat
     assert f"{manifest.train.documents} documents" in printed
     assert f"{manifest.bytes_per_token:.3f}" in printed
     assert f"{manifest.xz_bits_per_byte:.3f} bits per byte" in printed
-    assert "too small to fill the 400 asked for" in printed
+    assert "too small for the 400 tokens requested" in printed
     assert f"trainspec launch recipe=quickstart data=tokens data.path='{output}'" in printed
 
 
@@ -175,7 +175,8 @@ def test_the_rows_of_a_token_folder():
         "xz on held out": "2.500 bits per byte",
     }
     assert (
-        _rows(manifest(vocab_size_asked=500))["vocabulary"] == "400 (the text is too small to fill the 500 asked for)"
+        _rows(manifest(vocab_size_asked=500))["vocabulary"]
+        == "400 (the text is too small for the 500 tokens requested)"
     )
     assert _rows(manifest(xz_bits_per_byte=None))["xz on held out"] == "unknown: this Python has no lzma"
     learnt = _rows(manifest(xz_bits_per_byte=None, learns_parts=True))

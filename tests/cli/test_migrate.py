@@ -20,7 +20,7 @@ def test_a_file_is_migrated_once(capsys, write) -> None:
     ]
     assert file.read_text() == '# mine\nspec_version: "1.0"\ncompile: true\n'
     assert run(["migrate", "mine.yaml"]) == 0
-    assert capsys.readouterr().out == "nothing to do: 1 file read, all of version 1.0 or protected by a digest\n"
+    assert capsys.readouterr().out == "nothing to do: 1 file read, each in version 1.0 or protected by a digest\n"
 
 
 def test_a_dry_run_shows_the_lines_and_writes_nothing(capsys, write, tmp_path) -> None:

@@ -114,7 +114,7 @@ def test_a_run_is_removed_when_that_is_confirmed(
     assert trainspec(["runs", "rm", "runs/tiny/a"]) == RecipeError.exit_code
     asked = capsys.readouterr()
     assert "add --yes" in asked.err and gone.root.is_dir()
-    assert "runs/tiny/a  (runs/tiny/b began with its weights)" in asked.out
+    assert "runs/tiny/a  (runs/tiny/b started from its weights)" in asked.out
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr(runs_command.typer, "confirm", lambda text, abort: text)
     said(capsys, "runs", "rm", "runs/tiny/a")

@@ -43,7 +43,8 @@ def test_a_name_stands_once_and_is_no_key_of_a_recipe() -> None:
         ("bf16", "did you mean `precision.compute=bf16`?"),
         (
             "gradient_accumulation_steps",
-            "a rank's micro-batches of a step follow from `batching.global_batch_size` and `batching.micro_batch_size`",
+            "the number of micro-batches per step follows from `batching.global_batch_size` and "
+            "`batching.micro_batch_size`",
         ),
         ("zzz", ""),
     ],

@@ -38,7 +38,7 @@ SECTIONS = "s0: {a: 1, b: 2}\n" + "".join(f"s{n}: {{a: '${{s{n - 1}}}', b: '${{s
 HOSTILE = {
     "deep": (DEEP, "levels deep"),
     "deep in blocks": ("".join(f"{' ' * n}a:\n" for n in range(400)), "levels deep"),
-    "billion laughs": (LAUGHS, "its aliases written out"),
+    "billion laughs": (LAUGHS, "its aliases are expanded"),
     "holds itself": ("x: &a [*a]", "it contains itself"),
     "holds itself in a mapping": ("x: &a {y: *a}", "it contains itself"),
     "texts that double": (DOUBLING, "a text of more than"),

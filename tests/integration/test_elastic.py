@@ -154,7 +154,7 @@ def test_a_flipped_bit_is_found_and_its_group_named(trainspec):
         *("resilience.replica_groups=4", "cluster.devices_per_node=4"),
     )
     assert ended.returncode == 5, ended.stdout + ended.stderr
-    assert "the parameters of group 2 differ from the others' after step 8" in ended.stdout + ended.stderr
+    assert "the parameters of group 2 differ from the other groups' after step 8" in ended.stdout + ended.stderr
 
 
 @pytest.mark.slow

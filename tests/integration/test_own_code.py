@@ -125,7 +125,7 @@ def test_a_model_a_loss_and_a_tokenizer_of_ones_own_are_trained_in_every_layout_
     ended = trainspec("launch", *MODEL, "model.block_params=100", "run.dir=wrong")
     said = ended.stdout + ended.stderr
     assert (ended.returncode, result(tmp_path / "wrong")["exit_code"]) == (2, 2), said
-    assert f"set model.block_params={own_model.BLOCK_PARAMS}; every layer has the same number" in said
+    assert f"set model.block_params={own_model.BLOCK_PARAMS}; every layer must have the same number" in said
     assert "Traceback" not in said
 
     right = (*MODEL, f"model.block_params={own_model.BLOCK_PARAMS}")

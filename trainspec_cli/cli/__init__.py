@@ -1,1 +1,1 @@
-"""The command line, with one file per command. Each parses its arguments, makes one call and prints."""
+"""The command line, with one file per command. Each file parses arguments, makes one call and prints the result."""

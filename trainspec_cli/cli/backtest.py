@@ -24,12 +24,12 @@ def backtest(
     file: Annotated[Path, typer.Argument(help="The table: columns as in tests/data/measured/throughput.csv.")],
     as_json: AsJson = False,
     fit: Annotated[Path | None, typer.Option(help="Write efficiencies fitted to the rows to this YAML file.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies of this YAML file.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies in this YAML file.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot predicted against measured step times to this SVG file.")
     ] = None,
 ) -> None:
-    """Predict every row with exactly the layout that it states, and print the error by source, model and chip."""
+    """Predict every row with exactly the layout given in it, and print the errors by source, model and chip."""
     if profile is None:
         eff = Efficiency()
     else:
@@ -37,12 +37,12 @@ def backtest(
             content = read_yaml(profile)
             given = content.get("efficiency") if isinstance(content, dict) else None
             if not isinstance(given, dict):
-                raise ValueError("it has no section `efficiency`")
+                raise ValueError("it has no `efficiency` section")
             values = {}
             for name, value in given.items():
                 values[name] = float(value) if isinstance(value, (int, float, str)) else math.nan
                 if not 0 < values[name] < math.inf:
-                    raise ValueError("an efficiency is a number above 0")
+                    raise ValueError("an efficiency must be a number above 0")
             eff = Efficiency(**values)
         except (OSError, TypeError, ValueError) as error:
             message = f"{profile} is not a profile of efficiencies: {error}"

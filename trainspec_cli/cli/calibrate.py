@@ -23,14 +23,16 @@ Sources = Annotated[
         show_default=False,
     ),
 ]
-Cluster = Annotated[str, typer.Option("--cluster", metavar="NAME", help="Cluster of a table, as in `cluster.name`.")]
+Cluster = Annotated[
+    str, typer.Option("--cluster", metavar="NAME", help="Cluster that a table was measured on, as in `cluster.name`.")
+]
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write the profile to this file instead of the cache.")
 ]
 Show = Annotated[bool, typer.Option("--show", help="Print the stored profiles.")]
 Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or that of --cluster.")]
 Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Layouts of a recipe to run.")]
-Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps of each layout.")]
+Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps to run each layout.")]
 
 
 def calibrate(
@@ -43,8 +45,8 @@ def calibrate(
     forget: Forget = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fit the planner to a cluster from a few measured steps; later plans and launches on the cluster use the profile
-    and report it.
+    """Fit the planner to a cluster from a few measured steps. Later plans and launches on the cluster use the resulting
+    profile, and say so.
 
     Parameters that the measurements do not determine keep the shipped values. cluster.profile=off ignores a profile."""
     if show or forget:
@@ -76,7 +78,9 @@ def calibrate(
 
 
 def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_json: bool) -> ClusterProfile:
-    from trainspec_cli.session.calibration import calibrate as session  # takes half a second; not needed by the help
+    from trainspec_cli.session.calibration import (
+        calibrate as session,
+    )  # import here: takes half a second, and the help does not need it
 
     # The form of a source determines its kind: key=value is a recipe, .csv a table, anything else a run folder.
     tables = [source for source in sources if source.endswith(".csv") and "=" not in source]
@@ -88,8 +92,8 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
         hint = f"such as {one}, {two}, or trainspec calibrate runs/a runs/b"
         raise RecipeError(Problem("usage", "a calibration needs one recipe, one table, or folders of runs", hint=hint))
     if tables and not cluster:
-        hint = "name the cluster as its recipes do: --cluster h100"
-        raise RecipeError(Problem("usage", "a table does not name its cluster", "--cluster", hint))
+        hint = "specify the cluster as in recipes: --cluster h100"
+        raise RecipeError(Problem("usage", "a table needs --cluster", "--cluster", hint))
     if tables:
         return session.calibrate(session.measure_table(Path(tables[0]), cluster))
     if runs:

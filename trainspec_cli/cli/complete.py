@@ -15,7 +15,7 @@ from trainspec_cli.core.wings import Command
 
 PACKAGE = Path(__file__).parents[1]
 RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
-"""Subcommands that accept several runs."""
+"""Subcommands that take several runs."""
 RUNS = "runs"
 RUN_FILE = "run.json"
 LAST = "last"

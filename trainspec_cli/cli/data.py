@@ -1,4 +1,4 @@
-"""`trainspec data prepare | info`: prepare the token shards of a run, and inspect a folder of them."""
+"""`trainspec data prepare | info`: prepare a run's token shards, and inspect a folder of token shards."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ OPTIONS = {
 Source = Literal[Documents, SampleSource]
 READY: dict[str, str] = {
     "tokens": "this folder is already prepared",
-    "nanogpt": "such files are read where they lie",
-    "megatron": "such files are read where they lie",
+    "nanogpt": "such files are read in place",
+    "megatron": "such files are read in place",
     "phantom": "phantoms are generated during training",
-    "images": "pictures are read as they are",
+    "images": "images are read as they are",
     "volumes": "volumes are read as they are",
 }
 """Why a source needs no preparation."""
@@ -62,21 +62,21 @@ def prepare(
         ),
     ] = None,
     source: Annotated[
-        Source | None, typer.Option(help="text: one document per file; jsonl: per line; parquet, arrow: per row.")
+        Source | None, typer.Option(help="One document is a file (text), a line (jsonl), or a row (parquet, arrow).")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to make.")] = None,
     path: Annotated[str | None, typer.Option(help="File, folder or quoted glob.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead.")] = None,
-    end_of_document: Annotated[str | None, typer.Option(help="Its token that ends a document.")] = None,
+    end_of_document: Annotated[str | None, typer.Option(help="The token in it that ends a document.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of each JSON line, or column of a table, to read.")] = "text",
     chat_template: Annotated[str | None, typer.Option(help="chatml, or a file of Jinja (chat only).")] = None,
     heldout_fraction: Annotated[float, typer.Option(help="Fraction of the documents to hold out.")] = 0.02,
     max_bytes: Annotated[int | None, typer.Option(help="Read at most this much text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Read text, train a tokenizer on it (or use yours), and write token shards: from one source to a folder, or for
-    all data of a recipe."""
+    """Read text, train a tokenizer on it (or use an existing one), and write token shards: from one source to a folder,
+    or for all data of a recipe."""
     # With a recipe, the data goes to the cache, under the names that `launch` uses.
     if arguments:
         options = {"--source": source, "--output": output, "--path": path}
@@ -92,7 +92,7 @@ def prepare(
     if source is None or output is None:
         raise typer.BadParameter("specify --source and --output, or a recipe", param_hint="--source")
     data = DataSpec(
-        seq_len=1,  # the shards do not depend on it
+        seq_len=1,  # the shards do not depend on seq_len
         source=source,
         path=path,
         text_field=text_field,
@@ -107,7 +107,7 @@ def prepare(
             prepare_into(data, output, on_progress)
     except FileExistsError as error:  # another process has filled the folder in the meantime
         raise not_empty(output) from error
-    except TrainspecError as error:  # its recipe keys are options here
+    except TrainspecError as error:  # recipe keys in the error become this command's options
         raise type(error)([_as_option(problem) for problem in error.problems]) from error
     _print_folder(output, TokenFolder.open(output).manifest, as_json)
 
@@ -178,12 +178,12 @@ def _print_folder(folder: Path, manifest: ShardManifest, as_json: bool) -> None:
     for name, value in _rows(manifest).items():
         print(f"{name:<16} {value}")
     where = f"data=tokens data.path={shlex.quote(str(folder))} model.vocab_size={manifest.vocab_size}"
-    print(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
+    print(f"\nto train on it: trainspec launch recipe=quickstart {where}")
 
 
 def _rows(manifest: ShardManifest) -> dict[str, str]:
     asked = manifest.vocab_size_asked
-    fewer = f" (the text is too small to fill the {asked} asked for)" if manifest.vocab_size < asked else ""
+    fewer = f" (the text is too small for the {asked} tokens requested)" if manifest.vocab_size < asked else ""
     xz = manifest.xz_bits_per_byte
     why = "not defined for conversations" if manifest.learns_parts else "this Python has no lzma"
     of_chats = {"format": str(manifest.source["format"])} if "format" in manifest.source else {}

@@ -31,8 +31,8 @@ def explain(
     """Print the meaning of a recipe key, with its unit, allowed values and default."""
     folders = find_folders(Path.cwd())
     options = folders.options(NAMED_SECTIONS.get(key, key))
-    # The full key for one that starts with the name of a group, such as `slurm.time` for `cluster.slurm.time`, or that
-    # is the unique last word of a key, such as `lr` for `optim.lr`.
+    # Complete a key that starts with the name of a group, such as `slurm.time` for `cluster.slurm.time`, or that is the
+    # unique last word of a key, such as `lr` for `optim.lr`.
     first, dot, rest = key.partition(".")
     # A key takes precedence over a group of the same name: `data` is both.
     is_group = first in folders.groups and not any(explain_key(RunSpec, first))
@@ -49,7 +49,7 @@ def explain(
             known = list(dict.fromkeys(known_paths(RunSpec)))
             same = [other for other in known if other.rpartition(".")[2] == path]
             if len(same) > 1:
-                hint = f"several sections have it; run trainspec explain {', or '.join(same)}"
+                hint = f"several sections have this key; run trainspec explain {', or '.join(same)}"
             else:
                 near = closest_path(path, known) or closest(path, known)
                 hint = (

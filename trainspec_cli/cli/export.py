@@ -46,10 +46,10 @@ def export(
     """Write a run's weights, config, tokenizer and generation config; transformers loads them without trainspec."""
     run_dir = find_own_run(run)
     chosen = find_checkpoint(run_dir, step, best=best)
-    # Check before the checkpoint is read, which may take minutes.
+    # Check this first, because reading the checkpoint may take minutes.
     check_new(output)
     if naming != "hf" and format_ != "dcp":
-        message = f"--naming {naming} needs --format dcp, and the format is {format_}"
+        message = f"--naming {naming} needs --format dcp, but the format is {format_}"
         raise RecipeError(Problem("usage", message, "--naming", "pass --format dcp, or leave --naming out"))
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
     if format_ == "peft":

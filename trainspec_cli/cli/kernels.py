@@ -21,8 +21,7 @@ Again = Annotated[bool, typer.Option("--again", help="Measure again, even if res
 
 def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
     """Measure every kernel that runs here, against fp64 and against torch's default, with the recipe's shapes.
-
-    kernels=auto uses the results. They are measured only once."""
+    kernels=auto uses the results. Each kernel is measured only once."""
     console = make_console(as_json=as_json)
     with on_stop_signal(interrupt):
         loaded = load(arguments)

@@ -21,7 +21,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import interrupt, on_stop_signal
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the command, environment and plan, and start nothing.")]
 
 AtOnce = Annotated[
     int, typer.Option("--at-once", metavar="N", min=1, help="Number of runs of a sweep that train at the same time.")
@@ -44,7 +44,7 @@ def launch(
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops immediately.
 
     On several nodes without Slurm, type the same command on each of them, with --node-rank and a shared run.dir. With
-    --sweep, one run per value trains on this node, and a table lists the runs, best first.
+    --sweep, one run per value trains on this node; a table then lists the runs, best first.
     """
     if sweep:
         from trainspec_cli.recipe.rules.check import WING_KEYS  # the same
@@ -54,7 +54,7 @@ def launch(
         paths = [f"{wing.section}.{name}" for wing in WING_KEYS for name in wing.of_one_start]
         given |= {path: path in keys for path in paths}
         if option := next((name for name, is_given in given.items() if is_given), None):
-            hint = "leave one out; trainspec sbatch --sweep makes a Slurm array"
+            hint = "leave one out; trainspec sbatch --sweep creates a Slurm array"
             raise RecipeError(Problem("usage", f"{option} and --sweep cannot be combined", option, hint))
         from trainspec_cli.session.launching.sweep import read_sweep
         from trainspec_cli.session.launching.sweep_runs import launch_sweep  # see below

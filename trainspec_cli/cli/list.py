@@ -61,12 +61,12 @@ def _describe(file: Path, cwd: Path) -> str:
     return content.description or sentence or (name if isinstance(name, str) and name != file.stem else "")
 
 
-# Key values for the options of three groups
+# Key values of the options in three groups
 
 
 def _accelerator(values: JsonObject) -> Row:
     keys = ("bf16_tflops", "memory_gb", "memory_tb_per_s", "link_gb_per_s", "tdp_w", "price_usd_per_hour")
-    build_accelerator(values)  # an invalid file raises here, and gets no values
+    build_accelerator(values)  # an invalid file raises an error here, and its values are omitted
     return {"label": values.get("name"), **{key: values.get(key) for key in keys}}
 
 
@@ -93,7 +93,7 @@ FIGURES: dict[str, Callable[[], dict[str, Row]]] = {
     "cluster": lambda: load_group("cluster", _cluster),
     "model": _models,
 }
-"""Group -> function that returns the key values of each option."""
+"""Maps a group to the function that returns an option's key values."""
 
 
 def list(

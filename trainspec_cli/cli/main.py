@@ -1,9 +1,7 @@
-"""The entry point of the command line: it runs a command and exits with its code. It also contains the table of
-commands and the help.
-
-A command's module is imported when the command is called. User and machine errors are shown without a traceback. Exit
-codes in addition to those in `core/errors.py`: 1 for a bug in the program (the traceback goes to a file), and 141 if
-the reader of a pipe has closed it, as in a shell."""
+"""The entry point of the command line: it runs a command and exits with its code. This file also contains the table of
+commands and the help. A command's module is imported when the command is called. User and machine errors are shown
+without a traceback. Exit codes in addition to those in `core/errors.py`: 1 for a bug in the program (the traceback goes
+to a file), and 141 if the reader of a pipe has closed it, as in a shell."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ _TRUNK = {
     "backtest": Command("plan", "predict a table of measured runs, and show the errors"),
     "calibrate": Command("plan", "fit the planner to your own cluster, from a few measured steps", takes_keys=True),
     "runs": Command("look at runs", "list the runs of this folder"),
-    "watch": Command("look at runs", "show a running run, from another terminal", takes_run=True),
+    "watch": Command("look at runs", "show a run in progress, from another terminal", takes_run=True),
     "logs": Command("look at runs", "print the output of a run, and follow it (-f)", takes_run=True),
     "report": Command("look at runs", "show how a run went, and where its time was spent", takes_run=True),
     "diagnose": Command(
@@ -81,7 +79,7 @@ _ALL = _TRUNK | _OF_WINGS
 COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
 """The commands by name, in the order that the help lists them."""
 COMPLETE = "complete"
-"""Prints the possible last words of a command line. It is for shells (see `completion`), not for people."""
+"""Prints the possible last words of a command line, for shells (see `completion`)."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
@@ -139,7 +137,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning like an error, without the source line in trainspec that raised it."""
+    """Print a warning like an error, without the line of trainspec's source that raised it."""
     print(f"{Style.of(sys.stderr).bold('warning')}: {message}", file=sys.stderr)
 
 
@@ -202,7 +200,7 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         print(f"trainspec {__version__}")
         return 0
     if name == COMPLETE:
-        # A shell waits for this each time Tab is pressed, so it runs before typer is imported.
+        # A shell waits for `complete` each time Tab is pressed, so it runs before typer is imported.
         from trainspec_cli.cli.complete import complete
 
         print("\n".join(complete(" ".join(rest), COMMANDS)))
@@ -230,12 +228,12 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
 
     command = load_command(name)
     try:
-        # `command()` would end the process itself, and print errors in click's wording.
+        # `command()` would end the process, and print errors in click's wording.
         with command.make_context(f"trainspec {name}", list(rest)) as context:
             result = command.invoke(context)
     except typer.Exit as ended:
         return ended.exit_code
-    # Ctrl-C at a prompt is the same interruption as Ctrl-C anywhere else.
+    # Handle Ctrl-C at a prompt like Ctrl-C anywhere else.
     except typer.Abort as aborted:
         raise KeyboardInterrupt from aborted
     except _usage_error() as error:
@@ -251,7 +249,7 @@ def load_command(name: str) -> Any:
     entry = COMMANDS[name]
     module = importlib.import_module(f"{entry.folder}.{entry.function or name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
-    # Without this, rich would also draw boxes when writing to a pipe, from which a program reads.
+    # Without this, rich would also draw boxes in output that goes to a pipe.
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
@@ -264,13 +262,13 @@ def _usage_error() -> type[Exception]:
     click."""
     import typer
 
-    # The class is found by its position, because typer has moved click into its package and may move it again.
+    # The class is found as a base class, because typer has moved click into its package and may move it again.
     return typer.BadParameter.__mro__[1]
 
 
 def _usage_problem(name: str, error: Any) -> Problem:
     if type(error).__name__ == "NoArgsIsHelpError":
-        if error.message:  # on a terminal the message is already shown
+        if error.message:  # on a terminal, the message has already been shown
             print(error.message)
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
     hint = f"see trainspec {name} --help"
@@ -296,7 +294,7 @@ def _usage_problem(name: str, error: Any) -> Problem:
                 slurm_hint = (
                     f"set {key}=<value>"
                     if key
-                    else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for all else"
+                    else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for everything else"
                 )
             hint = slurm_hint or own
         else:

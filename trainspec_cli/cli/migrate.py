@@ -54,6 +54,6 @@ def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT_VERSION, as_
 def _summary(changing: int, seen: int, *, dry_run: bool) -> str:
     if not changing:
         files = f"{seen} file{'s' * (seen != 1)}"
-        return f"nothing to do: {files} read, all of version {CURRENT_VERSION} or protected by a digest"
+        return f"nothing to do: {files} read, each in version {CURRENT_VERSION} or protected by a digest"
     files = f"{changing} file{'s' * (changing != 1)}"
     return f"{files} would change; nothing was written" if dry_run else f"{files} migrated to version {CURRENT_VERSION}"

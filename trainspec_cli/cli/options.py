@@ -27,7 +27,7 @@ RecipeArguments = Annotated[
 NumNodes = Annotated[
     int | None, typer.Option("--nnodes", metavar="N", help="Number of nodes; run the same command on each.")
 ]
-NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number of this node, from 0.")]
+NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number of this node, starting at 0.")]
 Endpoint = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with charts.")]
 Force = Annotated[bool, typer.Option("--force", help="Train even if the plan is predicted not to fit this machine.")]
 Detach = Annotated[
-    bool, typer.Option("--detach", help="Run without this terminal; print how to follow and stop the run.")
+    bool, typer.Option("--detach", help="Run in the background, and print how to follow and stop the run.")
 ]
 Sweeps = Annotated[
     list[str] | None,
@@ -132,13 +132,14 @@ def not_empty(output: Path) -> RecipeError:
 
 def page_origin() -> PageOrigin:
     """Return the origin to state on a page created by this command."""
-    # A page is read separately from its terminal, so it states the command that recreates it.
+    # The page states the command that recreates it, because it may be read long after that command ran.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Raise RecipeError if a file cannot be written, before the work whose result it is for. It stays as it is."""
+    """Raise RecipeError if a file cannot be written, before the work whose result goes to it. The file is not
+    changed."""
     is_new = not file.exists()
     try:
         file.open("ab").close()

@@ -1,4 +1,4 @@
-"""`trainspec plan`: the layout of a run, whether it fits, its time and its cost."""
+"""`trainspec plan`: the layout of a run, whether it fits in memory, its time and its cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
 from trainspec_cli.session.planning.plan import names_disturbance, plan_recipe, require_fit
 
 Trace = Annotated[
-    bool, typer.Option(help="Also run the engine's own step under fake tensors, and compare the plan with it.")
+    bool, typer.Option(help="Also run the engine's step with fake tensors, and compare the plan with it.")
 ]
 Verbose = Annotated[
     bool,
@@ -51,14 +51,16 @@ def plan(
     if not sweep:
         planned = plan_recipe(arguments, trace=trace)
         if html:
-            from trainspec_cli.reporter.plan.page import render_plan_page  # it loads charts, which text does not need
+            from trainspec_cli.reporter.plan.page import (
+                render_plan_page,
+            )  # loads charts, which text output does not need
 
             write_page(html, render_plan_page(planned, page_origin()))
         if as_json:
             print(json_text(plan_as_json(planned)))
         else:
             _show(lambda width: render_plan(planned, width, verbose=verbose))
-        # The text is printed first, because it states what would fit.
+        # Print the text before any error, because it states what would fit.
         if not planned.best:
             _refuse(planned, as_json)
     elif trace:
@@ -93,7 +95,7 @@ def _show(render: Callable[[int], RenderableType]) -> None:
 
 
 def _refuse(planned: PlanReport, as_json: bool) -> None:
-    """Raise an error for a plan without a best layout; with `--json`, the printed plan shows this."""
+    """Raise an error for a plan without a best layout. With `--json`, the output already shows that there is none."""
     if as_json:
         raise typer.Exit(PlanError.exit_code)
     require_fit(planned)

@@ -29,7 +29,7 @@ def report(run: RunArgument, as_json: AsJson = False, html: Html = None, csv_fil
         write_page(html, render_run_page(collected, composed_of(collected), page_origin()))
     if csv_file:
         columns = collected.curves()
-        # This is written in one piece, so that a full disk does not leave a partial table.
+        # The table is written in one piece, so that a full disk does not leave a partial table.
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([list(columns), *zip(*columns.values(), strict=True)])

@@ -1,5 +1,5 @@
 """`trainspec runs`: list, compare or remove the runs in this folder; or list the state that runs keep in this node's
-memory, and the memory limits that they have found."""
+memory, and the settings that ran out of memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Memory = Annotated[
     bool, typer.Option("--memory", help="List the copies of state that runs keep in this node's memory instead.")
 ]
 ClearMemory = Annotated[
-    bool, typer.Option("--clear-memory", help="Remove those copies, except of runs that are running or queued.")
+    bool, typer.Option("--clear-memory", help="Remove these copies, except those of runs that are running or queued.")
 ]
 Limits = Annotated[
     bool, typer.Option("--limits", help="List the settings that ran out of memory on this machine instead.")
@@ -67,7 +67,7 @@ def runs(
 ) -> None:
     """List the runs below this folder or launched from it, newest first, with the values that differ between runs of
     the same recipe."""
-    # typer also calls this for `runs compare`.
+    # typer also calls this function for `runs compare`.
     if context.invoked_subcommand:
         return
     if limits or clear_limits:
@@ -166,7 +166,7 @@ def _cells(line: RunLine) -> tuple[str, ...]:
 def compare(runs: Runs, as_json: AsJson = False) -> None:
     """Compare runs: the values that differ, how they ended, and their losses in one chart."""
     if not 2 <= len(runs) <= MOST_RUNS:
-        message = f"{len(runs)} run{'s'[: len(runs) != 1]} cannot be compared; 2 to {MOST_RUNS} can"
+        message = f"{len(runs)} run{'s'[: len(runs) != 1]} cannot be compared; specify 2 to {MOST_RUNS}"
         raise RecipeError(Problem("usage", message, "RUN", "such as trainspec runs compare A B"))
     reports = [collect_run(name) for name in runs]
     if as_json:
@@ -177,7 +177,7 @@ def compare(runs: Runs, as_json: AsJson = False) -> None:
 
 @app.command()
 def rm(runs: Runs, yes: Yes = False, as_json: AsJson = False) -> None:
-    """Remove runs with all their files. A run that is still running is rejected."""
+    """Remove runs with all their files. A run in progress is not removed."""
     _remove(removal.plan_removal(runs), yes=yes, as_json=as_json)
 
 
@@ -195,7 +195,8 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove runs below ./runs that failed or were killed, or checkpoints that are no longer needed."""
-    # By default, entire runs are removed only if they went wrong, but checkpoints are also removed from finished runs.
+    # By default, complete runs are removed only if they failed or were killed; checkpoints are also removed from other
+    # runs.
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
         message = f"--status is {', '.join(wrong)}"
@@ -203,7 +204,7 @@ def prune(
         raise RecipeError(Problem("usage", message, "--status", hint))
     if not 0 <= older_than < math.inf:
         raise RecipeError(
-            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "specify a number of days, 0 or more")
+            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "specify the number of days, 0 or more")
         )
     _remove(list(removal.plan_pruning(statuses, older_than * DAY_S, checkpoints=checkpoints)), yes=yes, as_json=as_json)
 
@@ -235,5 +236,5 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
 def _describe_removal(one: removal.Removal) -> str:
     many = len(one.folders) > 1
     what = "" if one.is_whole else f"  {len(one.folders)} checkpoint{'s'[:many]} of"
-    began = f"  ({', '.join(one.begun_with_it)} began with its weights)" if one.begun_with_it else ""
+    began = f"  ({', '.join(one.begun_with_it)} started from its weights)" if one.begun_with_it else ""
     return f"{format_bytes(one.bytes):>10}  {one.status:<8}{what}  {one.run.root}{began}"

@@ -68,7 +68,7 @@ class PreparedJob:
     """A checked job for which nothing has been written yet."""
 
     loaded: Sequence[Loaded]
-    """One for each run of an array."""
+    """The run folders, one for each task of an array."""
     warnings: Sequence[str]
     write: Callable[..., Submission]
     """Writes the submission; takes `dry_run`."""
@@ -81,7 +81,7 @@ folder, and the options."""
 
 
 class CommandApart(TyperCommand):
-    """Separates the words after `--`, which click's parser would mix with the other arguments."""
+    """Parses the words after `--` separately, because click's parser would mix them with the other arguments."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if "--" in args:
@@ -117,12 +117,14 @@ def sbatch(
     Submitting the script again continues the run. --dry-run shows the script and creates nothing. If the script was
     created but not submitted, the same command with --submit submits it.
     """
-    from trainspec_cli.session.slurm import submit as session  # it takes half a second, and the help does not need it
+    from trainspec_cli.session.slurm import (
+        submit as session,
+    )  # import here: takes half a second, and the help does not need it
 
     command = context.obj
     if dry_run and submit:
         raise RecipeError(Problem("usage", "--dry-run submits nothing", "--submit", "leave one of them out"))
-    # An option of the other kind of job would have no effect, and the user would notice only after the job.
+    # An option for the other kind of job would have no effect, which the user might notice only after the job.
     of_recipe = command is None
     others = OF_COMMAND if of_recipe else OF_RECIPE
     for option in context.command.params:
@@ -130,7 +132,7 @@ def sbatch(
         if option.name in others and source and source.name == "COMMANDLINE":
             name = option.opts[0]
             message = f"{name} is for your own commands" if of_recipe else f"{name} is for recipes"
-            hint = "put the command after --" if of_recipe else "leave it out: the words after -- are a command"
+            hint = "put the command after --" if of_recipe else "leave it out, because the words after -- are a command"
             if name == "--dir" and of_recipe:
                 hint = f"set run.dir={context.params[option.name]}; or put your own command after --"
             raise RecipeError(Problem("usage", message, name, hint))
@@ -159,7 +161,7 @@ def sbatch(
         print(job_id)
     else:
         print(submission.text, end="")
-    # These go to stderr, because stdout with the script or the job number may be piped.
+    # Shell lines go to stderr, because stdout, with the script or the job number, may be piped.
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
     if dry_run:
         lines = ["nothing was created; replace --dry-run with --submit to submit the job"]

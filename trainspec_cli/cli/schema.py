@@ -1,4 +1,4 @@
-"""`trainspec schema [NAME]`: print the JSON Schemas of recipes, for editors, and of files that trainspec writes."""
+"""`trainspec schema [NAME]`: print the JSON Schemas of recipes (for editors) and of the files that trainspec writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def schema(
         typer.Argument(
             metavar="NAME",
             help=f"A folder of conf, such as optim, or a file that trainspec writes: {', '.join(FILE_SCHEMAS)}; the "
-            "schema of a recipe without it.",
+            "default is the schema of a recipe.",
         ),
     ] = None,
     write: Annotated[
@@ -44,8 +44,8 @@ def schema(
     names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
         near = closest(group, names)
-        hint = f"run trainspec schema {near}" if near else f"there are: {', '.join(names)}"
-        raise RecipeError(Problem("unknown_group", f"there is no schema of `{group}`", hint=hint))
+        hint = f"run trainspec schema {near}" if near else f"available schemas: {', '.join(names)}"
+        raise RecipeError(Problem("unknown_group", f"there is no schema named `{group}`", hint=hint))
     if write is None:
         print(json_text(_schema_of(group or RECIPE, groups)))
         return
@@ -55,7 +55,7 @@ def schema(
 
 def _schema_of(name: str, groups: Sequence[str]) -> JsonObject:
     if name == DISTURB:
-        from trainspec_cli.session.planning.disturbance import disturbance_schema  # it loads the planner
+        from trainspec_cli.session.planning.disturbance import disturbance_schema  # loads the planner
 
         return disturbance_schema()
     if name in FILE_SCHEMAS and name not in groups:

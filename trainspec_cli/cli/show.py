@@ -31,10 +31,11 @@ def show(
 ) -> None:
     """Print the composed recipe, with the file:line of each value."""
     examined = examine(arguments)
-    # A program would mistake a partial recipe in JSON for a complete one, while people can see where the problems are.
+    # Print no partial recipe as JSON: a program would mistake it for a complete one. People can see where the problems
+    # are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
-        from trainspec_cli.recipe.compose.values import render_yaml  # it loads hydra, which the help does not need
+        from trainspec_cli.recipe.compose.values import render_yaml  # loads hydra, which the help does not need
 
         if not as_json:
             whole = render_yaml(examined.composed.data, examined.composed.origins, Style.of(sys.stdout).dim)

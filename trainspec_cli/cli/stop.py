@@ -20,12 +20,12 @@ def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
 
     found = find_own_run(run)
     asked = "asked to stop" if now else "asked to write a checkpoint and stop"
-    # This is printed on stderr before the wait, which may take as long as a step and a checkpoint.
+    # Print this on stderr before the wait, which may take as long as a step and a checkpoint.
     status = stop_run(found, at_once=now, on_asked=lambda: print(f"{found.root}: {asked}", file=sys.stderr))
     if as_json:
         print(json_text({"run": str(found.root), "status": status, "step": found.newest_step}))
         return
-    print(f"{status}; its newest checkpoint is of step {found.newest_step}" if found.newest_step else status)
+    print(f"{status}; its newest checkpoint is from step {found.newest_step}" if found.newest_step else status)
     if status != "done" and found.newest_step:
         from trainspec_cli.session.launching.kinds import kind_of  # takes half a second; not needed by the help
 

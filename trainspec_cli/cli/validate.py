@@ -34,7 +34,7 @@ Here = Annotated[
 def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = False) -> None:
     """Find all problems in a recipe: keys, types, sizes that do not divide evenly, missing files.
 
-    The first 16 MiB of each data source are read. With --here, anything that this machine lacks is also a problem."""
+    The first 16 MiB of each data source are read. With --here, also report anything that this machine lacks."""
     examined = examine(arguments)
     spec = examined.draft
     found = machine_of_draft(spec) if here else None
@@ -46,7 +46,7 @@ def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = F
     require([*without_uncounted(examined.problems), *examined.composed.locate(lacking)])
     loaded = Loaded(spec, examined.composed)
     machine = found or machine_of_cluster(spec.cluster) or this_machine(spec)
-    # Without the GPU memory size, no layout can be checked; a node with GPUs checks it at launch.
+    # Without the GPU memory size, no layout can be checked; a launch on a node with GPUs checks it.
     is_open = spec.cluster.device == "cuda" and not machine.gpu_names
     plan = None if is_open else plan_for(loaded, machine)
     about_data = check_data(loaded)
@@ -61,7 +61,7 @@ def _summary(recipe: str, plan: Plan) -> str:
     units = format_count(spec.train.max_steps * plan.tokens_per_step)
     length = f" x {spec.data.seq_len} tokens" if spec.data.unit == "tokens" else " samples"
     is_counted = not isinstance(spec.model, OwnModel) or spec.model.block_params
-    counted = "" if is_counted else " and those of its blocks, which a plan counts"
+    counted = "" if is_counted else " and those of its blocks, which trainspec plan counts"
     first = "" if spec.batching.schedule.kind == "constant" else " at first"
     params = format_params(plan.params, plan.adapter_params)
     return (

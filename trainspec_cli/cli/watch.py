@@ -1,4 +1,4 @@
-"""`trainspec watch`: show a running run in another terminal."""
+"""`trainspec watch`: show a run in progress in another terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from trainspec_cli.cli.options import RunArgument
 
 
 def watch(run: RunArgument) -> None:
-    """Show a running run as its own terminal does. Ctrl-C does not affect the run."""
+    """Show a run in progress in the same way as the terminal that launched it. Ctrl-C does not affect the run."""
     from trainspec_cli.reporter.console import PrintableConsole
     from trainspec_cli.session.runs.find import find_run
     from trainspec_cli.session.runs.follow import watch as follow

@@ -1,1 +1,2 @@
-"""What all other parts need: errors, units, bounded readers, trust, and one authenticated channel."""
+"""Code that all other packages need: errors, units, bounded file readers, trust checks, and an authenticated
+channel."""

@@ -5,7 +5,7 @@ CACHE = "TRAINSPEC_CACHE"
 
 PROBE = "TRAINSPEC_PROBE"
 """Set by users: `off` prevents this machine from being measured after a run. A sweep sets it for its runs, and measures
-once at the end."""
+the machine once at the end."""
 
 HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
 """Set by users: a folder that contains checkpoints of the Hugging Face Hub as ORG/NAME."""
@@ -21,7 +21,7 @@ EMULATED = "TRAINSPEC_EMULATED"
 """The settings of the emulated device, such as `order=7,memory_gib=2` (`wings.emulated`)."""
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
-"""The start to which a process belongs; it identifies all processes of a job."""
+"""An identifier of the start to which a process belongs; all processes of a job have it."""
 GENERATION = "TRAINSPEC_GENERATION"
 """The number of that start among all starts of the run. A worker of an older start stops writing."""
 GROUP = "TRAINSPEC_GROUP"
@@ -30,7 +30,8 @@ START = "TRAINSPEC_START"
 """The number of that group's start, starting at 1."""
 
 PROGRESS = "TRAINSPEC_PROGRESS"
-"""The start, and the folder where the processes of a user's command count their steps, as ID:FOLDER."""
+"""ID:FOLDER of a user's command: the start's identifier, and the folder where the command's processes count their
+steps."""
 
 OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEPATH"
 """In a Slurm job, PYTHONPATH and PYTHONSAFEPATH for the user's command; trainspec's own processes use different

@@ -1,4 +1,4 @@
-"""The errors that users see, and the exit code with which each of them ends the program.
+"""The errors that users see, and the exit code of each.
 
     TrainspecError
     ├── RecipeError        2   the recipe or the command line is wrong (carries every problem found)
@@ -31,7 +31,7 @@ class Problem:
     message: str
     """The value found, and the allowed values."""
     path: str = ""
-    """The dotted key that has the problem, such as `optim.lr`."""
+    """The dotted key with the problem, such as `optim.lr`."""
     hint: str = ""
     """The command or key to type next."""
     file: str | None = None
@@ -65,11 +65,11 @@ class TrainspecError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__(str(self))
         for problem in self.problems:
-            if problem.hint:  # Python prints notes below the traceback, also in a user's own script
+            if problem.hint:  # Python prints notes below the traceback of a user's script
                 self.add_note(problem.hint)
 
     def __str__(self) -> str:
-        """Return the messages, even for an error that is an OSError with a file name."""
+        """Return the messages, even if the error is also an OSError with a file name."""
         return "; ".join(problem.message for problem in self.problems)
 
 

@@ -1,6 +1,5 @@
-"""The intended meaning of keys, values, options and commands that trainspec does not have. All hints come from here.
-
-Keys have other names in torch, Hugging Face's configurations and TrainingArguments (with TRL and PEFT), DeepSpeed,
+"""What users mean by keys, values, options and commands that trainspec does not have. All hints come from here. Many
+keys have other names in torch, Hugging Face's configurations and TrainingArguments (with TRL and PEFT), DeepSpeed,
 Megatron-LM, torchtitan, Lightning, nanoGPT, axolotl, torchrun and vLLM. `tests/core/mistypings.txt` has examples with
 the intended word.
 """
@@ -101,23 +100,23 @@ NAMES_BY_KEY: Mapping[str, str] = {
 }
 """A recipe key, or `KEY=VALUE`, and its names in other programs."""
 _MICRO_BATCHES = (
-    "a rank's micro-batches of a step follow from `batching.global_batch_size` and `batching.micro_batch_size`"
+    "the number of micro-batches per step follows from `batching.global_batch_size` and `batching.micro_batch_size`"
 )
 WITHOUT_KEY: Mapping[str, str] = {
     **dict.fromkeys(
         ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum_steps", "accumulate_grad_batches"),
         _MICRO_BATCHES,
     ),
-    "resume_from_checkpoint": "trainspec resume RUN continues a run; `init.from` begins with the weights of one",
+    "resume_from_checkpoint": "trainspec resume RUN continues a run; `init.from` starts one from another's weights",
     "data_parallel_size": "data parallelism is `layout.dp_shard` times `layout.dp_replicate`",
     "world_size": "the number of ranks follows from `cluster.num_nodes` and `cluster.devices_per_node`",
-    "eval_strategy": "an evaluation is made every `train.eval_interval_steps`",
+    "eval_strategy": "the model is evaluated every `train.eval_interval_steps`",
     "save_strategy": "a checkpoint is written every `checkpoint.interval_steps`",
 }
-"""A name without a corresponding key, and how the recipe expresses it."""
+"""A name without a corresponding key, and an explanation of how a recipe sets the same thing."""
 
 OTHER_WORDS: Mapping[str, str] = {
-    # values of keys, and options of groups
+    # names of key values and of group options
     **dict.fromkeys(("bfloat16", "brain_float", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("half", "float16", "torch.float16"), "fp16"),
     **dict.fromkeys(("full", "float", "float32", "single", "torch.float32"), "fp32"),
@@ -127,7 +126,7 @@ OTHER_WORDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adam"), "adamw"),
     **dict.fromkeys(("adamw_bnb_8bit", "adam8bit"), "adamw8bit"),
-    "linear": "wsd",  # falls linearly, over the entire run if decay_fraction is 1
+    "linear": "wsd",  # this schedule falls linearly, over the entire run if decay_fraction is 1
     **dict.fromkeys(("zero", "zero3", "deepspeed"), "fsdp deepspeed"),
     "llama3": "llama3_8b",
     "h100": "h100_sxm",
@@ -158,7 +157,7 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("env", "collect_env", "health"), "doctor"),
     **dict.fromkeys(("options", "presets"), "list"),
 }
-"""A word from other programs -> the words that it may mean here; the first allowed one counts."""
+"""Maps a word from other programs to the words that it may mean here. The first word that is allowed is used."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,10 @@ class Former:
     key, so a former key with this value is ignored; any other value is rejected."""
 
 
-_LOW_RANK = Former("it changed the loss, and `auto` never chose it", "set comm=int8, or comm=bf16 to lose less")
-_RANK = Former("gradients no longer travel in low rank", "leave it out", always=4)
+_LOW_RANK = Former(
+    "it changed the loss and was never chosen by `auto`", "set comm=int8, or comm=bf16 for smaller rounding errors"
+)
+_RANK = Former("low-rank gradient compression was removed", "leave it out", always=4)
 FORMER_KEYS: Mapping[tuple[str, str], Former] = {
     ("CommSpec", "rank"): _RANK,
     ("WireFormats", "rank"): _RANK,
@@ -203,7 +204,7 @@ FORMER_FLAGS: Mapping[str, str] = {
     "sites-secret": "resilience.sites.secret=FILE",
     "site-listen": "resilience.sites.listen=HOST:PORT",
 }
-"""A former command option -> what to type instead."""
+"""Maps a former command option to what to type instead."""
 
 CONTAINED_CHARS = 3
 """Minimum length of a word that is searched for inside others, such as 4090 in rtx_4090."""
@@ -213,7 +214,7 @@ _KEYS = {name: key for key, names in NAMES_BY_KEY.items() for name in names.spli
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
     """Return the member of `allowed` that is closest to an unknown word, or None. It has a similar spelling or the same
-    meaning, or it is the only one with the same letters (tyni for tiny) or the only one that contains the word."""
+    meaning, or is the only member that has the same letters (tyni for tiny) or contains the word."""
     from difflib import get_close_matches
 
     by_shape = {_shape(word): word for word in allowed}
@@ -229,7 +230,7 @@ def closest(got: str, allowed: Iterable[str]) -> str | None:
 
 def closest_path(got: str, paths: Iterable[str]) -> str | None:
     """Return the closest dotted path that differs from `got` only in the spelling of its words, each as close as
-    `closest` requires. If paths were compared as a whole, a long last word would hide a wrong section."""
+    `closest` requires. Comparing complete paths would let a long last word hide a wrong section."""
     words = got.split(".")
     left = [path.split(".") for path in paths if path.count(".") == len(words) - 1]
     for place, word in enumerate(words):
@@ -244,11 +245,11 @@ def _shape(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the recipe key, or `KEY=VALUE`, that has this name in another program; "" for other names."""
+    """Return the recipe key, or `KEY=VALUE`, that has this name in another program; "" if there is none."""
     return _KEYS.get(_shape(name), "")
 
 
 def hint_for(name: str) -> str:
-    """Return what to type instead of a key with another program's name; "" for other names."""
+    """Return what to type instead of another program's name for a key; "" if the name is not known."""
     key = key_of(name)
     return f"did you mean `{key}`?" if key else WITHOUT_KEY.get(_shape(name), "")

@@ -1,4 +1,4 @@
-"""This node: its name and CPU, the user's cache on it, and which of its files can be trusted."""
+"""This node: its name and CPU, the user's cache, and which files can be trusted."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def cache_dir() -> Path:
     """Return the first of `$TRAINSPEC_CACHE`, `$XDG_CACHE_HOME/trainspec` and `~/.cache/trainspec` that is set; it may
     not exist yet.
 
-    Raises MachineError if it belongs to another user or is world-writable, because a run would then train on data that
-    others put there."""
+    Raises MachineError if it belongs to another user or is world-writable, because a run might then train on data that
+    other users put there."""
     folder = _location()
     if folder.exists():
         check_folder(folder, CHOOSE_ANOTHER)
@@ -65,7 +65,7 @@ def cache_dir() -> Path:
 
 def state_dir() -> Path:
     """Return the first of `$TRAINSPEC_CACHE`, `$XDG_STATE_HOME/trainspec` and `~/.local/state/trainspec` that is set,
-    for data that cannot be restored from elsewhere; it may not exist yet. Raises MachineError in the same cases as
+    for data that cannot be obtained again; it may not exist yet. Raises MachineError in the same cases as
     `cache_dir`."""
     if os.environ.get(CACHE):
         return cache_dir()
@@ -119,8 +119,8 @@ PRIVATE_UMASK = 0o077
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
 NEVER_READ = ("wandb",)
-"""Top-level folders of a run that another program writes and trainspec never reads. Weights & Biases puts links in its
-folder: `latest-run`, and `debug-core.log`, which points to its cache in the user's home folder."""
+"""Folders at the top level of a run folder that another program writes and trainspec never reads. Weights & Biases puts
+links in its folder: `latest-run`, and `debug-core.log`, which points to its cache in the user's home folder."""
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def check_tree(root: Path) -> None:
     not."""
     real = root.resolve()
     copy = f"use your own copy: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
-    check_folder(root, f"if you trust everyone who can write it, {copy}")
+    check_folder(root, f"if you trust everyone who can write to it, {copy}")
     for name, found in _walk(real, tuple(real / folder for folder in NEVER_READ)):
         path = root / name.relative_to(real)
         if reason := why_not_trusted(found):
@@ -182,7 +182,7 @@ def check_tree(root: Path) -> None:
             target = Path(os.path.realpath(name))
             if not target.is_relative_to(real):
                 remove = f"remove the link: rm {shlex.quote(str(path))}"
-                hint = f"{remove}; if the run needs its target, put a copy in its place"
+                hint = f"{remove}; if the run needs its target, put a copy in place of the link"
                 raise _refuse(f"{path} is a link to a target outside of {real}: {target}", hint)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
@@ -215,7 +215,7 @@ def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_
             found = list(_scan(folders.pop()))
         except OSError as error:
             hint = f"list the unreadable files: find {shlex.quote(str(root))} > /dev/null"
-            raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
+            raise _refuse(f"some files below {root} cannot be read: {error.strerror}", hint) from error
         yield from ((Path(path), facts) for path, facts in found)
         folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode) and Path(path) not in closed]
 

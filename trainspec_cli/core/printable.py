@@ -25,8 +25,7 @@ _UNPRINTABLE = re.compile(
     "\ud800-\udfff"  # surrogates: bytes of a file name that are not UTF-8
     "]"
 )
-"""Joiners (U+200C, U+200D), which Persian, Hindi and emoji need, are kept, because they neither hide nor reorder
-text."""
+"""Joiners (U+200C, U+200D) are kept: they neither hide nor reorder text, and Persian, Hindi and emoji need them."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")
 
@@ -37,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Escape in the same way as `printable`, but also newlines and tabs."""
+    """Escape like `printable`, and newlines and tabs as well."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -71,10 +70,10 @@ class PrintableStream:
         self.escape = f"\x1b{os.urandom(8).hex()}"
 
     def write(self, text: str) -> int:
-        # Only the program knows this stream's escape, so a colour code in foreign text stays visible as text.
+        # Only the program knows this stream's escape, so a colour code in any other text is shown as text.
         safe = "\x1b".join(map(printable, text.split(self.escape)))
         encoding = self.rich_proxied_file.encoding or "utf-8"
-        # The encoding of a terminal must not make a command fail because of a character.
+        # A character that the terminal's encoding lacks must not make a command fail.
         self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
@@ -87,9 +86,8 @@ class PrintableStream:
 
 
 class LastingStream:
-    """A text stream that drops output once its terminal has been closed, when a write fails with EIO, because that must
-    not end a command. (A closing terminal also sends SIGHUP.) `ends_at` are the errors that mark the end of a
-    stream."""
+    """A text stream that drops output after its terminal has been closed. Writes then fail with EIO, which must not end
+    a command. (A closing terminal also sends SIGHUP.) `ends_at`: the errors that mean that the stream has ended."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
         self._stream = stream
@@ -132,14 +130,14 @@ def printing_safely() -> Iterator[None]:
 
 
 def cut_middle(text: str, most_chars: int) -> str:
-    """Return a text of at most `most_chars` characters, consisting of the start and the end of `text`."""
+    """Shorten `text` to at most `most_chars` characters, by omitting the middle."""
     if len(text) <= most_chars:
         return text
     kept = most_chars - len(" ... ")
     return f"{text[: kept - kept // 2]} ... {text[len(text) - kept // 2 :]}"
 
 
-# Constants, and the formatting of quantities. A GiB is 2**30 bytes, and a GB is 1e9 bytes.
+# Format quantities. A GiB is 2**30 bytes, and a GB is 1e9 bytes.
 
 
 KIB = 2**10

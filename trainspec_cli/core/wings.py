@@ -1,9 +1,9 @@
 """The registry of plug-ins ("wings"): optional parts of trainspec, each in a separate folder below `wings`.
 
 The core imports no plug-in. A plug-in's module `wing.py` declares in `WING` what it adds, as text ("module:function"),
-so that reading the registry does not load any of the plug-in. At an extension point, the core calls `parts_of(POINT)`
-or, for a recipe, `parts_for(POINT, spec)` in `recipe.rules.check`. If the plug-in's folder is missing, nothing is found
-there, and its commands do not appear in the help."""
+so that reading the registry does not import the plug-in's code. At an extension point, the core calls `parts_of(POINT)`
+or, for a recipe, `parts_for(POINT, spec)` in `recipe.rules.check`. A plug-in whose folder has been deleted contributes
+nothing, and its commands do not appear in the help."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Command:
 
     group: str  # heading in the help
     summary: str
-    takes_keys: bool = False  # takes `key=value` arguments, which the shell's completion offers
+    takes_keys: bool = False  # takes `key=value` arguments, which shell completion suggests
     takes_run: bool = False  # takes a run as its first argument
     takes_command: bool = False  # takes a user's command after `--`
     folder: str = "trainspec_cli.cli"  # the package of the command's module; for a plug-in, its `commands`
@@ -56,7 +56,7 @@ class Command:
 class Wing:
     commands: Mapping[str, Command] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Name of a point -> "module:name" of the plug-in's contribution."""
+    """Maps an extension point's name to "module:name" of the plug-in's contribution."""
 
 
 @cache
@@ -66,8 +66,7 @@ def find_wings() -> Mapping[str, Wing]:
 
 
 def _read(file: Path) -> Wing:
-    """Execute a wing.py separately, because as a module of its package it would load everything that the package's
-    `__init__.py` imports."""
+    """Execute a wing.py outside its package, whose `__init__.py` would import everything."""
     spec = importlib.util.spec_from_file_location(f"trainspec_wing_{file.parent.name}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -84,13 +83,13 @@ def parts_of(point: Point[Part], wings: Collection[str] | None = None) -> list[P
 
 
 def part_named(point: Point[NamedPart], name: str, trunks: NamedPart) -> NamedPart:
-    """Return the part with this name: `trunks`, for which nothing is imported, or a plug-in's contribution at `point`.
-    Raises MachineError if no plug-in has it."""
+    """Return the part with this name: the core's own from `trunks`, without importing anything, or a plug-in's
+    contribution at `point`. Raises MachineError if neither has it."""
     if name == trunks.name:
         return trunks
     if (found := next((part for part in parts_of(point) if part.name == name), None)) is None:
-        message = f"this installation of trainspec has no part for runs of the kind `{name}`"
-        hint = f"reinstall trainspec: the plug-in that provides {point.name} is missing in {FOLDER}"
+        message = f"this installation of trainspec does not support runs of the kind `{name}`"
+        hint = f"reinstall trainspec: the plug-in that provides {point.name} is missing from {FOLDER}"
         raise MachineError(Problem(MISSING_WING, message, hint=hint, environment=True))
     return found
 

@@ -28,7 +28,7 @@ class DeviceKind:
     collectives: str
     """The backend of process groups for tensors on such devices."""
     is_numbered: bool = True
-    """False if a machine has only one device, without a number in torch."""
+    """False for kinds of which a machine has only one device, so that torch does not number them."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
@@ -68,7 +68,7 @@ def on_chip(device: torch.device) -> bool:
 
 
 def enter(device_type: str) -> torch.device:
-    """Return this process's device, according to its number on the node, and make it this thread's current device."""
+    """Return the device of this process's local rank, and make it this thread's current device."""
     wanted = os.environ.get(DEVICE)
     if wanted is not None:  # a device that a plug-in provides replaces the plan's
         plugins = {plugin.name: plugin for plugin in parts_of(DEVICES)}
@@ -87,7 +87,7 @@ def enter(device_type: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make an accelerator this thread's current device. A thread starts with the first device of the node."""
+    """Make an accelerator this thread's current device. The current device of a new thread is the node's first one."""
     if KINDS[device.type].is_numbered:
         torch.accelerator.set_device_index(device)
 
@@ -145,27 +145,27 @@ def host_clock(device: torch.device) -> Callable[[], float]:
 
 
 def host_is_emulated(device: torch.device) -> bool:
-    """Return True if the host's work takes emulated time, so that the system's counters do not describe it."""
+    """Return True if the host's work takes emulated time, which the system's counters do not measure."""
     return _emulated(device, "host_time") is not None
 
 
 def emulated_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of an emulated chip; None if the device has to be measured. To measure an emulated chip
-    would take emulated time before the first step, and only in runs whose plan has no measured peak."""
+    """Return the peak FLOP/s of an emulated chip; None for a real device, which has to be measured. Measuring an
+    emulated chip would take emulated time before the first step in some runs but not in others."""
     peak = _emulated(device, "peak_flops")
     flops: float | None = None if peak is None else peak(dtype)
     return flops
 
 
 def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:
-    """Return a function that only the module of an emulated device has. Some devices have no module."""
+    """Return a function that only an emulated device's module provides; None for any other device."""
     function: Callable[..., Any] | None = getattr(getattr(torch, device.type, None), name, None)
     return function
 
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
-    """Let the host spend time that only an emulated clock counts: `read` is for reading a batch, `write`
-    for writing a checkpoint. `seconds` pass on any clock."""
+    """Advance an emulated host clock by the duration of a `read` (of a batch) or `write` (of a checkpoint). `seconds`
+    are added on any clock, by sleeping on a real one."""
     work = _emulated(device, "host_work")
     if work is not None:
         work(name, seconds)
@@ -178,7 +178,7 @@ MEASURED_CYCLES = 10**7
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
-    """Measure the rate of the clock that `_sleep` counts. Waits for the device."""
+    """Measure the rate of the clock whose cycles `_sleep` counts. Waits for the device."""
     begin, end = (torch.Event(enable_timing=True) for _ in range(2))
     begin.record()
     torch.get_device_module(device)._sleep(MEASURED_CYCLES)
@@ -229,7 +229,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def chip_name(device: torch.device) -> str:
-    """Return the accelerator's name, or the name of its kind if its module does not provide names, like Apple's."""
+    """Return the accelerator's name, or its kind if its module does not provide names (Apple's, for example)."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name_of(device)) if name_of else device.type
 

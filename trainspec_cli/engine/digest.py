@@ -84,13 +84,12 @@ def count_not_finite(tensor: Tensor) -> int:
     return int((~tensor.isfinite()).sum())
 
 
-# The batches that are passed between data, models and step, which do not import one another.
+# Types of the batches passed between data, models and step, which do not import one another.
 
 
 MicroBatch = tuple[Tensor, ...]
-"""(tokens, targets), each (B, S) of int64, on the device; or images (B, C, ...) of fp32 and their labels of int64.
-
-If attention is limited to documents, (tokens, targets, documents), with the number of each token's document.
+"""(tokens, targets), each (B, S) of int64, on the device; or (images (B, C, ...) of fp32, labels of int64). If
+attention is limited to documents, (tokens, targets, documents), with each token's document number.
 """
 
 IGNORED_TARGET = -1
@@ -104,12 +103,12 @@ def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch
     return tuple(tensor[:, positions_S] for tensor in micro_batch)
 
 
-# Moments in the computation: on a CPU times on the host's clock, on an accelerator events on the current stream.
+# Time marks in the computation: on a CPU, host times; on an accelerator, events in the current stream.
 
 
 Mark = float | torch.Event
 Span = tuple[Mark, Mark]
-"""Begin and end."""
+"""The two marks around a piece of work."""
 
 
 def mark(*, on_gpu: bool) -> Mark:

@@ -36,7 +36,7 @@ class Mesh:
     stage: DeviceMesh
     """All axes except pp, flattened: the ranks that hold the same layers."""
     upstream: dist.ProcessGroup
-    """The pipeline's ranks again, because messages against the order of stages have a separate group."""
+    """A second group of the pipeline's ranks, for messages to earlier stages."""
     ends: dist.ProcessGroup
     """The ranks of the pipeline's first and last stage, if both have a tied embedding."""
     sums: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Mesh:
         return self.axes[axis].get_group()
 
     def expert_group(self, axis: str) -> dist.ProcessGroup:
-        assert self.experts is not None, "experts are not spread"
+        assert self.experts is not None, "experts are not spread over ranks"
         return self.experts[axis].get_group()
 
     def rank(self, axis: str) -> int:
@@ -75,12 +75,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Return the number of this rank's part of each batch: 0 .. data_parallel_size - 1."""
+        """Return which part of each batch this rank gets: 0 .. data_parallel_size - 1."""
         return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
 
     @property
     def expert_data_ranks(self) -> range:
-        """The data ranks whose tokens this rank's experts get; without ep, only this rank's."""
+        """The data-parallel ranks whose tokens reach this rank's experts; without ep, only this rank itself."""
         together = max(1, self.layout.ep // (self.layout.cp * self.layout.tp))
         first = self.data_rank - self.rank("dp_shard") % together
         return range(first, first + together)

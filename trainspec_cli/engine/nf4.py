@@ -138,7 +138,7 @@ def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: to
     step = max(1, NF4_CHUNK // columns)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        # A separate function, so that the previous rows are freed first.
+        # A separate function, so that the previous rows are freed before the next ones are computed.
         weight_FD[part] = _multiply_out(held.codes[part], largest_FN[part], pairs)
     return weight_FD
 

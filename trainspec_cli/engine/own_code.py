@@ -11,17 +11,18 @@ from trainspec_cli.recipe.user_code import Extension
 
 
 def refused(extension: Extension, what: str, hint: str = "", code: str = "own_code") -> RecipeError:
-    """Return the error for code that cannot be used for training; `what` follows the code's name in a sentence."""
+    """Return the error for code that cannot be used for training; `what` continues a sentence that begins with the
+    code's name."""
     return RecipeError(Problem(code, f"`{extension.path}`: {extension.text} {what}", extension.path, hint))
 
 
 def is_no_fault(error: Exception) -> bool:
-    """Return whether the process ran out of memory or lost a peer, which the run handles as usual."""
+    """Return whether the error means running out of memory or a lost peer, which the run handles as usual."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def has_values() -> bool:
-    """Return whether tensors contain numbers. In a step that is only traced they do not, so nothing can be tested."""
+    """Return whether tensors contain numbers. In a step that is only traced, they do not, and code cannot be tested."""
     return not isinstance(torch.empty(0), FakeTensor)

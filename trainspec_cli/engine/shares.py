@@ -21,7 +21,7 @@ from trainspec_cli.engine.nf4 import Nf4, Place, dequantise, magnitude_table, pa
 
 @dataclass(frozen=True)
 class Cut:
-    """A split into `count` parts of about `full_size` / `count` along `dim`, of which this rank holds part `index`."""
+    """A split along `dim` into `count` parts of about `full_size` / `count`. This rank holds part `index`."""
 
     dim: int
     full_size: int
@@ -107,7 +107,7 @@ class Share:
             assert isinstance(placement, Shard), "FSDP2 shards over one axis"
             size = self.parameter.shape[placement.dim]
             mesh = self.parameter.device_mesh
-            chunk = -(-size // mesh.size())  # FSDP2 cuts like torch.chunk
+            chunk = -(-size // mesh.size())  # FSDP2 splits like torch.chunk
             offsets[placement.dim] += min(size, mesh.get_local_rank() * chunk)
         return torch.Size(offsets)
 
@@ -159,7 +159,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_cut(part: Tensor, cut: Cut) -> Tensor:
-    """Return the parts of all ranks of the cut, concatenated along its dimension. The last parts may be smaller."""
+    """Return the parts of all ranks of the split, concatenated along its dimension. The last parts may be smaller."""
     size = -(-cut.full_size // cut.count)
     padded = part.new_zeros((size, *part.movedim(cut.dim, 0).shape[1:]))
     padded[: cut.size] = part.movedim(cut.dim, 0)
@@ -182,7 +182,7 @@ class QuantisedMatrix:
     name: str
     """The name of the matrix if it is not quantised."""
     parts: tuple[Share, ...]
-    """In the order of `Nf4`."""
+    """This rank's part of each buffer, in the order of `Nf4`."""
 
     @property
     def full_shape(self) -> tuple[int, int]:
@@ -217,7 +217,7 @@ def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def names_of(weight: str) -> tuple[str, ...]:
-    """Return the names of the tensors that replace a layer's weight, whose name is `weight`, if it is quantised."""
+    """Return the names of the tensors that replace the weight named `weight` if it is quantised."""
     return tuple(f"{weight.removesuffix('weight')}{leaf}" for leaf in TENSORS)
 
 

@@ -120,7 +120,7 @@ def test_home_is_expanded_where_there_is_such_a_user(monkeypatch: pytest.MonkeyP
         ("hf://org/name", "hf download org/name --local-dir FOLDER"),
         ("https://huggingface.co/datasets/org/name", "hf download org/name --repo-type dataset --local-dir FOLDER"),
         ("HTTPS://example.org/x.txt", "curl -LO HTTPS://example.org/x.txt"),
-        ("abfs://box/x", "with the program for abfs://"),
+        ("abfs://box/x", "with a program that supports abfs://"),
         ("file:///data/x", "leave out file://: /data/x"),
     ],
 )

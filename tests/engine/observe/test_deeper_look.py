@@ -112,7 +112,7 @@ def test_a_profiler_that_runs_already_is_left_alone_and_said(steps):
         rank.supervisor.deliver(SPIN)
         rank.until(lambda: rank.events)
         assert torch.autograd._profiler_enabled()
-    assert isinstance(rank.events[0], WarningEvent) and "no profile is recorded" in rank.events[0].message
+    assert isinstance(rank.events[0], WarningEvent) and "no profile was recorded" in rank.events[0].message
 
 
 def test_a_full_disk_ends_no_training(steps, monkeypatch):

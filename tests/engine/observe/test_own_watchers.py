@@ -115,9 +115,14 @@ def test_one_that_is_optional_is_left_out_after_an_error(tmp_path: Path, journal
 @pytest.mark.parametrize(
     ("head", "text", "words", "hint"),
     [
-        ("def on_stp(self, event): ...", "Watch", "has a method `on_stp`, which nothing calls", "did you mean `on_st"),
+        (
+            "def on_stp(self, event): ...",
+            "Watch",
+            "has a method `on_stp`, which is never called",
+            "did you mean `on_st",
+        ),
         ("", "Tracker", "has none of on_start, on_step", "such as def on_step"),
-        ("def __new__(cls, run): raise KeyError('x')", "Watch", "raised KeyError: 'x' when it was made", ""),
+        ("def __new__(cls, run): raise KeyError('x')", "Watch", "raised KeyError: 'x' when it was created", ""),
     ],
 )
 def test_a_class_that_is_wrong_is_refused(journal: Any, head: str, text: str, words: str, hint: str) -> None:

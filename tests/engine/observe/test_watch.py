@@ -93,7 +93,7 @@ def report(waiting, collectives):
 def test_the_rank_behind_in_its_collectives_is_late():
     reports = {0: report(True, {"world": 7}), 1: report(True, {"world": 6}), 2: report(True, {"world": 7})}
     message, stacks = describe(reports, 3, step=4, waited_s=10.0, deadline_s=5.0)
-    assert message.startswith("step 4 hung: 10.0 s, and 5.0 s are allowed; rank 1 is late: it has entered fewer")
+    assert message.startswith("step 4 hung: it has taken 10.0 s (limit: 5.0 s); rank 1 is late: it has entered fewer")
     assert stacks.count("was at") == 3
 
 
@@ -267,7 +267,9 @@ def test_the_first_rank_that_reports_ends_the_run_with_everyones_stack(clock, tm
     told = read_error(RunDir(tmp_path).error(1), WorkerErrorRecord)
     assert (told.rank, told.step, told.code, told.exit_code, told.type) == (1, 6, "hang", 5, "Hang")
     assert told.hint == "raise resilience.hang_floor_s if a step may take longer than that"
-    assert told.message.startswith("step 6 hung: 3.0 s, and 2.0 s are allowed; rank 0, 3 is late: it does not respond")
+    assert told.message.startswith(
+        "step 6 hung: it has taken 3.0 s (limit: 2.0 s); rank 0, 3 is late: it does not respond"
+    )
     assert told.message.endswith("; the others wait in gloo:x")
     assert told.traceback == (
         "rank 0 reported nothing\nrank 3 reported nothing\n"
@@ -422,7 +424,7 @@ def test_a_slow_first_step_is_noted_once_with_what_it_waits_for(clock, make_watc
     watching.run()
     found = [event.message for event in journal.events if isinstance(event, WarningEvent)]
     assert len(found) == notes
-    waits = "waits in gloo:all_reduce" if waiting else "is at no line of Python"
+    waits = "waits in gloo:all_reduce" if waiting else "is at no Python frame"
     assert all(f"step 1 has taken 121 s so far: rank {rank} {waits}; the run ends after 1800 s" in one for one in found)
 
 

@@ -167,7 +167,7 @@ def test_the_bytes_of_state_are_measured(lion: Any) -> None:
     [
         ("if p.shape == (4, 3): raise ValueError('boo')", "raised ValueError: boo in an update"),
         ("if p.shape == (4, 3): state['average'] = p.sum()", "keeps `average` in a different form than in its first"),
-        ("group['d'] = p.numel()", "changed `d` of its parameter groups, which no checkpoint holds"),
+        ("group['d'] = p.numel()", "changed `d` of its parameter groups, which checkpoints do not store"),
     ],
 )
 def test_what_goes_wrong_in_a_step_is_said_in_its_own_words(lion: Any, body: str, words: str) -> None:

@@ -153,7 +153,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_last_one_an_er
     assert warning.step == 4
     assert warning.message == (
         "the checkpoint of step 4 could not be written: rank 0: No space left on device; "
-        "the checkpoints before it are complete"
+        "earlier checkpoints are complete"
     )
     assert [event.step for event in journal.of(CheckpointEvent)] == [2]
     with pytest.raises(MachineError, match="the checkpoint of step 5 could not be written"):

@@ -504,7 +504,7 @@ def test_a_flipped_bit_ends_every_group_and_names_the_wrong_one(
     trial.wait()
     for group in trial.started:
         assert isinstance(group.error, WorkerError) and group.error.problems[0].code == "diverged"
-        assert f"the parameters of {named} from the others' after step 4" in str(group.error)
+        assert f"the parameters of {named} from the other groups' after step 4" in str(group.error)
 
 
 @pytest.mark.parametrize(("interval", "found_after"), [(5, 5), (None, None)])
@@ -520,7 +520,7 @@ def test_weights_are_compared_every_so_many_steps_or_never(
         assert told == {"None"}
         assert {group.progress.step for group in trial.started} == {STEPS}
     else:
-        assert all(f"from the others' after step {found_after}" in words for words in told)
+        assert all(f"from the other groups' after step {found_after}" in words for words in told)
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 3 / BATCH), ("sqrt", (3 / BATCH) ** 0.5), ("none", 1.0)])

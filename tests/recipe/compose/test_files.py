@@ -108,8 +108,8 @@ def test_a_whole_number_of_too_many_digits_is_refused() -> None:
                                                for n in range(5)), "more than 20,000 values"),
         ("a: &a [*a]", "it contains itself, through an alias"),
         ("a: '${" + "x" * 2000 + "}'", "has 2,003 characters; at most 2000"),
-        ("a: !!binary aGk=", "!!binary is not a type that a recipe can hold"),
-        ("a: !!set {b: null}", "!!set is not a type that a recipe can hold"),
+        ("a: !!binary aGk=", "!!binary is not a type that a recipe can contain"),
+        ("a: !!set {b: null}", "!!set is not a type that a recipe can contain"),
     ],
 )  # fmt: skip
 def test_what_a_file_expands_to_is_bounded(text: str, reason: str) -> None:

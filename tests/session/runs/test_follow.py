@@ -67,7 +67,7 @@ def test_a_run_is_stopped_and_waited_for(make_run: MakeRun, capsys: pytest.Captu
         assert requests.count == 1
     said = capsys.readouterr()
     assert said.err == f"{run.root}: asked to write a checkpoint and stop\n"
-    assert said.out == f"stopped; its newest checkpoint is of step 10\nresume      trainspec resume {run.root}\n"
+    assert said.out == f"stopped; its newest checkpoint is from step 10\nresume      trainspec resume {run.root}\n"
 
 
 def test_a_run_that_is_to_stop_at_once_is_asked_twice(make_run: MakeRun) -> None:

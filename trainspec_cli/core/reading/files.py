@@ -1,6 +1,5 @@
-"""Read files written by other programs: either regular files of limited size and known version, or a precise error.
-
-A named pipe or a device in place of a file would block the reader, or never end."""
+"""Read files written by other programs. Only regular files of limited size and known version are read; anything else is
+a precise error. A named pipe or a device could block the reader, or never end."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ _KIND_NAMES = {
 
 
 class UnreadableFileError(MachineError, ValueError):
-    """A file exists but cannot be read, because the reader does not accept its type, size or content."""
+    """A file exists but cannot be read, because of its type, size or content."""
 
 
 class MissingFileError(UnreadableFileError, FileNotFoundError):
@@ -85,7 +84,7 @@ class ClosedFileError(UnreadableFileError, PermissionError):
 def unreadable(
     path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
 ) -> UnreadableFileError:
-    """Return an error that names `path` and states why (`why`) it cannot be read."""
+    """Return an error that says that `path` cannot be read; `why` states the reason."""
     return UnreadableFileError(
         Problem(
             code="unreadable_file",
@@ -131,8 +130,8 @@ def how_to_copy(path: str) -> str:
     elif scheme in ("http", "https"):
         command = f"curl -LO {shlex.quote(path)}"
     else:
-        command = f"with the program for {scheme}://"
-    return f"copy it to this machine first ({command}), and name the copy; remote paths cannot be read"
+        command = f"with a program that supports {scheme}://"
+    return f"copy it to this machine first ({command}), and specify the copy; remote paths cannot be read"
 
 
 def exists(path: Path) -> bool:
@@ -166,7 +165,7 @@ def open_regular(path: Path) -> BinaryIO:
         if kind != stat.S_IFREG:
             raise unreadable(path, f"is {_KINDS.get(kind, 'not a regular file')}; expected a regular file")
         return os.fdopen(descriptor, "rb")
-    # An interrupt must not leave the descriptor open either.
+    # Close the descriptor even after an interrupt.
     except BaseException:
         os.close(descriptor)
         raise
@@ -181,7 +180,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a file of at most `max_bytes`. Raises the errors of `open_regular`."""
     try:
         with open_regular(path) as file:
-            # The reported size proves nothing: files below /proc report 0, and others grow in the meantime.
+            # The reported size cannot be trusted: files below /proc report 0, and other files may grow in the meantime.
             content = file.read(max_bytes + 1)
     except OSError as error:
         if isinstance(error, UnreadableFileError):
@@ -251,7 +250,8 @@ def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object
 
 
 def is_kind(value: object, kind: Kind) -> bool:
-    """Return True if `value` is of type `kind` by JSON's rules: an integer is also a number, but true is not."""
+    """Return True if `value` has type `kind` according to JSON's rules: an integer is also a number, but true is
+    not."""
     kinds = _members(kind)
     allowed = (*kinds, int) if float in kinds else kinds
     return type(value) in allowed
@@ -279,15 +279,15 @@ def show_kind(value: object) -> str:
 def parse_whole(digits: str) -> int | float:
     """Return an integer in JSON, or the nearest float if it has more than `MAX_DIGITS` digits.
 
-    For a tokenizer without a limit, transformers writes int(1e30), which has 31 digits, as `model_max_length`. A long
-    number must therefore not lead to rejecting the file. A float never overflows in arithmetic, and no integer field
-    accepts it."""
+    For a tokenizer without a limit, transformers writes int(1e30), which has 31 digits, as `model_max_length`. So a
+    file with a long number must not be rejected. A float never overflows in arithmetic, and integer fields reject
+    it."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def check_depth(content: JsonValue) -> None:
     """Raise ValueError for lists and objects that are nested too deeply."""
-    # Go level by level, because recursion would hit the very limit that this check protects against.
+    # Go level by level, because recursion could exceed Python's limit.
     level = [content]
     depth = 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
@@ -330,7 +330,8 @@ def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
         except ValueError as error:
             raise JsonArrayError(str(error), line) from error
         yield line, item
-        # Lines are counted piece by piece, so that a large file is not searched from the start for each item.
+        # Lines are counted from the previous item on, so that a large file is not searched from the start for each
+        # item.
         line += text.count("\n", at, end)
         at, line = _skip_space(text, end, line)
         if text[at : at + 1] == "]":
@@ -365,7 +366,7 @@ def _excerpt(text: str, at: int) -> str:
 
 
 # The version of the training spec that a file follows, stated in the file as `spec_version`. A file without this key
-# has version 0.1, which did not have the key.
+# follows version 0.1, which did not define the key.
 
 
 VERSION_KEY = "spec_version"
@@ -376,13 +377,13 @@ VERSIONS = (UNSTATED_VERSION, CURRENT_VERSION)
 VERSION_LINE = f'{VERSION_KEY}: "{CURRENT_VERSION}"\n'
 """The line that precedes the other keys of a recipe."""
 NEWER_VERSION, UNKNOWN_VERSION = "newer_version", "unknown_version"
-"""The codes of problems with a version."""
+"""The error codes of problems with a version."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
 @dataclass(frozen=True)
 class VersionFault:
-    """The reason why a file with a stated version cannot be read."""
+    """The reason why a file's stated version cannot be read."""
 
     code: str
     why: str
@@ -425,7 +426,7 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def with_version(content: JsonObject) -> JsonObject:
-    """Return the content as a file in the current version, with the version first."""
+    """Return the content of a file in the current version, with the version as the first key."""
     return {VERSION_KEY: CURRENT_VERSION, **content}
 
 

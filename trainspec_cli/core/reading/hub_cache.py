@@ -40,7 +40,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the name in `text`; None if the text is a folder, or can only be one."""
+    """Parse a checkpoint's name; return None if the text is a folder, or can only be one."""
     named = _NAMED.fullmatch(text)
     if named is None or Path(text).is_dir():
         return None

@@ -24,7 +24,7 @@ MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Maximum number of values in a file, counting the values of an alias each time."""
 MAX_INTERPOLATED_CHARS = 2_000
-"""Maximum length of a value with `${...}`, because parsing is slow."""
+"""Maximum length of a value with `${...}`, which is slow to parse."""
 MAX_DIGITS = 30
 _TAG = "tag:yaml.org,2002:"
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
@@ -33,7 +33,7 @@ _NO_VALUES = frozenset(_TAG + kind for kind in ("binary", "omap", "pairs", "set"
 
 
 class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has no types
-    """The file exceeds a limit that YAML itself does not have; `problem_mark` is the position."""
+    """The file exceeds a limit set by this reader, not by YAML; `problem_mark` is the position."""
 
 
 def _in_our_dialect(base: Any) -> Any:
@@ -67,7 +67,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
     try:
         root = _FastLoader(text).get_single_node()
     except (yaml.YAMLError, RecursionError):
-        # libyaml reports less about the mistake, and not where it started, so the slow loader reads the text again.
+        # The slow loader reads the text again, because libyaml reports less about a mistake, and not where it started.
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
@@ -117,7 +117,7 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
     if depth > MAX_DEPTH:
         raise _over(_TOO_DEEP, node)
     if node.tag in _NO_VALUES:
-        raise _over(f"!!{node.tag.removeprefix(_TAG)} is not a type that a recipe can hold", node)
+        raise _over(f"!!{node.tag.removeprefix(_TAG)} is not a type that a recipe can contain", node)
     if isinstance(node, yaml.ScalarNode):
         if node.tag == f"{_TAG}timestamp":
             node.tag = f"{_TAG}str"  # a date is text, as in Hydra
@@ -134,7 +134,7 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
         known[id(node)] = 1 + sum(_count(item, depth + 1, known, above) for item in items)
         above.remove(id(node))
     if known[id(node)] > MAX_NODES:
-        raise _over(f"it expands to more than {MAX_NODES:,} values with its aliases written out", node)
+        raise _over(f"it has more than {MAX_NODES:,} values when its aliases are expanded", node)
     return known[id(node)]
 
 

@@ -1,12 +1,12 @@
-"""The handshake: both ends prove that they know the job's secret before either uses a byte of the other's.
+"""The handshake: both ends prove that they know the job's secret before either processes any other data from its peer.
 
     server -> client   a fresh nonce of 32 bytes
     client -> server   its own nonce of 32 bytes, and HMAC-SHA256(secret, "client" + purpose + both nonces)
     server -> client   HMAC-SHA256(secret, "server" + purpose + both nonces)
 
-The lengths are fixed, so an end that has not proved anything can make the other end buffer at most 64 bytes. Fresh
-nonces make a recorded handshake useless, and the purpose prevents the reuse of a proof with another server. The
-handshake only authenticates: later bytes are neither encrypted nor signed (docs/security.md).
+The lengths are fixed, so an unauthenticated peer can make the other end buffer at most 64 bytes. Fresh nonces make a
+recorded handshake useless, and the purpose prevents the reuse of a proof with another server. The handshake only
+authenticates: later bytes are neither encrypted nor signed (docs/security.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Challenge:
         """Return the server's proof for the client's answer. Raises HandshakeError for a wrong answer."""
         theirs = answer[:NONCE_BYTES]
         proof = answer[NONCE_BYTES:]
-        # `==` stops at the first wrong byte, so its duration would reveal how much of a guessed proof is right.
+        # The duration of `==`, which stops at the first wrong byte, would reveal how much of a guessed proof is right.
         if not hmac.compare_digest(proof, _prove(self.secret, "client", self.purpose, self.nonce, theirs)):
             raise HandshakeError("the client does not know the job's secret")
         return _prove(self.secret, "server", self.purpose, self.nonce, theirs)
@@ -79,7 +79,7 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
         else:
-            # Messages are short and each waits for an answer, which Nagle's algorithm would delay.
+            # Messages are short and each is followed by a wait for its answer, so Nagle's algorithm would delay them.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         prove_to(connection, secret, purpose)
     except OSError:
@@ -91,15 +91,15 @@ def connect(address: tuple[str, int] | str, secret: bytes, purpose: str) -> sock
 def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
     """Perform the client's part of the handshake on a blocking connection with a timeout.
 
-    Raises HandshakeError, or OSError if the connection is lost. A server closes connections during their handshake when
-    too many arrive at the same time."""
+    Raises HandshakeError, or OSError if the connection is lost. A server closes connections during the handshake if too
+    many arrive at the same time."""
     answer = Answer(secret, purpose, _receive(connection, NONCE_BYTES))
     connection.sendall(answer.content)
     answer.check(_receive(connection, PROOF_BYTES))
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    # The separator keeps the combination of side and purpose from equalling that of another proof.
+    # Without the separator, another pair of side and purpose could yield the same bytes.
     content = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
     return hmac.digest(secret, content, "sha256")
 

@@ -1,6 +1,5 @@
-"""The messages between the rendezvous server and its clients, with one JSON object per line, and a client's connection.
-
-A request names its operation under `op`. The values in a store are text where each character represents a byte."""
+"""The messages between the rendezvous server and its clients, one JSON object per line; and a client's connection. A
+request names its operation in `op`. Values in the store are text in which each character represents a byte."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ class JoinQuorum:
     """Name of the replica group's start."""
     step: int
     failures: int
-    """Number of consecutive exchanges that have failed."""
+    """Number of consecutive exchanges that failed."""
     number: int
     """A number that the answer repeats."""
 
@@ -116,7 +115,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Answers `GetKeys` and `AwaitKeys`; for the latter, without values."""
+    """Answers `GetKeys` with values, and `AwaitKeys` without."""
 
     values: tuple[str, ...]
 
@@ -133,10 +132,10 @@ class FormedQuorum:
     """The replica groups that take the next step together."""
 
     quorum: str
-    """Changes whenever the members change, or when one of them has had an error."""
+    """A number that changes whenever the members change or one of them has had an error."""
     names: tuple[str, ...]
     steps: tuple[int, ...]
-    """Number of updates that each of them has made."""
+    """Number of updates that each group has made."""
     number: int
     """The number of the answered request."""
 
@@ -170,7 +169,7 @@ def to_json(request: Request) -> JsonObject:
 
 
 class JsonClient:
-    """A connection to the server. It is not thread-safe, except for one `send` during one `receive`.
+    """A connection to the server. Not thread-safe, except that one thread may `send` while another is in `receive`.
 
     Raises OSError if the connection is lost, or if the server does not know the secret."""
 
@@ -183,7 +182,7 @@ class JsonClient:
             try:
                 self._connection = connect((host, int(port)), secret, RENDEZVOUS_PURPOSE)
                 return
-            # A wrong secret stays wrong, so retrying would only delay the error.
+            # Do not retry with a wrong secret: that would only delay the error.
             except HandshakeError:
                 raise
             except OSError:

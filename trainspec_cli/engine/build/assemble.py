@@ -39,7 +39,7 @@ from trainspec_cli.recipe.keys.model import ModelSpec, OwnModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.user_code import LOSS, Extension, arguments, load, user_code_errors
 
-# User-defined blocks and losses in a run, which are tested on small inputs before the first step.
+# Test user-defined blocks and losses on small inputs before the first step.
 #
 # The engine shards, recomputes and resumes blocks, and distributes samples over ranks. So a block has to be causal and
 # may depend only on its input, sample by sample. Each token's loss may depend only on that token.
@@ -54,8 +54,8 @@ LOSS_AGREEMENT = 1e-5
 
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
-    """If blocks are user-defined, test the block of a layer in the run's format on its device. Raises RecipeError for a
-    block that cannot be trained."""
+    """If blocks are user-defined, test one layer's block on its device, in the run's number format. Raises RecipeError
+    for a block that cannot be trained."""
     if not isinstance(plan.spec.model, OwnModel) or not has_values():
         return
     maker = BlockMaker(plan.spec.model)
@@ -94,11 +94,11 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         form = f"{given.dtype} of shape {tuple(given.shape)}"
         other = f"{got.dtype} of shape {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
         if other != form:
-            hint = "a block maps (samples, tokens, hidden) to the same; cast to x.dtype what was computed in another"
+            hint = "return the shape of the input, (samples, tokens, hidden), and its dtype: cast the result to x.dtype"
             raise refused(maker.extension, f"maps {form} to {other}", hint)
         if not got.isfinite().all():
             hint = "check its initial values"
-            raise refused(maker.extension, "gives values that are not finite for random input", hint)
+            raise refused(maker.extension, "returns values that are not finite for random input", hint)
     buffers = [buffer.clone() for buffer in block.buffers()]
     if not agree(y_BSD, forward(x_BSD)):
         hint = "remove dropout and other random numbers"
@@ -112,8 +112,8 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
     other_BSD = draw()
     later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
     if half and not agree(y_BSD[:, :half], forward(later_BSD)[:, :half]):
-        hint = "the model predicts the next token: let a token see only itself and earlier ones"
-        raise refused(maker.extension, "lets a token see later ones", hint)
+        hint = "the model predicts the next token: let each token see only itself and earlier tokens"
+        raise refused(maker.extension, "lets tokens see later tokens", hint)
     if not agree(y_BSD[:1], forward(torch.cat((x_BSD[:1], other_BSD[1:])))[:1]):
         hint = "layouts spread samples over ranks: compute no statistics over the first dim"
         raise refused(maker.extension, "mixes the samples of a batch", hint)
@@ -128,7 +128,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
     apply_recompute([block], plan.recompute)
     again = gradients()
     if not all(agree(plain[name], again[name]) for name in plain):  # type: ignore[arg-type]
-        hint = "change no result of a matrix product in place, or set recompute=full"
+        hint = "do not change the result of a matrix product in place, or set recompute=full"
         raise refused(maker.extension, f"has a different gradient with recompute={plan.recompute}", hint)
 
 
@@ -162,7 +162,7 @@ def load_loss(
         parts_T = torch.cat([call(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
         (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
     if not torch.allclose(whole_T, parts_T, rtol=LOSS_AGREEMENT, atol=LOSS_AGREEMENT):
-        what = "gives a token a different loss with other tokens than alone"
+        what = "returns a different loss for a token alone than among other tokens"
         raise refused(
             extension, what, "compute loss i from logits[i] and targets[i] alone; the engine computes the mean"
         )
@@ -171,7 +171,7 @@ def load_loss(
     return loss
 
 
-# A model or one of its stages, which is built on meta, allocated, and filled with its initial values.
+# Build a model or one of its stages on meta, allocate it, and fill it with initial values.
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
@@ -192,9 +192,10 @@ def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
 def materialise(
     model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
 ) -> None:
-    """Fill the allocated `model`, whose parameters are `shares`. `positions_S`: set if the model sees only a part of
-    each sequence. Each parameter has a separate generator, seeded with the run's seed and the parameter's name, so its
-    values depend neither on the layout nor on the order. Only one full parameter is in memory at a time."""
+    """Fill the allocated `model`, whose parameters are `shares`. `positions_S`: the positions that the model sees, if
+    it sees only a part of each sequence. Each parameter has a separate generator, seeded with the run's seed and the
+    parameter's name, so its values depend neither on the layout nor on the order. Only one full parameter is in memory
+    at a time."""
 
     def first_values(name: str, full: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -220,7 +221,8 @@ def start_buffers(model: Any, device: torch.device, seed: int, positions_S: Tens
         model.positions_S = positions_S.to(device)
 
 
-# Find the function of a kernel backend by name, and insert it into a model. Modules store their operations by name.
+# Find the function of a kernel backend by name, and insert it into a model. Each module has its operations as
+# attributes.
 
 
 ENGINE = __package__.rpartition(".")[0]
@@ -240,7 +242,7 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*inputs: Any) -> Any:
-        # Evaluation has different shapes, each of which would have to be compiled.
+        # Evaluation uses other shapes, and each of them would be compiled.
         return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
 
     return call
@@ -383,8 +385,8 @@ def build_train_state(
     """Build each stage on meta (kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise), and then the
     optimizer.
 
-    `clock` and `wire`: those of the state that the new one replaces. Without `fill`, parameters have no values and
-    moments have no memory yet, because `reshard` provides both.
+    `clock` and `wire` are taken over from the state that the new one replaces. Without `fill`, parameters have no
+    values and moments have no memory yet, because `reshard` provides both.
     """
     _refuse_compiling(plan, device.type)
     mesh = mesh or build_mesh(plan.layout, device.type)
@@ -416,8 +418,8 @@ def build_train_state(
         allocate(part, device, offload=plan.offload != "none")
         held = []
         for name, parameter in (*part.named_parameters(), *quantised_parameters(part)):
-            # Replicas hold copies. So do the ranks of tp if a parameter is not split, and all data-parallel ranks if it
-            # is quantised. A tied embedding exists twice.
+            # Number of ranks with a copy: all replicas; also all ranks of tp if the parameter is not split, and all
+            # data-parallel ranks if it is quantised. A tied embedding exists twice.
             copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
             copies *= (layout.shards if is_quantised(name) else 1) * (2 if is_twin(plan, name) else 1)
             held.append(Share(name, parameter, cuts.get(name), copies))
@@ -443,7 +445,7 @@ def build_train_state(
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None
-    # Each parameter was full while it was filled; steps need blocks of other sizes.
+    # Filling allocated full parameters; steps need memory blocks of other sizes.
     release_unused(device)
     late = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
     return TrainState(

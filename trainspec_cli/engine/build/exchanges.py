@@ -21,9 +21,9 @@ from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
-    # Activations of regions whose matrices are split, or gathered and scattered with sequence parallelism
-    # (comm/exchange.py); the loss over a split vocabulary (parallel/context.py); gradients of parameters that every
-    # rank holds in full, after the backward passes (run/step.py: sum_late); parts of matrices for Muon
+    # Activations of regions with split matrices are summed, or with sequence parallelism gathered and scattered
+    # (comm/exchange.py). So are the loss over a split vocabulary (parallel/context.py) and, after the backward passes,
+    # gradients of parameters that every rank holds in full (run/step.py: sum_late). Muon swaps parts of matrices
     # (optim/whole.py).
     "tp": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
     # Keys and values are sent around a ring, or swapped for heads (parallel/context.py). Parameters are also sharded
@@ -32,8 +32,8 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
     # Tokens are sent to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),
-    # Activations and their gradients between stages (parallel/pipeline.py); gradients of an embedding that the first
-    # and the last stage share (build/assemble.py).
+    # Activations and their gradients are sent between stages (parallel/pipeline.py). Gradients of an embedding shared
+    # by the first and the last stage are summed (build/assemble.py).
     "pp": ("send", "receive", "all_reduce"),
     # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a
     # separate thread (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
@@ -72,14 +72,13 @@ class Exchanges:
         return self.counted(purpose, self.links.of(axis, group))
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
-        """Return this rank's peers along `axis`, and time exchanges with them as those of the layout."""
+        """Return this rank's peers along `axis`, and time the exchanges with them."""
         group = mesh.group(axis)
         is_ring = axis == "cp" and mesh.layout.context_method == "ring"
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
-        """Return the ranks with which gradients are summed along `axis`, and count bytes exchanged with them as
-        gradients."""
+        """Return the peers of the gradient sum along `axis`, and count the bytes exchanged with them as gradients."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 

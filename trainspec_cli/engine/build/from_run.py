@@ -41,12 +41,12 @@ def read_run_model(run: RunDir, step: int) -> Any:
     and RecipeError for adapters or for user-defined blocks whose file has changed."""
     spec = read_plan(run).spec
     if spec.lora.rank:
-        message = f"{run.root} trained adapters, which are not merged here"
+        message = f"{run.root} trained adapters, which read_model does not merge"
         hint = "trainspec export RUN --output FOLDER merges them; read_weights reads them as they are"
         raise RecipeError(Problem("unsupported", message, "lora.rank", hint))
     # Different code with the same shapes would load without an error but compute something else.
     if changed := list(describe_changed_code(run)):
-        hint = "put the run's copy back; read_weights runs no code"
+        hint = "restore the run's copy of the file, or call read_weights, which runs no user code"
         raise RecipeError([Problem("changed_code", line, hint=hint) for line in changed])
     weights = read_run_weights(run, step)
     cpu = torch.device("cpu")

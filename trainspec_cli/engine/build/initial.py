@@ -1,4 +1,4 @@
-"""The initial weights of a run, which are read tensor by tensor into each rank's parts."""
+"""Read a run's initial weights, tensor by tensor, into each rank's parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_initial(plan: Plan, state: TrainState) -> None:
     folder = init.hugging_face or init.other
     with errors_together():
         if folder is not None:
-            assert isinstance(model, DecoderModel), "other families are refused before launch"
+            assert isinstance(model, DecoderModel), "other families are rejected before launch"
             entries = open_weights(folder, model) if init.hugging_face is not None else open_other(folder, model)
             load_tensors(folder, entries, model, state.shares)
         elif init.run is not None:
@@ -71,16 +71,16 @@ def load_tensors(
 
 
 class MappedTensors:
-    """Tensors from files. Those of a safetensors file are views of the mapped file; others are assembled from their
-    parts."""
+    """Tensors read from files. A tensor in a safetensors file is a view of the memory-mapped file; any other tensor is
+    assembled from its parts."""
 
     def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
     def fill(self, share: Share, pieces: Sequence[Piece]) -> Iterator[str]:
-        """Read the data of a share. Yield each tensor where non-finite weights were found, with the number of such
-        values in the full tensor."""
+        """Read a share's data. Yield each tensor with non-finite weights, and the number of such values in the full
+        tensor."""
         for piece in pieces:
             met = piece.overlap(tuple(share.offsets), tuple(share.local.shape))
             if met is None:

@@ -100,7 +100,7 @@ class TrainState:
     routers: Sequence[Any]
     """Routers whose experts are balanced."""
     spread_experts: Collection[str] = ()
-    """Names of the parameters that ep spreads."""
+    """Names of the parameters that are spread over ep."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
@@ -116,8 +116,8 @@ class TrainState:
         return list(self.stages.parts.values())
 
     def await_sums(self) -> Callable[[], object]:
-        """Return a function that waits, in any thread, for the gradient sums over data-parallel ranks that have been
-        started."""
+        """Return a function, callable in any thread, that waits for the gradient sums started so far over data-parallel
+        ranks."""
         return self.sums.await_added() if self.sums is not None else lambda: None
 
     @property

@@ -87,8 +87,8 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
 def commit(
     run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int, kept_step: int | None = None
 ) -> CheckpointManifest:
-    """Wait for every rank's part, then publish the checkpoint; called by one rank. The last checkpoints and the one of
-    `kept_step` are kept. Raises MachineError if a part failed."""
+    """Wait for every rank's part, then publish the checkpoint; called by one rank. The most recent checkpoints and the
+    one from `kept_step` are kept. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
@@ -222,8 +222,7 @@ class Held:
     """Errors of compressed gradient exchanges on this rank, and the state of its coordinator, under names that no other
     rank or layout uses. They are saved and loaded, but not copied to another replica group."""
     lost: Sequence[TensorPart] = ()
-    """The same errors in the form of parameter shares, which can move to another layout; created only for this
-    purpose."""
+    """The same errors as parameter shares, which can be moved to another layout. Created only for such a move."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, except empty ones."""

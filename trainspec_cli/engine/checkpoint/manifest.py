@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         for name, entry in manifest.tensors.items():
             for chunk in entry.chunks:
                 if chunk.file not in digested:
-                    raise ValueError(f"a part of {name} is in a file that it does not list, {chunk.file!r}")
+                    raise ValueError(f"a part of {name} is in a file that the manifest does not list, {chunk.file!r}")
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise refused(folder, f"{folder / MANIFEST} cannot be read: {error}") from error
@@ -150,7 +150,7 @@ def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry
         *(c.offsets for c in chunks),
     ):
         if any(size < 0 for size in sizes):
-            raise ValueError(f"{list(sizes)} holds a negative size")
+            raise ValueError(f"one of the sizes {list(sizes)} is negative")
 
 
 def _digest(content: Mapping[str, object]) -> str:
@@ -179,6 +179,6 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:
-    """`hint`: advice for a complete checkpoint; a damaged checkpoint has to be removed."""
-    damaged = f"remove the folder {folder} to resume from the checkpoint before it"
+    """`hint`: advice if the checkpoint is complete. The default is for a damaged one: remove it."""
+    damaged = f"remove the folder {folder} to resume from the previous checkpoint"
     return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

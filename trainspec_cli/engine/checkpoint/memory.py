@@ -204,7 +204,7 @@ class MemoryCopies:
             sending = dist.isend(sent, self._location.keeper, group=self._group)
             receiving = dist.irecv(received, self._location.guest, group=self._group)
             for work in (sending, receiving):
-                assert work is not None, "every rank is of the group"
+                assert work is not None, "every rank is in the group"
                 work.wait()
         self._mark_whole(slot, self._location.guest, about, bytes(theirs.tolist()))
 
@@ -217,7 +217,7 @@ class MemoryCopies:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """The record of a rank's complete copy, kept next to it."""
+    """The record of a rank's complete copy, stored next to the copy."""
 
     slot: int
     rank: int
@@ -238,7 +238,7 @@ class FoundCopy:
     """A step whose parts are all available, each in the memory of at least one node."""
 
     folder: Path
-    """The slot on this node, with all files that the node's ranks need."""
+    """The slot's folder on this node, with all files that the node's ranks need."""
     slot: int
     manifest: CheckpointManifest
     holders: dict[str, int]

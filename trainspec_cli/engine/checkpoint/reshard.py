@@ -116,7 +116,9 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
                     source = target if target in ranks else ranks[target % len(ranks)]
                     found.append(Move(place.name, place.dtype, tuple(spans), source, target))
             if sum(move.bytes for move in found) != place.bytes:
-                raise ValueError(f"the ranks do not hold all of {place.name}, of {list(place.full_shape)}")
+                raise ValueError(
+                    f"the ranks together do not hold every element of {place.name}, of shape {list(place.full_shape)}"
+                )
             moves += found
     return sorted(moves, key=lambda move: (move.name, move.target, move.source, move.spans))
 
@@ -292,7 +294,7 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Fill `before` again by moves from `after`. These differ from the forward moves: if several ranks held a part,
+    """Move the state back from `after` to `before`. These differ from the forward moves: if several ranks held a part,
     only one of them sent its content. Raises RuntimeError if even that fails: the run then restarts from its newest
     checkpoint."""
     for names in reversed(buckets):

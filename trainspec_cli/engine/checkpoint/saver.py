@@ -264,7 +264,7 @@ class Saver:
 def _read_token(token: Any) -> str:
     """Check a token, which becomes part of a folder name."""
     if not re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}", token):
-        raise ValueError("a save's token is not a hexadecimal number of its length")
+        raise ValueError("the save's token is not a hexadecimal number of the expected length")
     return str(token)
 
 
@@ -283,8 +283,8 @@ def _enter_thread(device: torch.device) -> None:
 
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
-"""Parameters that a run may add to a checkpoint without adapters."""
-OTHER_STATE = "the checkpoint is complete, so keep it: use the model, the adapters and the optimizer that wrote it"
+"""Parameters that may be missing from the checkpoint: a run can add adapters."""
+OTHER_STATE = "the checkpoint is intact, so keep it: resume with the model, adapters and optimizer that wrote it"
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def load_weights(folder: Path, held: Held) -> None:
     Raises MachineError if the checkpoint belongs to a different model.
     """
     manifest = read_manifest(folder)
-    quantised = set[str]()  # parts that have 4 bits in `held` but full precision in the checkpoint
+    quantised = set[str]()  # parts that are in 4 bits in `held` but in full precision in the checkpoint
     for matrix in split_quantised(held.shares)[1]:
         if f"{PREFIX}{matrix.name}" in manifest.tensors:
             full = torch.empty(matrix.full_shape)
@@ -413,7 +413,7 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
             if (entry.dtype, entry.shape) != (dtype, part.full_shape):
                 there = f"{entry.dtype} {list(entry.shape)}"
                 here = f"{dtype} {list(part.full_shape)}"
-                raise refused(folder, f"{part.name} is {there} there, and {here} in this run", OTHER_STATE)
+                raise refused(folder, f"{part.name} is {there} in the checkpoint and {here} in this run", OTHER_STATE)
             filled = 0
             for chunk in entry.chunks:
                 spans = overlap(part, chunk)
@@ -432,6 +432,6 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
                 target = part.tensor[slices(spans, part.offsets)] if spans else part.tensor
                 target.copy_(found)
                 filled += found.numel()
-                del source, found  # a mapped slice of a large tensor
+                del source, found  # unmap this slice, which may be large
             if filled != part.tensor.numel():
                 raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")

@@ -39,7 +39,7 @@ STEP_BYTES = 4
 HALF = 8
 NIBBLE = 15
 NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
-"""Codes of a block's step in the four-bit format."""
+"""Special codes for a block's step in the four-bit format: zeros, the row's largest step, non-finite values."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
 """A scale below this counts as 0, because dividing by it may overflow."""

@@ -81,8 +81,8 @@ class GroupWire:
 class Feedback:
     """The encoding error of one rank's gradients in one exchange, in bf16, which is added to the next gradients.
 
-    A step that does not count (because it is not finite or was not agreed on) leaves the error unchanged. So the errors
-    of a step's exchanges are kept separately until the step is committed or discarded.
+    A step that does not count (because a value is not finite, or a rank failed) leaves the error unchanged. So the
+    errors of a step's exchanges are kept separately until the step is committed or discarded.
     """
 
     def __init__(self, values: int, device: torch.device):

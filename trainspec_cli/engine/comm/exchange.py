@@ -26,8 +26,8 @@ Started = tuple[Tensor, Callable[[], Tensor]]
 
 
 class TimeCollective(Protocol):
-    """Called around an exchange with the number of bytes that this rank sends in it; None, on all ranks of the group,
-    for a negligible message."""
+    """A timer that is entered around each exchange. It gets the number of bytes that this rank sends, or, if the
+    message is negligible, None on all ranks of the group."""
 
     def __call__(self, sent_bytes: float | None = None, /) -> AbstractContextManager[bool]:
         """Yield whether the exchange must be complete at the end of the block, even if it could overlap with other
@@ -103,7 +103,7 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
     reduce_scatter(own, whole, group=group)
     if beyond:
         sum_in_tiers(own, beyond)
-    if is_on_gloo(group):  # in one step; gloo's gather forwards rows from rank to rank
+    if is_on_gloo(group):  # the swap takes one step; gloo's gather forwards rows from rank to rank
         swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
     else:
         all_gather(whole, own, group=group)
@@ -141,9 +141,9 @@ def start_swap(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -
 
 @dataclass(frozen=True)
 class Tiers:
-    """A group whose ranks are on several elements of the network's tiers, with the same number of ranks on each. Sums
-    are first computed inside elements, so that each rank exchanges only its part with other elements (Thakur et al.
-    2005 in each tier). The order of summation differs from that of one all-reduce over all ranks."""
+    """A group whose ranks are below several elements (such as switches) of the network's tiers, the same number below
+    each. Sums are first computed within an element, so that each rank exchanges only its part with other elements
+    (Thakur et al. 2005 in each tier). The order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
     """This rank's groups, innermost first: the ranks of the same element and then, for each tier, the ranks with the
@@ -239,7 +239,7 @@ class Peers:
         return mine_BSD, finish
 
     def start_sum(self, x: Tensor) -> Started:
-        """Start to sum a copy over the ranks."""
+        """Start to sum a copy of the tensor over the ranks."""
         total = x.clone()
 
         def begin() -> Wait:
@@ -290,7 +290,7 @@ def cross(
     """Exchange in the forward pass, and in the backward pass start another exchange as soon as its gradient is
     complete; other work may run before its result is needed.
 
-    Return (the result, the number of such work in autograd's order; None if nothing needs a gradient).
+    Return (the result, the position of that other work in autograd's order; None if nothing needs a gradient).
     """
     in_progress: list[Callable[[], Tensor]] = []
     # Autograd runs the node with the highest number first, and numbers them in the order of the forward pass.
@@ -335,16 +335,16 @@ def _same(x: Tensor) -> Tensor:
 
 
 def enter_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> tuple[Tensor, int | None]:
-    """Return the full input of a region on every rank, and a number as `cross` does. The backward pass sums the ranks'
-    gradients."""
+    """Return the full input of a region on every rank, and the position that `cross` returns. The backward pass sums
+    the ranks' gradients."""
     if sequence_parallel:
         return cross(x_BSD, peers.gather_sequence, peers.start_scatter)
     return cross(x_BSD, _same, peers.start_sum)
 
 
 def leave_region(x_BSD: Tensor, peers: Peers, sequence_parallel: bool) -> tuple[Tensor, int | None]:
-    """Return the sum of the ranks' outputs, and a number as `cross` does. In the backward pass, each rank gets the full
-    gradient."""
+    """Return the sum of the ranks' outputs, and the position that `cross` returns. In the backward pass, each rank gets
+    the full gradient."""
     if sequence_parallel:
         return cross(x_BSD, peers.scatter_sum, peers.start_gather)
     return cross(x_BSD, lambda x: peers.sum_(x.clone()), lambda gradient: (gradient, lambda: gradient))

@@ -144,7 +144,7 @@ def fork_workers(module: str, arguments: Sequence[str]) -> None:
 
 class _ForkingHandler(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> ForkedProcess:  # type: ignore[override]
-        assert self._stdout and self._stderr, "torchrun is asked to write both outputs to files"
+        assert self._stdout and self._stderr, "torchrun was told to write stdout and stderr to files"
         module = args.index("-m") + 1
 
         def program() -> None:
@@ -172,8 +172,8 @@ class Background:
     ):
         """`note` is called with the times at which each task began and ended, on the host's clock. `start` waits while
         `most_waiting` tasks have not begun; 0 means that it never waits. `give_up` is called if the main thread has not
-        received an error after `UNHEARD_S`, because it may be waiting for other ranks that are waiting for a task that
-        was not run."""
+        received an error after `UNHEARD_S`, because it may be waiting for other ranks, which in turn wait for a task
+        that was not run."""
         self._device = device
         self._note = note
         self._give_up = give_up
@@ -225,7 +225,7 @@ class Background:
                         self._unheard = threading.Timer(UNHEARD_S, self._give_up)
                         self._unheard.daemon = True
                         self._unheard.start()
-                del act  # it refers to tensors
+                del act  # drop the task's references to tensors
                 self._given.task_done()
 
     def _run(self, act: Callable[[], None], reached: Mark, after: Callable[[], object]) -> None:

@@ -150,9 +150,9 @@ def main() -> None:
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 60.0
-"""Long enough for a restart of the server."""
+"""Time limit for connecting: long enough for a restart of the server."""
 ANSWER_TIMEOUT_S = 60.0
-"""The server answers immediately. The timeout of a wait is added to this."""
+"""Time limit for an answer, which the server sends immediately. If it waits for a key, that wait's timeout is added."""
 
 
 def connect() -> JsonClient:
@@ -232,7 +232,7 @@ class RendezvousStore(dist.Store):
         """Return the value in the server's answer, which must be a `kind`."""
         value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
         if not isinstance(value, kind):
-            raise dist.DistNetworkError(f"the job's rendezvous server has answered {value!r}, no {kind.__name__}")
+            raise dist.DistNetworkError(f"the job's rendezvous server answered {value!r}, no {kind.__name__}")
         return value
 
     def _answer(self, request: messages.KeyRequest | messages.WaitRequest, timeout_s: float) -> JsonObject:

@@ -62,7 +62,7 @@ def count_attended(micro_batch: MicroBatch) -> int:
 
 
 class Slot:
-    """Memory for a step's batch."""
+    """Buffers for a step's batch."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = on_chip(device)
@@ -129,7 +129,7 @@ class Staging:
         """Assemble a batch and start its copy; wait if every slot is in use."""
         slot = self._free.get()
         if self._copies:
-            make_current(self._device)  # otherwise the thread would allocate on the first device
+            make_current(self._device)  # otherwise this thread would allocate on the node's first device
         with self._copies or nullcontext():
             slot.fill(micro_batches)
         return slot
@@ -177,7 +177,8 @@ def read_tokens(order: SampleOrder, own: OwnSamples, positions_S: Tensor | None)
 
 
 def to_tensors(rows: Sequence[Row]) -> MicroBatch:
-    """Return (tokens, targets), and the documents if the rows have them, each as (B, S) of int64."""
+    """Return (tokens, targets) or, if the rows have document numbers, (tokens, targets, documents), each (B, S) of
+    int64."""
     fields = [(row.tokens, row.targets, *([] if row.documents is None else [row.documents])) for row in rows]
     return tuple(torch.from_numpy(np.stack(field)) for field in zip(*fields, strict=True))
 
@@ -208,7 +209,7 @@ class BatchReader:
         self._ahead.append((own, self._pool.submit(lambda: self._staging.stage(self._read(own)))))
 
     def forget(self) -> None:
-        """Drop the batches that were read ahead, which are no longer needed."""
+        """Drop the prefetched batches, which are no longer needed."""
         while self._ahead:
             _, slot = self._ahead.pop()
             if not slot.cancel() and slot.exception() is None:
@@ -219,7 +220,7 @@ class BatchReader:
         self._pool.shutdown()
 
 
-# The batches of a run on images or volumes, which are a pure function of their positions.
+# The batches of a run on images or volumes. A batch depends only on its samples' positions.
 
 
 MAX_READERS = 16
@@ -262,7 +263,7 @@ class SampleLoader:
         return torch.from_numpy(np.stack(images)), torch.from_numpy(np.stack(labels))
 
 
-# Held-out text. Every row is read once, with the same number of batches on every rank.
+# Held-out text. Every row is read once, and every rank gets the same number of batches.
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def total(losses: Sequence[HeldoutLoss]) -> HeldoutLoss:
 
 
 def heldout_batches(rows: Rows, batch_size: int, rank: int, num_ranks: int) -> Iterator[MicroBatch]:
-    """Yield this rank's micro-batches. The last ones are padded with rows that do not count."""
+    """Yield this rank's micro-batches. The last batches are padded with rows that do not count."""
     for turn in range(math.ceil(len(rows) / (batch_size * num_ranks))):
         first = (turn * num_ranks + rank) * batch_size
         read = [rows.read(index) for index in range(first, min(first + batch_size, len(rows)))]

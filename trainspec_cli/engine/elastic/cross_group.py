@@ -1,4 +1,4 @@
-"""Communication between the ranks with the same number in all replica groups.
+"""Communication between corresponding ranks of all replica groups: those with the same rank within their group.
 
 These ranks hold the same part of the model. Once gradients are summed inside each replica group, they are summed over
 the groups here. Each quorum has separate process groups, under a separate prefix in the job's authenticated store:
@@ -56,14 +56,15 @@ def exchange_backend(device_type: str) -> str:
     or gloo if this version of torch has none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
-    except ValueError:  # no plug-in has registered one
+    except ValueError:  # no plug-in has registered a backend
         return "gloo"
     exchanges_nothing = name == "fake"  # the backend that torch's test tools register for kinds without a plug-in
     return "gloo" if exchanges_nothing or not dist.is_backend_available(name) else name
 
 
 class CrossGroupComm:
-    """Every call blocks until it is done, and raises RuntimeError if a peer is lost or does not arrive in time."""
+    """The connections to the same rank in the other groups. Every call blocks until done, and raises RuntimeError if a
+    peer is lost or late."""
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float, device: torch.device):
         """All peers rendezvous under `name`, which must be unique within the run. Raises OSError if the rendezvous
@@ -77,21 +78,23 @@ class CrossGroupComm:
         """The process group of the device's backend; None if gloo is used for everything."""
         self.staged_because = ""
         """The reason why the device's tensors are copied through host memory; empty if they are not."""
-        self._store = RendezvousStore(timeout)  # process groups keep only its C++ part alive
+        self._store = RendezvousStore(
+            timeout
+        )  # keep a reference, because process groups hold only the store's C++ part
         before = set(open_connections())
         self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", self._store), rank, size, timeout)
-        """None once this is closed."""
+        """None after `close`."""
         opened = set(open_connections()) - before
         self._peers = opened if len(opened) == size - 1 else set()
-        """The connections to the other hosts. Empty if other threads have opened connections in the meantime, so that
-        those of the peers are unknown. In this case, only the timeout ends an exchange on the device."""
+        """The connections to the other hosts. Empty if other threads opened connections at the same time, so that the
+        peers' connections could not be told apart. Then only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
             self.staged_because = f"this torch has no backend for {device.type}"
             return
         if size == 1:
             return
-        # All peers compare their devices, if these can be identified by their position on the bus.
+        # Peers compare their devices' positions on the bus, if known.
         place = physical_device(device) if device.type != "cpu" else None
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
         known = [int(other) for other in self.gather(torch.tensor([number])) if int(other)]
@@ -133,7 +136,7 @@ class CrossGroupComm:
         must then end."""
         own = self._own
         self._own = None
-        self._host = None  # do this first, so that a thread that waits for aborted work sees that its result is invalid
+        self._host = None  # first, so that a thread waiting for aborted work learns that the result is invalid
         if own is not None:
             own.abort()
 
@@ -307,8 +310,8 @@ class GradientPackets:
         await_sums: Callable[[], Callable[[], object]] = lambda: lambda: None,
     ):
         """`sum_` gets a packet's number and its gradients as one tensor, and sums them over the groups in place.
-        `await_sums` returns a function that waits for the sums within the group that have been started, after which a
-        packet is sent."""
+        `await_sums` returns a function that waits for the sums started within the group; a packet is sent after
+        that."""
         self._packets = ordered
         self._sum = sum_
         self._beside = beside
@@ -327,7 +330,7 @@ class GradientPackets:
     def begin(self, exchanges: int) -> None:
         """Begin a step with `exchanges` exchanges of each gradient within the group. If 0, packets are held back until
         `finish`."""
-        self._beside.wait()  # for the remaining exchanges of an abandoned step
+        self._beside.wait()  # exchanges of an abandoned step may still arrive
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}
 
@@ -358,7 +361,7 @@ class GradientPackets:
                 while self._next < len(self._packets):
                     packet = self._packets[self._next]
                     if any(self._left.get(id(other)) != 0 for other in packet.shares):
-                        break  # its gradients are not final
+                        break  # the packet's gradients are not final
                     self._send(packet)
                     self._next += 1
 

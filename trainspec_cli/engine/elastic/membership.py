@@ -90,7 +90,7 @@ class Membership:
         self.connections: frozenset[Connection] = frozenset()
         """The connections to the other groups."""
         self._peers = ""
-        """The quorum that `_comm` is connected to."""
+        """The quorum whose groups `_comm` is connected to."""
         self._error: Exception | None = None
         self._failures = 0
         self.failed_anywhere = False
@@ -150,8 +150,7 @@ class Membership:
         return self._error is not None
 
     def agree_on_counts(self, counts: Tensor) -> None:
-        """Give every rank of this group the maximum of all its ranks' counts, and determine whether any of them had an
-        error."""
+        """Replace this rank's counts by their maximum over the group, and determine whether any rank had an error."""
         greatest = torch.cat([counts, torch.tensor([float(self.failed)])])
         if self.own.group_size > 1:
             dist.all_reduce(greatest, dist.ReduceOp.MAX)
@@ -204,7 +203,7 @@ class Membership:
 
     def _drop(self, error: Exception) -> None:
         """Close the connections. Peers that are still waiting on them detect this immediately, without a timeout."""
-        self._error = error.with_traceback(None)  # its frames would keep the connections open
+        self._error = error.with_traceback(None)  # the traceback's frames would keep the connections open
         self._close()
 
     def _close(self) -> None:
@@ -218,7 +217,7 @@ class QuorumClient:
     """Sends heartbeats from a separate thread until `close`."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
-        """`name`: the name of this start. `connect` is called again if the server restarts."""
+        """`name`: this start's unique name. `connect` is called again if the server restarts."""
         self._name = name
         self._connect = connect
         self._connection = connect()
@@ -227,14 +226,14 @@ class QuorumClient:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def join(self, step: int, failures: int) -> FormedQuorum:
-        """Request participation in the step after `step`, and wait for the quorum. Raises OSError."""
+        """Ask to take part in the step after `step`, and wait for the quorum. Raises OSError."""
         self._asked += 1
         while True:
             connection = self._connection
             try:
                 self._send(connection, JoinQuorum(self._name, step, failures, self._asked))
                 while (answer := read_record(FormedQuorum, connection.receive(ANSWER_TIMEOUT_S))).number != self._asked:
-                    pass  # the request was lost with its connection
+                    pass  # the request was lost when the connection broke
             except TimeoutError:
                 raise
             except OSError:

@@ -27,7 +27,7 @@ class GuardedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
-        self.found_inf = self.grad_scale = None  # torch's step rejects them
+        self.found_inf = self.grad_scale = None  # torch's own step rejects these arguments
         if found_inf is not None and found_inf.item():
             return
         if grad_scale is not None:

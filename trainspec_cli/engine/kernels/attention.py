@@ -28,11 +28,11 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | 
 
 
 flash = partial(_by, SDPBackend.FLASH_ATTENTION)
-"""arXiv:2307.08691."""
+"""FlashAttention-2 (arXiv:2307.08691)."""
 math = partial(_by, SDPBackend.MATH)
-"""Keeps all scores (B, H, S, T) in memory."""
+"""Plain attention, with all scores (B, H, S, T) in memory."""
 efficient = partial(_by, SDPBackend.EFFICIENT_ATTENTION)
-"""arXiv:2112.05682."""
+"""Memory-efficient attention (arXiv:2112.05682)."""
 cudnn = partial(_by, SDPBackend.CUDNN_ATTENTION)
 
 

@@ -45,8 +45,8 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate (arXiv:2104.09864) half by half. x is not saved, because the backward pass rotates in the opposite
-    direction; see `models.rope.apply_rope`."""
+    """Rotate (arXiv:2104.09864) each half. The backward pass rotates the gradient in the opposite direction and does
+    not need x; see `models.rope.apply_rope`."""
     return _FrugalRope.apply(x_BSHE, cos_SE, sin_SE)
 
 

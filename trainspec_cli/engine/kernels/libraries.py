@@ -31,7 +31,7 @@ def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Rotate a copy, together with unused keys of one head, because Liger rotates queries and keys in place in one
     kernel.
 
-    Its tables are for one sample, and all samples share them.
+    All samples share the tables of cosines and sines.
     """
     from liger_kernel.ops.rope import LigerRopeFunction
 

@@ -39,7 +39,7 @@ class CausalCore(nn.Module):
     attention = staticmethod(attention)
 
     def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
-        """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks`, queries carry the sink logit of their
+        """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks`, queries contain the sink logit of their
         head."""
         super().__init__()
         self.window = window
@@ -96,7 +96,7 @@ class CausalCore(nn.Module):
 
 
 def carry_sinks(q_BSHE: Tensor, k_BSKE: Tensor, sinks_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Extend queries by dims with the sink logit of their head, and keys by zeros."""
+    """Append dims to the queries, with the sink logit of their head, and zeros to the keys."""
     logit_BSH1 = (sinks_H / scale).to(q_BSHE.dtype)[:, None].expand(*q_BSHE.shape[:3], 1)
     q_BSHE = F.pad(torch.cat((q_BSHE, logit_BSH1), dim=-1), (0, SINK_DIMS - 1))
     return q_BSHE, F.pad(k_BSKE, (0, SINK_DIMS))

@@ -24,7 +24,7 @@ class ConvNet(PublishedModel):
     """Maps images (B, C, ...) to the summed loss for their labels (scalar, fp32), or to predictions if there are no
     labels.
 
-    Only the samples are divided over ranks.
+    Ranks divide only the samples among themselves.
     """
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:

@@ -25,7 +25,8 @@ from trainspec_cli.recipe.keys.model import LOSS_CHUNK_BYTES, loss_chunk_tokens,
 
 
 class ChunkCrossEntropy(nn.Module):
-    """One chunk's loss and gradient; plain arithmetic without parameters, so that a compiler can fuse it."""
+    """Computes one chunk's loss and gradient with plain arithmetic and no parameters, so that a compiler can fuse
+    it."""
 
     def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss summed over the chunk, d loss / d logits, which overwrites the logits)."""
@@ -59,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains_weight = ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
-        # In fp32: a sum over many groups in bf16 would round each of them.
+        # Sum in fp32, because bf16 would round after each of many groups.
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         dweight_VD: Tensor | None = None
         chunk_tokens = loss_chunk_tokens(weight_VD.shape[0], chunk_bytes)
@@ -74,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for first in range(0, len(x_GD), chunk_tokens):
                 last = first + chunk_tokens
                 total += chunk(logits_GV[first:last], targets_G[first:last])[0]
-            dlogits_GV = logits_GV  # each chunk has overwritten its logits
+            dlogits_GV = logits_GV  # the gradients have overwritten the logits
             if needs_gradient:
                 torch.mm(dlogits_GV, weight_VD, out=dx_TD[start : start + group_tokens])
             if trains_weight and dweight_VD is None:
@@ -83,8 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dweight_VD.addmm_(dlogits_GV.T, x_GD)
             elif dweight_VD is not None:
                 dweight_VD += dlogits_GV.T @ x_GD
-            del logits_GV, dlogits_GV  # otherwise they are in memory together with the next group's
-        if trains_weight and dweight_VD is None:  # no tokens
+            del logits_GV, dlogits_GV  # otherwise these logits and the next group's would be in memory together
+        if trains_weight and dweight_VD is None:  # there were no tokens
             dweight_VD = torch.zeros_like(weight_VD, dtype=wide)
         ctx.save_for_backward(dx_TD, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype

@@ -26,8 +26,8 @@ class Block(nn.Module):
         attention = Attention if model.mla is None else MultiHeadLatentAttention
         self.attention_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.attention = attention(model, model.window_of(layer))
-        # The bias is added outside of attention, so that it counts only once if the heads are spread over ranks and
-        # summed.
+        # The bias is added outside of attention, so that it is added only once if heads are spread over ranks and their
+        # outputs summed.
         self.attention_bias = nn.Parameter(torch.empty(model.hidden_size)) if model.attention_bias == "all" else None
         self.ffn_norm = RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.ffn = MixtureOfExperts(model) if model.is_expert_layer(layer) else dense_feed_forward(model)

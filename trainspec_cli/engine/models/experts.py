@@ -27,9 +27,9 @@ class SortedTokens(NamedTuple):
     counts_E: Tensor
     """Number of copies for each expert, int64. The sum is M minus the number of dropped copies."""
     source_M: Tensor
-    """The copy (token * K + choice) in each row."""
+    """The index (token * K + choice) of the copy in each row."""
     place_M: Tensor
-    """The inverse: the row of each copy."""
+    """The inverse permutation: the row of each copy."""
 
     def combine(self, y_MD: Tensor, weights_TK: Tensor) -> Tensor:
         """Return (T, D): the weighted sum of each token's copies."""
@@ -72,7 +72,7 @@ class _Take(torch.autograd.Function):
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
     """Return (M, F): the rows of each expert times its matrix. Rows beyond the counts are undefined."""
-    if x_MD.dtype == torch.float64:  # the grouped kernels support at most 32 bits
+    if x_MD.dtype == torch.float64:  # the grouped kernels do not support fp64
         return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
         return _grouped_mm_eagerly(x_MD, weight_EDF, counts_E)
@@ -146,7 +146,7 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
 
 
 def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Process tokens with experts that are all on this rank."""
+    """Dispatch for experts that are all on this rank."""
     copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
     return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
@@ -221,7 +221,7 @@ class Router(nn.Module):
         return scores_BSE.topk(self.spec.top_k, dim=-1).indices
 
     def _balance_loss(self, scores_BSE: Tensor, indices_BSK: Tensor) -> Tensor:
-        """Return the scalar tokens x sum over experts of (fraction of choices) x (mean of normalised scores)."""
+        """Return a scalar: number of tokens x sum over experts of (fraction of choices) x (mean normalised score)."""
         visits_BSE = torch.zeros_like(scores_BSE).scatter_(-1, indices_BSK, 1.0)
         counts_BE = self.sum_over_sequence(visits_BSE.sum(1))
         tokens = counts_BE.sum(-1, keepdim=True) / self.spec.top_k
@@ -259,7 +259,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns x unchanged; the backward pass also minimises the loss."""
+    """Returns x unchanged; the backward pass adds the gradient of the balancing loss."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, _loss: Tensor) -> Tensor:

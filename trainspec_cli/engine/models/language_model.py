@@ -24,22 +24,22 @@ INIT_STD = 0.02
 
 
 class PublishedModel(nn.Module):
-    """A model that publishes the modules that techniques apply to, and the dims that its parameters may be split
-    along."""
+    """A model that declares which modules each technique (such as sharding) applies to, and along which dims parameters
+    may be split."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
     """The dim along which tensor parallelism splits each parameter. The first matching pattern applies."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
     """Parameters inside regions that are not split. Their gradient on a rank is a partial sum."""
     seed: int = 0
-    """The run's seed, for initial values that are not generated parameter by parameter."""
+    """The run's seed, for initial values that are generated for several parameters together."""
 
     def block_modules(self) -> Sequence[nn.Module]:
-        """Return the units that are sharded and recomputed as a whole."""
+        """Return the modules that are each sharded and recomputed as a unit."""
         raise NotImplementedError
 
     def compile_modules(self) -> Sequence[nn.Module]:
-        """Return the units that a compiler may fuse; code between them remains eager."""
+        """Return the modules that are each compiled as a unit; code between them remains eager."""
         return self.block_modules()
 
     def norm_modules(self) -> Sequence[BatchNorm]:
@@ -152,16 +152,16 @@ class LanguageModel(PublishedModel):
         if self.norm is None or self.loss is None:
             return x_BSD
         head = self.head or self.embed
-        assert head is not None, "the last stage of a tied model holds the embedding too"
+        assert head is not None, "in a tied model, the last stage also holds the embedding"
         return self.loss(self.norm(x_BSD), head.weight, targets_BS)
 
     def embed_tokens(self, tokens_BS: Tensor) -> Tensor:
-        assert self.embed is not None, "the first stage alone takes tokens"
+        assert self.embed is not None, "only the first stage takes tokens"
         return self.embed(tokens_BS)
 
     def block_inputs(self, _x_BSD: Tensor, documents_BS: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the inputs of every block in addition to the hidden states."""
-        assert documents_BS is None, "a scan runs over documents' ends: refused before launch"
+        assert documents_BS is None, "a scan cannot stop at documents' ends; such recipes are rejected before launch"
         return ()
 
     def block_modules(self) -> Sequence[nn.Module]:

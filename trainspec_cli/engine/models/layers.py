@@ -43,7 +43,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class GatedActivation(nn.Module):
-    """activation(gate) * up, or activation(up) without a gate: the middle of a feed-forward layer."""
+    """The middle of a feed-forward layer: activation(gate) * up, or activation(up) without a gate."""
 
     swiglu = staticmethod(swiglu)
 
@@ -95,7 +95,7 @@ class BatchNorm(nn.Module):
         self.eps = eps
         self.momentum = momentum
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
-        """Sums over all ranks that hold parts of a micro-batch, which may have any size, in place; set externally."""
+        """Sums in place over all ranks that hold parts of a micro-batch; parts may have any size. Set externally."""
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
         self.register_buffer("running_mean", torch.empty(channels))

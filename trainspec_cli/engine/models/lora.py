@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), which are trained in addition to frozen matrices. These may be kept in 4
-bits (QLoRA, arXiv:2305.14314) and are then dequantised for each product.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), which are trained while the matrices are frozen. The matrices may be
+stored in 4 bits (QLoRA, arXiv:2305.14314) and are then dequantised for each product.
 
 Shapes: W (F, D), and its adapter's A (R, D) and B (F, R).
 """
@@ -31,8 +31,8 @@ class QuantisedLinear(nn.Module):
         held = shapes_of(linear.out_features, linear.in_features)
         self.bias = linear.bias
         tables = (torch.empty(256, 2, device="meta"), torch.empty(256, device="meta"))
-        # These are not persistent, because a checkpoint stores them as shares (`shares.quantised_parameters`), without
-        # the tables.
+        # These buffers are not persistent, because a checkpoint stores them as shares (`shares.quantised_parameters`),
+        # without the tables.
         for name, tensor in zip((*TENSORS, "nf4_pairs", "nf4_levels"), (*held, *tables), strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self._place = Place()
@@ -54,7 +54,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Keeps only the 4-bit weights for the backward pass, which dequantises them again."""
+    """A matrix product that keeps only the 4-bit weights for the backward pass, which dequantises them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: Place, *held: Tensor) -> Tensor:

@@ -91,14 +91,14 @@ class BlockMaker:
             what = f"returned {type(block).__name__}; expected a torch.nn.Module"
             raise refused(self.extension, what, code="wrong_type")
         for message, hint in _faults(block):
-            raise refused(self.extension, f"made a block whose {message}", hint)
+            raise refused(self.extension, f"returned a block whose {message}", hint)
         found = sum(parameter.numel() for parameter in block.parameters())
-        if self.model.block_params not in (None, found):  # None: the block is created to be counted
+        if self.model.block_params not in (None, found):  # None while the block is created only to count its parameters
             path = "model.block_params"
-            message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
+            message = f"`{path}` is {self.model.block_params}, but {self.extension.text} creates layer {layer} with"
             message += f" {found} parameters"
             raise RecipeError(
-                Problem("contradiction", message, path, f"set {path}={found}; every layer has the same number")
+                Problem("contradiction", message, path, f"set {path}={found}; every layer must have the same number")
             )
         return block
 
@@ -114,7 +114,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the parts of a block that cannot be sharded, saved or moved, with a remedy for each."""
     names = dict(block.named_parameters(remove_duplicate=False))
     if len(names) != len(list(block.parameters())):
-        yield "parameters include one under two names", "use a separate parameter in each place"
+        yield "parameters contain the same one under two names", "use a separate parameter in each place"
     for name, parameter in names.items():
         if parameter.dtype != torch.float32:
             yield (
@@ -122,7 +122,7 @@ def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
                 "make it torch.float32: precision.compute sets the compute format",
             )
         elif not parameter.dim():
-            yield f"parameter `{name}` has no dimension, and cannot be sharded", "use the shape (1,)"
+            yield f"parameter `{name}` has no dimension and cannot be sharded", "use the shape (1,)"
         elif not parameter.requires_grad:
             yield f"parameter `{name}` is not trained", "make it a buffer: self.register_buffer(...)"
     for place, module in block.named_modules():
@@ -152,7 +152,7 @@ class OwnLinearLoss(LinearCrossEntropy):
             return super().forward(x_BSD, weight_VD, targets_BS)
         x_TD = x_BSD.flatten(0, -2)
         targets_T = targets_BS.flatten()
-        if not len(targets_T):  # a rank whose samples are used up takes part without samples
+        if not len(targets_T):  # a rank whose samples are used up takes part with empty batches
             return F.linear(x_TD, weight_VD).sum()
         step = loss_chunk_tokens(weight_VD.shape[0])
         total = x_TD.new_zeros((), dtype=torch.float32)

@@ -19,7 +19,8 @@ def rope_angles(
     """Return the angles of the pairs (eq. 15): (S, E/2), fp32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is not None:
-        # Slow down long waves by the factor and keep short ones unchanged. Interpolate linearly between two bounds.
+        # Divide the frequencies of long waves by the factor, keep those of short waves, and interpolate linearly in
+        # between.
         if scaling.kind == "llama3":  # the bounds are wavelengths; interpolate in the turns within the original length
             turns = scaling.original_seq_len * frequencies / (2 * math.pi)
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -89,15 +89,16 @@ LEAST_AHEAD_S = 2e-4
 """A host that is ahead of its device by less than this does not keep the device busy, because the two clocks agree only
 to about 50 us."""
 LEAST_AHEAD = 0.1
-"""The same, as a fraction of the part of a step. If the host is further ahead, the device itself is the bottleneck."""
+"""The same, as a fraction of the step part's duration. If the host is further ahead, the device itself is the
+bottleneck."""
 
 
 class QueuedTime(NamedTuple):
-    """Time in a step while the main thread was runnable but had no processor."""
+    """Time in a step that the main thread was runnable but had no processor, in seconds."""
 
     own_s: float
     exposed_s: float
-    """The part of it in exposed communication; `own_s` is the part in all other parts of the step. On an accelerator,
+    """The time of this kind in exposed communication; `own_s` is that in the rest of the step. On an accelerator,
     exposed communication does not occupy the thread, so all of it is `own_s`."""
 
 
@@ -110,7 +111,7 @@ class UnixClock:
     moments. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
 
     def __init__(self, moment: Mark, now: Callable[[], float] = time.time):
-        """`now`: the clock, whose time the moments get."""
+        """`now` returns the time on the clock that moments are converted to."""
         wait_for(moment)
         self.now = now
         self._known = moment, now()
@@ -206,8 +207,7 @@ class StepClock:
             self._beside.append((begin_s, end_s))
 
     def restart(self) -> None:
-        """Discard the time since the last `cut`, for example that of an evaluation, which does not belong to any
-        step."""
+        """Discard the time since the last `cut`, for example an evaluation's, which does not belong to any step."""
         self._marks.clear()
         self._queued_at.clear()
         self._beside.clear()
@@ -249,12 +249,12 @@ class Segments:
     """On an accelerator, the host time at which each part had been queued."""
 
     def wait(self) -> None:
-        """Wait for the device to reach the step's end. Only then does the host have the figures that it copies."""
+        """Wait for the device to reach the step's end. Only then are values that the step copies to the host valid."""
         self.unix.wait_for(self.end)
 
     def exchange_time(self) -> tuple[float, float] | None:
-        """Return the total duration of the step's exchanges and its exposed part; None if none overlapped with compute,
-        so that all of it was exposed."""
+        """Return the total duration of the step's exchanges and its exposed part; None if no exchange overlapped with
+        compute: all time was exposed."""
         if not self.beside:
             return None
         origin = self.marks[0][1]
@@ -276,8 +276,8 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return the time during passes and optimizer when the device waited because the host had not queued enough
-        work: at the end of such a part, the device has nothing left to do. None on a CPU."""
+        """Return the time in passes and optimizer that the device waited because the host had not queued enough work.
+        This is the case if the device has nothing left to do at the end of such a part. None on a CPU."""
         if not self.queued_at:
             return None
         self.wait()

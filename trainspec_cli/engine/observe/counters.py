@@ -130,7 +130,7 @@ class StepCounters:
         starved_s: float | None = None,
         attended: int = 0,
     ) -> CountersEvent | None:
-        """Record a step. Return the counts of the window that ends with it, if any.
+        """Record a step. Return the counts of the window that ends with this step; None within a window.
 
         `agreement`: the duration of the exchange that ends each step, in seconds, and the Unix time when this rank left
         it. `starved_s`: as in `Segments.starved_s`. `attended`: as in `Traffic.attended`.
@@ -178,8 +178,10 @@ class StepCounters:
         if self._is_emulated:
             return Counts(allocator_retries=retries)
         ticks = _read("/proc/stat").partition("\n")[0].split()
-        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # stalls of any process on the node
-        dynamo = sys.modules.get("torch._dynamo.utils")  # not imported only for this, because that takes seconds
+        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # pressure: stalls of any process on the node
+        dynamo = sys.modules.get(
+            "torch._dynamo.utils"
+        )  # do not import a module only for this, because that takes seconds
         return Counts(
             cpu_s=self._processor.read()[0],
             throttled_s=throttled_s(),
@@ -362,8 +364,8 @@ def state_of(connection: Connection) -> ConnectionState | None:
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""The transposed variants of a layer's products, forward and backward. Their speeds differ on CPUs, by a factor of ten
-in a format without native support."""
+"""Which operands are transposed in a layer's products, forward and backward. On CPUs the speeds differ, by a factor of
+ten in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
@@ -472,7 +474,7 @@ SETTLING_STEPS = 10
 
 
 class MemoryWatch:
-    """Takes a reading every few steps, so that a window spans a fixed fraction of the run, regardless of its length."""
+    """Reads the memory every few steps, so that a window spans the same fraction of a run of any length."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device = device

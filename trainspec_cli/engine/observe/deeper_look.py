@@ -1,6 +1,5 @@
-"""Profile this rank for a few steps (a deeper look) when the supervisor requests it because of a new verdict.
-
-A thread waits for the request, which does not slow down the steps. During the profile, torch's profiler runs over
+"""Profile this rank for a few steps (a deeper look) when the supervisor requests it because a diagnosis has a new
+verdict. A thread waits for the request without slowing down the steps. During the profile, torch's profiler runs over
 complete steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
 """
 
@@ -43,7 +42,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 MOST_OPERATIONS = 200_000
-"""Operations beyond this number are ignored."""
+"""Maximum number of operations to process; the rest are ignored."""
 NAMED_OPERATIONS = 5
 TRACE_BYTES = 2**20
 TRACE_VERSION = 1
@@ -137,11 +136,11 @@ def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, mo
 
 POLL_S = 1.0
 LOOK_STEPS, LOOK_S = 3, 2.0
-"""Maximum number of steps in a profile, and the time in seconds after which no further step is profiled."""
+"""A profile ends after this number of steps, or at the first step that ends after this many seconds."""
 STALLED_S = 1.0
-"""A hanging rank does not make steps, so its stack is sampled for this many seconds."""
+"""A hanging rank does not complete any step, so its stack is sampled for this many seconds."""
 HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
-"""Causes inside the program. For these, py-spy also takes samples."""
+"""Causes inside the program. For these causes, py-spy also samples the stack."""
 KEPT_COLLECTIVES = 64
 COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
 
@@ -194,13 +193,13 @@ class StepsInView:
 
 
 class DeeperLook(threading.Thread):
-    """Profiles this rank at the supervisor's request. The training thread calls `after_step` before the step's time is
-    cut."""
+    """Profiles this rank at the supervisor's request. The training thread calls `after_step` before the clock ends the
+    step."""
 
     def __init__(
         self, run_dir: RunDir, journal: Journal, supervisor: SupervisorConnection, rank: int, device: torch.device
     ):
-        """`rank`: this rank's number among the ranks of all replica groups."""
+        """`rank`: this rank's number, counted over all replica groups."""
         super().__init__(name="deeper look", daemon=True)
         self._run_dir = run_dir
         self._journal = journal
@@ -211,7 +210,7 @@ class DeeperLook(threading.Thread):
         self._step = 0
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()
         self._begun: StepsInView | None = None
-        """The steps of the current or the last profile."""
+        """The steps of the current profile, or of the last one."""
 
     # The training thread
 
@@ -221,9 +220,7 @@ class DeeperLook(threading.Thread):
             self._begun.add(step)
         elif self._is_wanted.is_set():
             self._is_wanted.clear()
-            is_free = (
-                not torch.autograd._profiler_enabled()
-            )  # the model's code may be profiling; torch has only one profiler
+            is_free = not torch.autograd._profiler_enabled()  # the model's code may be using torch's only profiler
             self._begun = StepsInView(self._device) if is_free else None
             self._has_begun.set()
 
@@ -247,14 +244,14 @@ class DeeperLook(threading.Thread):
                 self._warn(str(error))
 
     def _warn(self, why: str) -> None:
-        """Record that there is no profile, unless a newer launch has taken over the run or the disk is full."""
+        """Record that there is no profile; do nothing if a newer launch has taken over the run or the disk is full."""
         with suppress(WorkerError, OSError):
-            self._journal.write(WarningEvent(step=self._step, message=f"no profile is recorded: {why}"))
+            self._journal.write(WarningEvent(step=self._step, message=f"no profile was recorded: {why}"))
 
     def _profile(self, order: LookOrder) -> None:
         """Profile and record the result; record nothing if the run ends first."""
         view = None
-        if order.cause != "hang":  # a hanging rank does not make steps
+        if order.cause != "hang":  # a hanging rank does not complete any step
             self._has_begun.clear()
             self._is_wanted.set()
             while not self._has_begun.wait(POLL_S / 4):

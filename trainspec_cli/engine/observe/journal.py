@@ -36,7 +36,8 @@ SCALARS = {
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """Return scalars by names such as `step/loss`, `eval/heldout_loss` or, for a validation set, `eval/NAME/loss`."""
+    """Return scalars under names such as `step/loss`, `eval/heldout_loss` or, for a validation set,
+    `eval/NAME/loss`."""
     names = SCALARS.get(event.type, ())
     found = {f"{event.type}/{name}": value for name, value in _numbers(event).items() if name in names}
     if isinstance(event, EvalEvent) and not isinstance(event.sets, Absent):
@@ -61,7 +62,7 @@ NO_REPORTS = {
 
 
 def _send_no_reports(tracker: str) -> None:
-    """Disable usage reports before the tracker is imported, unless the user has set the variable."""
+    """Disable usage reports before the tracker is imported. Variables that the user has set keep their values."""
     for name, value in NO_REPORTS[tracker].items():
         os.environ.setdefault(name, value)
 
@@ -149,7 +150,8 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
 
 
 class Journal:
-    """The events of one rank, in a separate file. Rank 0's file is the run's log, whose events also go to the trackers.
+    """The events of one rank, in a separate file. Rank 0's file is the run's log, and its events also go to the
+    trackers.
 
     With several replica groups, each process writes to a file of its group, and rank 0 of the leading group also writes
     the run's log.
@@ -180,7 +182,7 @@ class Journal:
         self._trackers += watchers_of(spec, self._run_dir, self._rank) if spec else []
 
     def lead(self, leads: bool, step: int) -> None:
-        """If this group leads, write the run's log from `step` on. A new leader begins with a `start` event."""
+        """If this group leads, write the run's log from `step` on. A new leading group begins with a `start` event."""
         if leads and self._rank == 0 and self._log is None:
             self._open_log()
             if self._start:

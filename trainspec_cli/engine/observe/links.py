@@ -1,4 +1,4 @@
-"""Time exchanges by mesh axis. Only the transfer is timed, without the wait for the last rank.
+"""Time exchanges by mesh axis. Only the transfer is timed, not the wait for the last rank to arrive.
 
 In a sampled step, the ranks of an exchange first wait at a barrier. A rank's waiting time shows how much earlier it
 arrived than the last rank, which waits least. Then all ranks start the transfer at the same time. If every rank
@@ -34,7 +34,7 @@ class TimedExchange:
     sent_bytes: float
     transfer: Span
     waiting: Span
-    """The barrier before the transfer."""
+    """The time at the barrier before the transfer."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class GroupSample:
 
     timed: Sequence[TimedExchange]
     meeting: Span | None
-    """The span of a barrier at which no rank is late; None if no exchange was timed."""
+    """The duration of a barrier that all ranks enter at the same time; None if no exchange was timed."""
     is_hidden: bool
 
     def exchanges(self) -> list[tuple[float, float, float]]:
-        """Return (bytes, seconds, waiting seconds) for each exchange."""
+        """Return (bytes, transfer time, waiting time) for each exchange, in seconds."""
         return [(one.sent_bytes, elapsed_s(*one.transfer), elapsed_s(*one.waiting)) for one in self.timed]
 
     @property
@@ -61,11 +61,11 @@ class GroupSample:
 
 
 class LinkTimer:
-    """Called around each exchange of one process group with the number of bytes that a rank sends. All ranks of the
-    group make the same calls."""
+    """A timer that is entered around each exchange of one process group, with the number of bytes that a rank sends.
+    All ranks of the group make the same calls."""
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
-        """`is_hidden`: other work overlaps with the exchanges, unless they are timed."""
+        """`is_hidden`: the exchanges overlap with other work, unless they are timed."""
         self._clock = clock
         self._group = group
         self._is_hidden = is_hidden
@@ -88,7 +88,7 @@ class LinkTimer:
                 return
             waiting = self._meet()
             if self._meeting is None:
-                self._meeting = self._meet()  # no rank is late at a second barrier
+                self._meeting = self._meet()  # all ranks enter a second barrier at the same time
             started = self._clock.mark()
             yield True
             transfer = started, self._clock.mark()
@@ -121,11 +121,11 @@ class LinkSample:
     """The timed exchanges of a step. On an accelerator, they are read once the device has finished the step."""
 
     groups: Sequence[tuple[str, GroupSample]]
-    """(axis, its sample) for each process group."""
+    """(axis, sample) for each process group."""
     across: Transfer
     """The exchange between replica groups."""
     held_back_bytes: Mapping[str, int]
-    """Bytes sent by this rank along each axis in exchanges that other work hides in unsampled steps."""
+    """Bytes sent by this rank along each axis in exchanges that overlap with other work in unsampled steps."""
 
     def transfer(self, axis: str) -> Transfer:
         """Return the measurements of `axis`."""
@@ -155,8 +155,8 @@ class LinkTimers:
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """Given the number of updates, returns True if the next step will be sampled. Other replica groups are notified
-        in advance."""
+        """Given the number of updates, returns True if the next step is sampled. Asked in advance, to notify other
+        replica groups."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
         """Return the timer for the exchanges of `group`, one of this rank's groups along `axis`; always the same
@@ -167,8 +167,8 @@ class LinkTimers:
         return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
 
     def of_held_back(self, axis: str, group: dist.ProcessGroup) -> TimeCollective:
-        """Return the timer for exchanges that overlap with other work except in sampled steps. The lost overlap is the
-        cost of sampled steps."""
+        """Return the timer for exchanges that overlap with other work, except in sampled steps: the lost overlap is
+        what a sampled step costs."""
         time_exchange = self.of(axis, group)
 
         @contextmanager
@@ -191,6 +191,6 @@ class LinkTimers:
         return LinkSample(groups, self._across, self._held_back_bytes)
 
     def note_across(self, sent_bytes: float, seconds: float, waited_s: float) -> None:
-        """Record an exchange between replica groups that was held back until all groups were ready, which took
+        """Record an exchange between replica groups. It was held back until all groups were ready, which took
         `waited_s`."""
         self._across = Transfer(sent_bytes, seconds, waited_s)

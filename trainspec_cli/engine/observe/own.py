@@ -31,7 +31,7 @@ TRACKER_METHODS = ("record", "close")
 
 
 class OptionalCodeError(Exception):
-    """Raised if code marked as `optional` has failed; the run continues without it."""
+    """Code marked as `optional` has failed; the run continues without it."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,17 @@ def _make_callback(extension: Extension, facts: RunFacts, spec: RunSpec) -> OwnW
     known = CALLBACK_METHODS.values()
     names = [name for name in dir(made_of) if name.startswith("on_")]
     if unknown := [name for name in names if name not in known]:
-        message = f"`{extension.path}`: {extension.text} has a method `{unknown[0]}`, which nothing calls"
-        hint = did_you_mean(unknown[0], known) or f"callbacks have {', '.join(known)}"
+        message = f"`{extension.path}`: {extension.text} has a method `{unknown[0]}`, which is never called"
+        hint = did_you_mean(unknown[0], known) or f"define only methods among {', '.join(known)}"
         raise RecipeError(Problem("unknown_name", message, extension.path, hint))
     if not names:
         message = f"`{extension.path}`: {extension.text} has none of {', '.join(known)}"
-        raise RecipeError(Problem("missing_value", message, extension.path, "such as def on_step(self, event): ..."))
+        raise RecipeError(
+            Problem("missing_value", message, extension.path, "define one, such as def on_step(self, event): ...")
+        )
     on_every_rank = getattr(made_of, "every_rank", False)
     if on_every_rank and spec.resilience.mode == "elastic":
-        message = f"`{extension.path}`: {extension.text} asks for every rank, which resilience=elastic does not support"
+        message = f"`{extension.path}`: {extension.text} sets every_rank, which resilience=elastic does not support"
         raise RecipeError(Problem("unsupported", message, extension.path, "set resilience=restart"))
     if facts.rank and not on_every_rank:
         return None
@@ -120,7 +122,7 @@ def _make_tracker(extension: Extension, facts: RunFacts) -> OwnWatcher | None:
 
 
 def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) -> Any:
-    with user_code_errors(extension, "when it was made", RecipeError), keeping_generators():
+    with user_code_errors(extension, "when it was created", RecipeError), keeping_generators():
         return made_of(facts)
 
 

@@ -1,7 +1,7 @@
 """Samples of a thread's stack, and the lines of code that most samples have in common.
 
 The process samples itself, so a thread that holds the interpreter lock in native code is sampled only when it releases
-the lock. If py-spy is installed (the extra `sampling`), it samples the process externally.
+the lock. If py-spy is installed (the extra `sampling`), it samples the process from outside.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Frame(NamedTuple):
 
 class StackSample(NamedTuple):
     at_ns: int
-    """Unix time."""
+    """Time of the sample (Unix)."""
     stack: tuple[Frame, ...]
-    """Outermost first."""
+    """The stack's frames, outermost first."""
     times: int = 1
 
     @property
@@ -61,8 +61,7 @@ class StackSample(NamedTuple):
 
 
 def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]:
-    """Return samples of a thread, specified by its identifier, until `is_over`; no samples for a thread that has
-    ended."""
+    """Sample the thread with this identifier until `is_over`. Return no samples if the thread has ended."""
     samples: list[StackSample] = []
     while not is_over():
         if len(samples) < MOST_SAMPLES and (frame := sys._current_frames().get(thread)) is not None:
@@ -139,16 +138,18 @@ class PySpy:
         return shutil.which("py-spy", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
 
     def samples(self, thread: int) -> list[StackSample]:
-        """Return the samples of a thread, specified by its native ID. Raises OSError if py-spy was not allowed to read
-        the process (`kernel.yama.ptrace_scope`)."""
+        """Return the samples of the thread with this native ID. Raises OSError if py-spy was not allowed to read the
+        process (`kernel.yama.ptrace_scope`)."""
         try:
             _, error = self._process.communicate(timeout=SPY_S + SPY_ENDS_S)
             if self._process.returncode:
                 said = error.decode(errors="replace").strip().splitlines()
-                raise OSError(said[-1][:MOST_CHARACTERS] if said else f"it ended with {self._process.returncode}")
+                raise OSError(
+                    said[-1][:MOST_CHARACTERS] if said else f"it ended with exit code {self._process.returncode}"
+                )
             return read_stacks(self._output.read_text(errors="replace"), thread)
         except subprocess.TimeoutExpired as error:
-            raise OSError("it did not end") from error
+            raise OSError("it did not end in time") from error
         finally:
             if self._process.poll() is None:
                 self._process.kill()

@@ -1,4 +1,4 @@
-"""A thread that detects a hung step. Each rank reports its position, and one of them ends the run.
+"""A thread that detects a hung step. Each rank reports where it hangs, and one rank ends the run.
 
 A report holds the Python stack and the last collectives that the rank entered (torch's flight recorder, if enabled by
 TORCH_FR_BUFFER_SIZE). A rank that is stopped, or stuck in native code that holds the interpreter lock, cannot report
@@ -82,7 +82,7 @@ class StepWatch(threading.Thread):
         self._step = 0
         self._last_beat = time.monotonic()
         self._fresh = True
-        """True if the time since `_last_beat` is not the duration of a step, so that nothing is learned from it."""
+        """True if the time since `_last_beat` is not a step's duration, so the deadline must not follow it."""
         self._deadline_s = self._first_s
         self._stall_s = math.inf
         self._note_s = NOTE_S
@@ -104,7 +104,7 @@ class StepWatch(threading.Thread):
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
         """Apply the long limit during the block, for example for an evaluation, whose duration is not learned from
-        steps. With `for_ever` there is no limit, because the duration depends on others."""
+        steps. With `for_ever` there is no limit, because the duration depends on other groups or runs."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -132,8 +132,8 @@ class StepWatch(threading.Thread):
             if waited_s > self._stall_s:
                 self._stall_s = math.inf
                 event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
-                # A full disk or a newer launch prevents this report. It then also prevents the report of the hang,
-                # which ends the run nevertheless.
+                # On a full disk, or after a newer launch, this cannot be reported. Neither can the hang, but the run
+                # ends nevertheless.
                 with suppress(OSError, WorkerError):
                     self._journal.write(event)
             if waited_s > self._note_s:
@@ -143,8 +143,8 @@ class StepWatch(threading.Thread):
                 return
 
     def _note(self, waited_s: float) -> None:
-        """Record what the first step is waiting for. Rank 0 does so because its events are shown, and so does each rank
-        that is not waiting for another rank."""
+        """Record what the first step is waiting for: on rank 0, whose events are shown, and on each rank that is not
+        waiting for another rank."""
         self._note_s = math.inf
         place = whereabouts(self._main)
         if place.waiting and self._rank:
@@ -157,8 +157,7 @@ class StepWatch(threading.Thread):
             self._journal.write(WarningEvent(step=self._step, message=message))
 
     def _report(self, waited_s: float) -> None:
-        """Report the hang. The first rank that has reported it ends the run, and so does a rank that cannot write its
-        report."""
+        """Report the hang. The first rank to report it ends the run; so does a rank that cannot write its report."""
         ends = True
         try:
             began = time.time()
@@ -171,7 +170,7 @@ class StepWatch(threading.Thread):
                     if isinstance(event, HangEvent) and event.time >= began - 2 * OTHERS_S:
                         reports[rank] = event
             ends = self._rank == min(reports)
-            if ends:  # the hang becomes this worker's error, which the supervisor shows and acts on
+            if ends:  # report the hang as this worker's error, which the supervisor shows and handles
                 message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
                 key = "first_step_s" if self._deadline_s == self._first_s else "hang_floor_s"
                 record = WorkerErrorRecord(
@@ -192,7 +191,7 @@ class StepWatch(threading.Thread):
                 self._end(WorkerError.exit_code)
 
     def _late_step(self, kind: Callable[..., Late], waited_s: float, **own: float) -> Late:
-        """Return an event with the position of this rank."""
+        """Return an event that says where this rank hangs."""
         place = vars(whereabouts(self._main))
         return kind(step=self._step + 1, waited_s=waited_s, host=socket.gethostname(), **place, **own)
 
@@ -202,15 +201,15 @@ class StackPosition:
     """The position of a thread in its code and in its collectives."""
 
     waiting: bool
-    """True in a collective, or while waiting for the device to finish one."""
+    """True while the thread is in a collective, or waits for the device to finish one."""
     waits_in: str | None
     collectives: dict[str, int]
-    """Number of the last collective entered, by process group."""
+    """Sequence number of the last collective entered, by process group."""
     stack: str
 
 
 def whereabouts(thread: int) -> StackPosition:
-    """Return the position of a thread of this process."""
+    """Return where a thread of this process is."""
     stacks = sys._current_frames()
     frames = traceback.extract_stack(stacks[thread])
     newest = {"/".join(entry["process_group"]): entry for entry in recorded_collectives() if not entry["is_p2p"]}
@@ -236,7 +235,7 @@ def whereabouts(thread: int) -> StackPosition:
 
 
 DATA = "its data"
-"""The reason for waiting while a rank's batch has not been read yet."""
+"""The value of `waits_in` while a rank waits for its next batch."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
 """The file with the function `take`, which waits for the thread that reads batches."""
 
@@ -245,7 +244,7 @@ def innermost_line(stack: str) -> str:
     """Return the innermost line of a printed stack, as `FILE:LINE in FUNCTION`."""
     lines = [line for line in stack.splitlines() if line.startswith("  File ")]
     found = _FRAME.match(lines[-1]) if lines else None
-    return f"{found[1]}:{found[2]} in {found[3]}" if found else "no line of Python"
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else "no Python frame"
 
 
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
@@ -274,7 +273,7 @@ def describe(
         line = innermost_line(reports[at_data[0]].stack)
         who += f"; rank {', '.join(map(str, at_data))} waits for its data, and the thread that reads it is at {line}"
     others = f"; the others wait in {waits_in}" if late and waits_in else ""
-    message = f"step {step} hung: {waited_s:.1f} s, and {deadline_s:.1f} s are allowed; {who}{others}"
+    message = f"step {step} hung: it has taken {waited_s:.1f} s (limit: {deadline_s:.1f} s); {who}{others}"
     stacks = [f"rank {rank} ({event.host}) was at\n{event.stack}" for rank, event in sorted(reports.items())]
     silent = [f"rank {rank} reported nothing" for rank in range(world_size) if rank not in reports]
     return message, "\n".join([*silent, *stacks])

@@ -24,7 +24,7 @@ from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
 
 EXPONENTS = 7
-"""Number of powers of ten that the map covers."""
+"""Number of decades that the map covers."""
 CHUNK_VALUES = 2**24
 """Number of values that are updated at a time, in fp32."""
 
@@ -44,8 +44,8 @@ def row_dim(shape: torch.Size) -> int:
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 values of the 8-bit dynamic tree, in order (arXiv:2110.02861, section 1.3).
 
-    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. They correspond to the
-    magnitude bits after the exponent; unsigned maps have one bit more. 0 and 1 are added.
+    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. The values within a power
+    of ten are the codes' bits after the exponent; unsigned maps have one such bit more. 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
@@ -73,8 +73,8 @@ class Codebook:
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes_RC of uint8, scales_RN). The code of a value is that of the nearest value in the map.
 
-        In an unsigned map, values only become 0 in a block of zeros, because the first moment, which may be nonzero in
-        the same element, is divided by the square root of the second.
+        An unsigned map holds the second moment, by whose root the first one is divided. So values become 0 only in a
+        block of zeros.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)

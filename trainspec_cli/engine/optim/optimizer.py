@@ -65,7 +65,7 @@ def build_optimizer(
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     optimizer: torch.optim.AdamW = adamw(groups, lr=optim.lr, betas=betas, eps=optim.eps)
-    # Create the same moments as the first update would, so that a checkpoint can be loaded before any update.
+    # Create the moments that the first update would create, so that a checkpoint can be loaded before any update.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_adamw(parameter, moment_like)
@@ -84,8 +84,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers that update some parameters by a different rule, with a test for these parameters; all others use
-AdamW."""
+"""Optimizers with a special rule for some parameters, and a test for these parameters; the rest use AdamW."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:

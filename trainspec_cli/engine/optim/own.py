@@ -2,11 +2,9 @@
 clipping entire updates, and saving and loading state in every layout.
 
 The engine passes this rank's part of each parameter to it, so it has to be elementwise: an element's update may depend
-only on the element, its gradient and its state. This and the form of its state are tested on small tensors before the
-run begins (`try_out`).
-
-Most optimizers create their state in the first update. A checkpoint may have to be loaded before that. So the same
-entries are allocated here, with a flag that shows whether the optimizer has started to use them.
+only on the element, its gradient and its state. This property and the form of the state are tested on small tensors
+before the run begins (`try_out`). Most optimizers create their state in the first update, but a checkpoint may have to
+be loaded earlier. So the same entries are allocated here, with a flag that shows whether the optimizer uses them yet.
 """
 
 from __future__ import annotations
@@ -45,12 +43,12 @@ class StateForm:
     """The form of an entry of a parameter's state."""
 
     shaped: bool
-    """True if it has the parameter's shape; otherwise it is a number, or a tensor with one number."""
+    """True if the entry has the parameter's shape; otherwise it is a number, or a tensor with one number."""
     dtype: torch.dtype
     kind: type = Tensor
-    """The type that the optimizer uses for it: a tensor, or a Python number, which is saved as fp64."""
+    """The entry's type in the optimizer: a tensor, or a Python number, which is saved as fp64."""
     device: str = "cpu"
-    """The type of the device that a tensor is on."""
+    """Device type, if the entry is a tensor."""
 
     @staticmethod
     def of(value: Entry) -> StateForm:
@@ -77,25 +75,25 @@ def build_own_optimizer(
         return made
 
     device = shares[0].local.device if shares else torch.device("cpu")
-    # Make a few updates of small tensors with each number of dimensions, once complete and once split into two parts,
-    # because an optimizer that is not elementwise would train differently when sharded.
+    # Update small tensors of each number of dimensions a few times, once complete and once split in two, because an
+    # optimizer that is not elementwise would train differently when sharded.
     forms = {}
     for dim in sorted({2} | {share.parameter.dim() for share in shares}):
         whole, forms[dim] = _train(make, extension, dim, 1, device)
         cut, _ = _train(make, extension, dim, 2, device)
         if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
             message = (
-                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
+                f"`{extension.path}`: {extension.text} updates a tensor differently from its parts: it is not "
                 "elementwise, and the engine shards parameters"
             )
-            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
+            hint = "an element's update may depend only on its own value, gradient and state (docs/extending.md)"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
     shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
     state_bytes = float(sum(shaped))
     if optim.state_bytes != state_bytes:
         path = "optim.state_bytes"
         found = f"{extension.text} keeps {state_bytes:g} bytes per parameter"
-        message = f"`{path}` is {optim.state_bytes:g}, and {found}"
+        message = f"`{path}` is {optim.state_bytes:g}, but {found}"
         raise RecipeError(Problem("contradiction", message, path, f"set {path}={state_bytes:g}"))
     groups = parameter_groups(shares, optim)
     made = make([dict(group) for group in groups])
@@ -103,9 +101,11 @@ def build_own_optimizer(
     taken = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if set(taken) != given:
         message = (
-            f"`{extension.path}`: {extension.text} updates {len(taken)} of the {len(given)} parameters it was given"
+            f"`{extension.path}`: {extension.text} updates {len(taken)} of the {len(given)} parameters passed to it"
         )
-        raise RecipeError(Problem("wrong_type", message, extension.path, "pass its groups on to torch.optim.Optimizer"))
+        raise RecipeError(
+            Problem("wrong_type", message, extension.path, "pass all parameter groups on to torch.optim.Optimizer")
+        )
     return OwnOptimizer(made, extension, forms, zeros)
 
 
@@ -129,7 +129,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
         for parameter in self._parameters():
-            # Before the first update.
+            # The flag is 0 until the first update.
             saved = {STARTED: torch.zeros(())}
             own = self._inner.state.get(parameter, {})
             for name, form in self._forms(parameter).items():
@@ -177,7 +177,9 @@ class OwnOptimizer(torch.optim.Optimizer):
         for before, after in zip(settings, _settings(self._inner), strict=True):
             for name, value in after.items():
                 if before.get(name) != value:
-                    raise self._refuse(f"changed `{name}` of its parameter groups, which no checkpoint holds", name)
+                    raise self._refuse(
+                        f"changed `{name}` of its parameter groups, which checkpoints do not store", name
+                    )
         for parameter in parameters:
             # Save the optimizer's current state, whose form must be the same as during the trial.
             saved = {STARTED: torch.ones(())}

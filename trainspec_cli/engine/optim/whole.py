@@ -1,4 +1,4 @@
-"""Assemble each full matrix on one rank from the parts on several ranks, and send the parts back to these ranks.
+"""Assemble each full matrix on one rank from its parts on several ranks, and later send the parts back.
 
 If n ranks hold parts of n matrices, each rank gets one full matrix. So the work is divided among the ranks, and each
 rank receives the same amount of data as it sends.
@@ -109,7 +109,7 @@ class Guard:
     waits."""
 
     skipped: Tensor
-    """True if something is not finite; nothing is changed then."""
+    """True if the update is skipped because a value is not finite."""
     scale: Tensor
 
     def set_(self, target: Tensor, value: Tensor) -> None:

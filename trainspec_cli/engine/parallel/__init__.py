@@ -1,1 +1,1 @@
-"""Techniques that are applied externally to a plain model, in a fixed order (`build.train_state`)."""
+"""Parallelism techniques, which are applied to a plain model from outside, in a fixed order (`build.train_state`)."""

@@ -1,9 +1,9 @@
 """Context parallelism: each rank holds a part of every sequence, and attention crosses the parts.
 
 Ring attention (arXiv:2310.01889) with the zigzag order of Llama 3 (arXiv:2407.21783): the sequence is cut into 2n
-chunks and rank r holds chunks r and 2n-1-r, so that the causal half costs the same on each. Keys and values travel
-around the ring; each block's result is merged using its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all turns
-parts of the sequence into parts of the heads, plain attention runs, and another all-to-all reverses this.
+chunks and rank r holds chunks r and 2n-1-r, so that causal attention costs the same on every rank. Keys and values
+travel around the ring; each block's result is merged using its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all
+turns parts of the sequence into parts of the heads, plain attention runs, and another all-to-all reverses this.
 
 Shapes: B samples, S tokens on this rank, H heads, K key-value heads, E head size.
 """
@@ -41,7 +41,7 @@ class UlyssesCore(nn.Module):
         self.peers = peers
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None = None) -> Tensor:
-        assert mask is None, "documents' masks with cp are refused before launch"
+        assert mask is None, "document masks with cp are rejected before launch"
         whole = [exchange(x, self._sequence_to_heads, self._heads_to_sequence) for x in (q_BSHE, k_BSKE, v_BSKE)]
         return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
 
@@ -74,7 +74,7 @@ class RingCore(nn.Module):
 
     @torch.compiler.disable
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None = None) -> Tensor:
-        assert mask is None, "documents' masks with cp are refused before launch"
+        assert mask is None, "document masks with cp are rejected before launch"
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         return _Ring.apply(q, k, v, self.peers, self.scale).transpose(1, 2)
 
@@ -104,12 +104,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, peers: Peers, scale: float | None) -> Tensor:
         out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=_precise(q), device=q.device)
         log_total = torch.full(q.shape[:3], -torch.inf, dtype=_precise(q), device=q.device)
-        travelling = torch.stack((k, v))  # one message per turn, which arrives during this turn's computation
+        travelling = torch.stack((k, v))  # one message per turn, which arrives while this turn is computed
         for turn in range(peers.size):
             coming = _Passage(travelling, peers) if turn < peers.size - 1 else None
             pair = _pair_of(peers.rank, (peers.rank - turn) % peers.size, q.shape[2])
             part, part_log = _attend(q, travelling[0], travelling[1], pair, scale)
-            # Add the pair's attention to the sum, each weighted by its share of the softmax's total.
+            # Merge the pair's attention into the result, both weighted by their fractions of the softmax's total.
             earlier_log = log_total[:, :, pair.queries]
             merged_log = torch.logaddexp(earlier_log, part_log)
             own_out = out[:, :, pair.queries].mul_((earlier_log - merged_log).exp()[..., None])
@@ -230,16 +230,16 @@ def _attend_backward(
 
 # Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss.
 #
-# A model publishes which dimension of each parameter may be cut, and which modules are regions. Here, the parameters
+# A model declares which dimension of each parameter may be split, and which modules are regions. Here, the parameters
 # become smaller plain tensors, and hooks exchange the inputs and outputs of regions; the model's code is unchanged.
 
 
 def apply_tensor_parallel(
     model: Any, peers: Peers, cuts: dict[str, Cut], *, sequence_parallel: bool, overlaps: bool = True
 ) -> list[str]:
-    """Cut `model` (on meta) in place, and add the position of each part to `cuts`, which has those of other axes.
-    Return the names of uncut parameters whose gradient on a rank is only a partial sum: always for those inside
-    regions, and outside them if the sequence is cut.
+    """Split `model` (on meta) in place, and add the position of each part to `cuts`, which already contains other axes'
+    splits. Return the names of unsplit parameters whose gradient on a rank is only a partial sum: always those inside
+    regions, and those outside if the sequence is split.
 
     With `overlaps`, exchanges of the backward pass overlap with the gradients of weights (`_overlap_exchanges`)."""
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
@@ -252,8 +252,8 @@ def apply_tensor_parallel(
         setattr(model.get_submodule(owner), leaf, part if isinstance(parameter, nn.Parameter) else part.detach())
 
     def embed_own_words(tokens_BS: Tensor) -> Tensor:
-        """Embed the words of this rank; other ranks' words become zeros, and the sum over the ranks is the full
-        embedding."""
+        """Embed the tokens in this rank's part of the vocabulary. Other tokens become zeros, so the sum over the ranks
+        is the full embedding."""
         cut = cuts["embed.weight"]
         mine_BS = (tokens_BS >= cut.start) & (tokens_BS < cut.start + cut.size)
         row_BS = torch.where(mine_BS, tokens_BS - cut.start, 0)
@@ -280,13 +280,13 @@ def apply_tensor_parallel(
 
 @dataclass
 class Turns:
-    """The places of weight gradients in autograd's order in which they hide an exchange of a region's backward pass
+    """Positions in autograd's order at which weight gradients hide an exchange of a region's backward pass
     (`exchange.cross`), for the graph that is being recorded."""
 
     entered: int | None = None
-    """While the gradient of the region's input is summed."""
+    """The position during the sum of the region's input gradient."""
     left: int | None = None
-    """While the gradient of the region's output is gathered; None if nothing is gathered."""
+    """The position during the gathering of the region's output gradient; None if nothing is gathered."""
 
 
 @torch.compiler.disable
@@ -307,11 +307,11 @@ def _leave(
 def _overlap_exchanges(model: Any, turns: dict[nn.Module, Turns], cuts: dict[str, Cut]) -> None:
     """Compute the gradients of a region's weights while the gradient of its input is summed over the ranks. If the
     block has a region before this one, one of them is computed while the gradient of that region's output is gathered.
-    The same products are computed, so no bit changes.
+    The same products are computed, so results are bitwise identical.
 
-    Nothing is computed later than the block's backward pass, at the end of which its gradients are reduced. In regions
-    that are not the first of their block, the last product is not delayed: the gathered gradient of the output would
-    have to be kept at the moment that needs the most memory."""
+    Nothing is computed later than the block's backward pass, at the end of which its gradients are reduced. In all
+    regions of a block except the first, the last product is not delayed: it would keep the gathered gradient of the
+    output while memory use is highest."""
     names = {module: name for name, module in model.named_modules()}
     for block in model.block_modules():
         before: Turns | None = None
@@ -338,7 +338,7 @@ class RegionLinear(nn.Linear):
 
     turns: Turns
     turns_before: Turns | None
-    """Of the region before this one in the block, if its exchange is to be hidden."""
+    """The turns of the block's previous region, if its exchange is to be hidden."""
 
     # A compiler would compute both gradients in one graph.
     @torch.compiler.disable
@@ -358,7 +358,7 @@ class RegionLinear(nn.Linear):
 
 @dataclass
 class _Product:
-    """What the two parts of a linear layer's backward pass share."""
+    """Tensors shared by the two parts of a linear layer: one for the parameters, one for the input."""
 
     weight: Tensor
     bias: Tensor | None
@@ -383,7 +383,7 @@ class _LateGradient(torch.autograd.Function):
 
 
 class _MultiplyRows(torch.autograd.Function):
-    """The input's part of a linear layer."""
+    """The input's part of a linear layer: computes the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _late: Tensor, product: _Product) -> Tensor:
@@ -399,7 +399,7 @@ class _MultiplyRows(torch.autograd.Function):
 
 
 class VocabularyCutChunk(nn.Module):
-    """A chunk of the linear cross-entropy whose logits are cut along the vocabulary (C, V / n)."""
+    """A chunk of the linear cross-entropy whose logits are split along the vocabulary (C, V / n)."""
 
     def __init__(self, cut: Cut, peers: Peers):
         super().__init__()

@@ -55,7 +55,7 @@ class DataParallel:
     replicas: Peers
     time: TimeExchange
     time_wait: TimeCollective
-    """Called around each wait of the compute stream for FSDP2's exchanges."""
+    """A timer that is entered around each wait of the compute stream for FSDP2's exchanges."""
     noise: NoiseProbe
     held: Mapping[str, Held]
     """How each parameter's gradient is stored, by parameter name."""
@@ -78,8 +78,7 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place. If `experts` are spread over ranks, shard them over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # There are few experts. If they cannot be divided evenly over the ranks, the rows of each expert are
-            # divided.
+            # If the few experts cannot be divided evenly over the ranks, the rows of each expert are divided.
             divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
             axis = "expert_shard"
             _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)
@@ -120,7 +119,7 @@ def _shard(
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
     if over_shards is not None or over_replicas is not None:
         how.losses.append(ModuleLosses(module, group, how.replicas.group, over_shards, over_replicas))
-    if ranks > 1:  # with one rank the divisor is 1, and setting it would cost a pass over the data
+    if ranks > 1:  # with one rank, FSDP2 divides by 1, and setting a divisor would cost a pass over the data
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     route = how.routes.get(axis)
@@ -253,7 +252,7 @@ class _NothingToReduce:
         return self._input
 
     def __call__(self, *_arguments: Any, **_options: Any) -> Any:
-        raise AssertionError("one rank reduces nothing")
+        raise AssertionError("with one rank, nothing is reduced")
 
 
 # When gradients are exchanged
@@ -271,8 +270,8 @@ def keep_parameters(model: FSDPModule, keep: bool) -> None:
 
 
 def exchange_now(model: Any) -> None:
-    """Exchange the accumulated gradients if weight gradients were computed after their backward pass (split pipeline
-    schedules). FSDP2 has no public call for this; torch's pipeline schedules do the same (as of torch 2.13)."""
+    """Exchange accumulated gradients after a split pipeline schedule has computed weight gradients later than their
+    backward pass. FSDP2 has no public call for this; torch's pipeline schedules do the same (as of torch 2.13)."""
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -392,8 +391,8 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _columns(parameter: Any, ranks: int) -> int:
-    """Return the number of columns of a parameter in a row. A parameter that is split along its first dimension is
-    padded to complete rows on each rank."""
+    """Return the number of columns that a parameter takes up in a row. A parameter that is split along its first
+    dimension is padded to complete rows on each rank."""
     size: torch.Size = parameter._orig_size
     if parameter.fsdp_placement.dim or not size:
         return -(-size.numel() // ranks)
@@ -423,7 +422,7 @@ class ModuleLosses:
         """Yield each parameter with this rank's share of the errors that are missing from its gradient sums, flattened,
         in fp32. Called collectively by all ranks of both groups."""
         feedback = self.over_shards or self.over_replicas
-        assert feedback is not None, "a module without feedback has lost nothing"
+        assert feedback is not None, "a module without error feedback has no errors"
         own_N = torch.zeros(sum(self._sizes), device=feedback.committed.device)
         if self.over_shards is not None:
             reduce_scatter(own_N, self.over_shards.committed.float().view(self.shards.size(), -1), self.shards)

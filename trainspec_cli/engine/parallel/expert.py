@@ -49,7 +49,7 @@ weights_TK)`, which restores their order."""
 
 class SpreadDispatch(nn.Module):
     """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; the
-    results take the reverse path."""
+    results return the same way."""
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
@@ -92,13 +92,13 @@ Splits = tuple[list[int], list[int]]
 
 
 def read_splits(counts_nL: Tensor, came_nL: Tensor, _copies: int) -> Splits:
-    """Return the actual splits. The host waits for them once."""
+    """Return the actual numbers of copies. The host waits for them once."""
     sent, came = torch.stack((counts_nL.sum(1), came_nL.sum(1))).tolist()
     return sent, came
 
 
 def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
-    """Return the splits that result if all ranks get the same number of copies."""
+    """Return the numbers of copies if all ranks got the same number."""
     even = [copies // len(counts_nL)] * len(counts_nL)
     return even, even
 
@@ -117,7 +117,7 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # kernels need multiples of 16
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # fp8 kernels need multiples of 16
     for block in blocks:
         linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, linear in linears:
@@ -144,7 +144,7 @@ COSTLY = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,  # XPU, and devices that plug into torch
+        _aten._scaled_dot_product_fused_attention_overrideable.default,  # for XPU and for devices added by plug-ins
     }
 )
 """Operations whose results `selective` keeps."""
@@ -161,8 +161,8 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
         forward = block.forward
         if compiled and recompute == "full":
             # A compiler skips an activation checkpoint entirely if it cannot capture its content in one graph, as with
-            # tp, ep or a split backward pass. In this case the parts inside are compiled. Otherwise, both are compiled
-            # together, as without recomputation.
+            # tp, ep or a split backward pass. In this case only the modules inside the checkpoint are compiled.
+            # Otherwise, the checkpoint is compiled as a whole, as without recomputation.
             forward = torch.compile(forward)
         block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
 

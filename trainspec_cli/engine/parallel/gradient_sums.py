@@ -1,9 +1,9 @@
 """Gradient sums over data-parallel ranks that run during the backward pass (gloo).
 
-On a CPU, FSDP2 waits for every collective. Here, FSDP2 considers an exchange done once the module's gradients are in a
-bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass computes the
-gradients of the previous blocks. The step waits for the last bucket. Each value is summed in rank order, so the result
-is bitwise identical with and without the thread, and for any bucket size.
+On a CPU, FSDP2 waits for every collective. Here, an exchange returns to FSDP2 as soon as the module's gradients are in
+a bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass computes
+the gradients of the previous blocks. The step waits for the last bucket. Each value is summed in rank order, so the
+result is bitwise identical with and without the thread, and for any bucket size.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Summand:
 
     route: Route
     rows_RN: Tensor
-    """A row for each shard rank, in the exchange format."""
+    """The gradients: a row for each shard rank, in the exchange format."""
     sum_N: Tensor
     """Memory for the sum of this rank's row. It is the memory of `rows_RN` if there is only one row with this
     format."""
     earlier_N: Tensor | None
-    """The sum over the step's previous backward passes, which is added."""
+    """The sum over the step's previous backward passes, which is added to this one."""
     over_shards: CompressedSum | None
     over_replicas: CompressedSum | None
 
 
 @torch.no_grad()
 def sum_together(summands: Sequence[Summand], *, timed: bool) -> None:
-    """Sum the summands of one route together; a compressed summand is summed separately. Only the main thread times
-    exchanges."""
+    """Sum the summands of one route in one exchange; a compressed summand gets a separate exchange. Only the main
+    thread times exchanges."""
     first = summands[0]
     shards = first.route.shards
     rows_RN = torch.cat([summand.rows_RN for summand in summands], dim=1) if len(summands) > 1 else first.rows_RN
@@ -113,7 +113,7 @@ class Bucket:
         except BaseException as error:
             self.summed.set_exception(error)
             raise
-        self.summands.clear()  # they refer to gradients
+        self.summands.clear()  # free the gradients
         self.summed.set_result(None)
 
 
@@ -131,12 +131,12 @@ class GradientSums:
         self.bucket_bytes = 0
         """A bucket is summed once it has this many bytes. If 0, each module's gradients are summed separately."""
         self.holds_back = False
-        """True if every exchange is awaited immediately, so that the step measures the links. An exchange with encoding
-        does not measure anything and runs as usual."""
+        """True if every exchange is awaited immediately, so that the step measures the links. An exchange of encoded
+        gradients measures no link and runs as usual."""
         self.sizes_bytes = list[int]()
         """Sizes of the gradients summed in the last step, for each module after each backward pass, in order."""
         self.can_join = True
-        """False if gradients are compressed, because each module then has separate blocks."""
+        """False if gradients are compressed, because each module is then encoded in separate blocks."""
         self.waited_s = 0.0
         """Time that the last step waited for sums, in seconds."""
 
@@ -168,7 +168,7 @@ class GradientSums:
         self._send()
         self._wait_in(self._beside.wait)
         for module in self.modules:
-            module.earlier = None  # the step's gradients are summed
+            module.earlier = None  # the sum is complete; the next step starts a new one
 
     def take_error(self) -> BaseException | None:
         """Return the first error of an exchange, which is the cause of other errors in the step."""
@@ -208,7 +208,7 @@ class ModuleSums:
         over_shards: CompressedSum | None,
         over_replicas: CompressedSum | None,
     ):
-        """`trained` returns the module's parameters; `look` is called with their gradients before they are summed."""
+        """`trained` returns the module's trained parameters; `look` gets their gradients before they are summed."""
         self._sums = sums
         self._route = route
         self._trained = trained
@@ -236,7 +236,7 @@ class ModuleSums:
 
     def add(self, output: Tensor) -> None:
         """Sum FSDP2's copied gradients into `output`."""
-        assert self._input is not None, "FSDP2 has asked for it"
+        assert self._input is not None, "FSDP2 has requested the output buffer"
         rows_RN = self._input.view(self._route.rows, -1)
         self._input = None
         self._look(rows_RN)
@@ -244,8 +244,8 @@ class ModuleSums:
         earlier = None
         if any(parameter.grad is not None for parameter in trained):
             earlier = self.earlier
-            assert earlier is not None, "gradients of the step before were cleared"
+            assert earlier is not None, "the previous step's gradients were cleared"
             for parameter in trained:
-                parameter.grad = None  # FSDP2 would add to it immediately
+                parameter.grad = None  # otherwise FSDP2 would add to this gradient immediately
         self._sums.add(Summand(self._route, rows_RN, output, earlier, self._over_shards, self._over_replicas))
         self.earlier = output

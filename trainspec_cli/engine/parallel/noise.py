@@ -29,7 +29,7 @@ ends of the pipeline."""
 
 @dataclass(frozen=True)
 class SampleParts:
-    """The samples of this rank's micro-batches in a step."""
+    """Number of samples in each of this rank's micro-batches of a step."""
 
     step_samples: int
     """Number of samples in the step, over all ranks and replica groups."""
@@ -44,7 +44,7 @@ class SampleParts:
         return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
 
     def count(self, *, every_micro_batch: bool) -> tuple[int, int]:
-        """Return the number of parts with samples, for (this rank, the ranks that share experts)."""
+        """Return the number of parts that contain samples, as (for this rank, for the ranks that share experts)."""
         both = (self.own, self.expert)
         first, second = (sum(map(bool, sizes)) if every_micro_batch else int(any(sizes)) for sizes in both)
         return first, second
@@ -78,13 +78,13 @@ class NoiseProbe:
         self._tp = tp
         self._ends = ends
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        """This rank's share of [sum of |G|^2 / w, the same for experts, number of parts, the same for experts]."""
+        """This rank's share of [sum of |G|^2 / w, its value for experts, number of parts, its value for experts]."""
         self._parts: SampleParts | None = None
         self._weights = (0.0, 0.0)
         self._twins: list[Tensor] = []
 
     def begin(self, parts: SampleParts | None) -> None:
-        """Begin a step. If None, its gradients are not measured."""
+        """Begin a step. If `parts` is None, its gradients are not measured."""
         self.sums.zero_()
         self._twins.clear()
         self._parts = parts
@@ -103,7 +103,7 @@ class NoiseProbe:
         if weight == 0.0:
             return
         rows = gradients.view(columns.ranks, -1)
-        assert rows.shape[1] == sum(columns.sizes), "every trained parameter has a gradient"
+        assert rows.shape[1] == sum(columns.sizes), "all trained parameters have gradients"
         if columns.experts:
             self.sums[1] += _square(rows) / weight
             return

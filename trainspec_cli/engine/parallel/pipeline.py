@@ -43,7 +43,7 @@ Schedule = Sequence[Sequence[Action]]
 
 
 class Message(NamedTuple):
-    """A message that a stage waits for: the input of its forward pass, or the gradient of its output."""
+    """A message that a stage waits for: the input of a forward pass, or the gradient of that pass's output."""
 
     stage: int
     micro_batch: int
@@ -61,7 +61,8 @@ def message_after(layout: Layout, action: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """Two groups for messages, one to higher and one to lower ranks, so that neither direction waits for the other."""
+    """Two groups for messages, one to higher and one to lower ranks, so that messages in one direction do not wait for
+    those in the other."""
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
@@ -118,7 +119,7 @@ class Mailbox:
         while message not in self._posted:
             self._post(sender)
         tensor, work = self._posted.pop(message)
-        if self._expected[sender]:  # the next message may arrive while this one is processed
+        if self._expected[sender]:  # post the next receive, which may complete while this message is processed
             self._post(sender)
         with self.time():
             work.wait()
@@ -214,7 +215,7 @@ def routers_of(parts: Sequence[Any]) -> list[Any]:
 
 
 def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
-    """Let routers compute the balancing loss of full sequences, which are spread over ranks."""
+    """Let routers compute the balancing loss over full sequences, although these are spread over ranks."""
 
     def summed(counts_BE: Tensor) -> Tensor:
         counts_BE = counts_BE.clone()
@@ -227,19 +228,19 @@ def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
 
 
 def scale_balance_loss(routers: Sequence[Any], global_tokens: int) -> None:
-    """Divide the balancing loss by the same number as the main loss."""
+    """Divide the balancing loss by the same number of tokens as the main loss."""
     for router in routers:
         router.loss_scale.fill_(1 / global_tokens)
 
 
 def forget_visits(routers: Sequence[Any]) -> None:
-    """Forget the visits of a step that is being repeated."""
+    """Discard the routers' token counts of a step that is being repeated."""
     for router in routers:
         router.tokens_per_expert_E.zero_()
 
 
 def update_balance(routers: Sequence[Any], peers: Peers) -> None:
-    """Update all routers with the visits of the global batch, in one exchange.
+    """Update all routers with the token counts of the global batch, in one exchange.
 
     `peers`: the ranks that hold the same layers and process other tokens.
     """

@@ -1,1 +1,1 @@
-"""The trainer, and the parts of a run that it assembles from the other folders."""
+"""The trainer, and the components that it assembles for a run."""

@@ -44,7 +44,7 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""`auto` measures the step time over this number of steps."""
+"""Interval `auto`: the step time is measured over this number of steps."""
 REMEMBERED_STEPS = 50
 
 
@@ -60,14 +60,14 @@ class Checkpoints:
         self._memory: CopyLocation | None = None
         if self._spec.memory_interval_steps:
             world_size = dist.get_world_size()
-            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # torchrun sets it
+            ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # set by torchrun
             folder = make_memory_folder(run.run_dir)
             self._memory = CopyLocation(folder, dist.get_rank(), world_size, ranks_per_node)
         self._made: tuple[TrainState, Saver] | None = None
         self._cadence = Cadence(run.plan, read_sound(run.run_dir.supervisor_events))
         self._saved_step = -1
         self._kept_before: int | None = None
-        """The step that was kept before the current one. It is kept again if the current one cannot be written."""
+        """The previously kept step. It is kept again if the current one cannot be written."""
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
@@ -145,7 +145,7 @@ class Checkpoints:
             # checkpoint at the same step without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
-            assert finished is not None, "no rank was writing"
+            assert finished is not None, "no rank is writing"
             self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
@@ -160,22 +160,22 @@ class Checkpoints:
         if self._due_since is None:
             interval = self._spec.memory_interval_steps
             if interval and step % interval == 0:
-                # This copy is only in memory. If it is due while another one is being written, it is skipped and not
-                # postponed, because the next one is due soon and the previous copy is still valid.
+                # A copy that is only in memory is skipped, not postponed, if another one is being written: the next one
+                # is due soon, and the previous copy is still valid.
                 self._begun = step
                 self._saver.begin(self._about(step, samples), to_disk=False)
             return
         if self._due_since < step and not self._put_off:
             self._put_off = True
             message = (
-                f"the checkpoint due at step {self._due_since} was postponed to step {step}: the one before it was "
+                f"the checkpoint due at step {self._due_since} was postponed to step {step}: the previous one was "
             )
             message += "still being written; a longer checkpoint.interval_steps avoids that"
             self._warn(step, message)
         self._write(step, samples)
 
     def keep(self, step: int) -> None:
-        """Keep the checkpoint of `step` in addition to the last ones, instead of the previously kept one."""
+        """Keep the checkpoint of `step` in addition to the most recent ones. It replaces the previously kept one."""
         self._saver.kept_step = step
 
     def save_kept(self, step: int, samples: int) -> None:
@@ -184,7 +184,7 @@ class Checkpoints:
         if self._saved_step == step:
             self.keep(step)
         else:
-            self.finish_writing()  # otherwise it would remove the previously kept checkpoint when it finishes
+            self.finish_writing()  # otherwise the current save would remove the previously kept checkpoint
             self._kept_before = self._saver.kept_step
             self.keep(step)
             self._cadence.start_at(step)
@@ -233,7 +233,7 @@ class Checkpoints:
         if saved.error:
             if self._saver.kept_step == step:
                 self._saver.kept_step = self._kept_before
-            self._warn(step, f"{saved.error}; the checkpoints before it are complete")
+            self._warn(step, f"{saved.error}; earlier checkpoints are complete")
             return
         self._run.journal.write(
             CheckpointEvent(
@@ -255,7 +255,7 @@ class Cadence:
     rate require. All ranks make the same decision, because it depends only on steps and on rank 0's measurements."""
 
     def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
-        """`marks`: the supervisor's events, which show the failures of earlier starts."""
+        """`marks`: the supervisor's events, from which the failures of earlier starts follow."""
         self._plan = plan
         self._failures = 0
         self._earlier_s = 0.0
@@ -280,7 +280,7 @@ class Cadence:
 
     def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
         """Record the time of a step. For `auto`, return the step of the first checkpoint once, based on rank 0's
-        figures. Called collectively by all ranks."""
+        measurements. Called collectively by all ranks."""
         if not self._is_auto:
             return None
         (self._beside_s if writing else self._usual_s).append(step_time_s)
@@ -303,7 +303,7 @@ class Cadence:
     def learn(self, saved: Saved) -> CadenceEvent | None:
         """Choose the interval for `auto`, based on how long the newest checkpoint blocked training and how long it took
         to write, unless it failed. Return the interval and the reasons for it if it has changed. Called collectively by
-        all ranks; rank 0's figures count."""
+        all ranks; rank 0's measurements count."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
@@ -315,7 +315,8 @@ class Cadence:
         return chosen
 
     def _best(self, saved: Saved) -> CadenceEvent:
-        """Return Daly's interval for the time that training waited plus the time by which writing slowed down steps."""
+        """Return Daly's interval. The cost of a checkpoint is the time that training waited plus the time by which
+        writing slowed down steps."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         plan = self._plan

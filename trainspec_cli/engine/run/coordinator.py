@@ -1,7 +1,8 @@
-"""The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between them.
+"""The coordinator tells the trainer which replica groups take part in each step, and exchanges gradients between the
+groups.
 
-An ordinary run is one replica group (`Coordinator`); `replica_groups.py` has the coordinator of several. A plug-in
-provides another coordinator for its kind of runs (`COORDINATORS`).
+An ordinary run is one replica group (`Coordinator`); `replica_groups.py` contains the coordinator of several. A plug-in
+can provide another coordinator for its kind of run (`COORDINATORS`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from trainspec_cli.recipe.rules.check import parts_for
 @dataclass(frozen=True)
 class StepStart:
     progress: TrainProgress
-    """The progress at which the step begins. It is further than before if the state was healed or restored."""
+    """The run's progress at the start of the step, which has jumped ahead if the state was healed or restored."""
     stop: bool = False
-    """True if the run ends here, so that no step is made."""
+    """True if the run ends here, without another step."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepSamples:
     division: Division
     """The division of the group's samples over its ranks."""
     global_tokens: int
-    """Number of targets that count, over all replica groups. The step's loss is the mean over them."""
+    """Number of targets with a loss, over all replica groups. The step's loss is the mean over them."""
     step_samples: int
     """Number of samples in the step, over all replica groups."""
     group_samples: int
@@ -53,7 +54,7 @@ class StepSamples:
     groups: tuple[int, ...] | Absent = ABSENT
     """The replica groups that take part in the step."""
     took: tuple[int, int] | Absent = ABSENT
-    """The first sample of this replica group, and the number of its samples."""
+    """The position of this replica group's first sample, and the number of its samples."""
 
 
 class Coordinator:
@@ -63,15 +64,16 @@ class Coordinator:
     """
 
     restores_at_start = True
-    """True if the state is restored from a checkpoint before the first step; otherwise `begin` heals or restores it."""
+    """True if the trainer restores the state from a checkpoint before the first step; otherwise `begin` heals or
+    restores it."""
     waits_for_groups = False
-    """True if each step waits for other replica groups, so that its results have reached the host when it ends."""
+    """True if each step waits for other replica groups, so that its results are on the host when it ends."""
     merges_at_end = False
-    """True if `bring_together` produces the weights of the last step, so that no weights are saved before."""
+    """True if only `bring_together` produces the weights of the last step, so that they cannot be saved earlier."""
     leads = True
     """True if this replica group writes the run's log and its checkpoints."""
     finished_without = False
-    """True if the other replica groups finished the run before this group returned, which then does not change their
+    """True if the other replica groups finished the run before this group returned. This group then does not change the
     result."""
 
     def __init__(self, run: TrainingRun, source: DataSource):
@@ -84,7 +86,7 @@ class Coordinator:
         """Speed of this replica group in samples per second; 0 if unknown or not used."""
         self._reader = BatchReader(source.read, source.staging)
         self._read_in = run.plan.layout
-        """The layout where batches are read ahead."""
+        """The layout for which batches are read ahead."""
 
     @property
     def stop_flag(self) -> bool:
@@ -111,7 +113,7 @@ class Coordinator:
         specified by the position of the group's first sample and the number of samples.
         """
         if self._read_in != self._run.plan.layout:
-            # In the new layout, a rank may have the same samples but a different part of each sequence.
+            # After a change of layout, a rank may have the same samples but a different part of each sequence.
             self._reader.forget()
             self._read_in = self._run.plan.layout
         state = self._run.state
@@ -125,7 +127,7 @@ class Coordinator:
         return self._source.counted(np.arange(start, start + samples))
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
-        """Begin a step's passes. From now on, final gradients may be exchanged."""
+        """Begin a step's passes. From now on, gradients may be exchanged as soon as they are final."""
 
     def abandon_passes(self, state: TrainState) -> None:
         """Abandon passes that an error has interrupted. The step fails if gradients were exchanged."""
@@ -138,7 +140,7 @@ class Coordinator:
         return True
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Record the figures of the step that made update `step`."""
+        """Record the results of the step that made update `step`."""
 
     def bring_together(self, progress: TrainProgress) -> None:
         """Exchange the remaining data after all steps have been made. A second call does nothing."""
@@ -153,7 +155,7 @@ class Coordinator:
 
 
 COORDINATORS: Point[Callable[[TrainingRun, DataSource], Coordinator]] = Point("coordinator")
-"""The coordinators of plug-ins, for runs whose recipe uses the plug-in."""
+"""Coordinators from plug-ins; a plug-in's coordinator serves the runs whose recipe uses the plug-in."""
 
 
 def open_coordinator(run: TrainingRun, source: DataSource) -> Coordinator:

@@ -29,7 +29,7 @@ from trainspec_cli.run.folder.paths import RunDir
 NO_TOKEN = -1
 
 SHORTEST_CONTEXT = 16
-"""Shorter contexts are padded to this length."""
+"""Contexts shorter than this are padded to this length."""
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int)
     totals: dict[str, Tensor] = {}
     for images, labels, num_real in loader.heldout_batches(batch_size, state.mesh.data_rank, ranks):
         predictions = forward_only(state.stages, images.to(state.device))
-        assert predictions is not None, "convolutions have one stage"
+        assert predictions is not None, "convolutional networks have one stage"
         for name, per_sample in part.judge(predictions, labels.to(state.device)).items():
             totals[name] = totals.get(name, 0.0) + per_sample[:num_real].sum()
     part.train()
@@ -115,7 +115,7 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
     index = last if state.positions_S is None else int((state.positions_S == last).int().argmax())
     mine = state.positions_S is None or last in state.positions_S
     logits_V = logits_BSV[0, index]
-    if layout.tp > 1:  # each rank of tp has the logits for its part of the vocabulary
+    if layout.tp > 1:  # each tp rank has the logits of its part of the vocabulary
         parts = [torch.empty_like(logits_V) for _ in range(layout.tp)]
         dist.all_gather(parts, logits_V.contiguous(), group=state.mesh.group("tp"))
         logits_V = torch.cat(parts)
@@ -152,7 +152,9 @@ class HeldoutWatch:
     def recall(self, step: int, *, is_last: bool) -> None:
         """Continue from the evaluations up to the checkpoint of `step`. If they ended the run, it ends again, because
         it may have been killed before its end was recorded. `is_last`: the run ends at this step anyway."""
-        read = read_heldout_losses(self._run_dir) if dist.get_rank() == 0 else {}  # rank 0 reads for all
+        read = (
+            read_heldout_losses(self._run_dir) if dist.get_rank() == 0 else {}
+        )  # rank 0 reads the events for all ranks
         recalled = HeldoutLosses()
         for evaluated, loss in read.items():
             recalled = recalled.after(evaluated, loss) if evaluated <= step else recalled
@@ -165,7 +167,7 @@ class HeldoutWatch:
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
         """Record the evaluation after `step`, when `samples` samples have been trained on."""
-        if step == self._losses.last_step:  # repeated for the result of a run that was killed
+        if step == self._losses.last_step:  # an evaluation repeated only for the result of a run that was killed
             return
         before = self._losses
         self._losses = self._losses.after(step, loss)
@@ -177,14 +179,16 @@ class HeldoutWatch:
         elif self._losses.is_rising and not before.is_rising:
             message = (
                 f"the held-out loss rises: it was {self._losses.describe_best()}; checkpoint.keep_best=true keeps that "
-                "checkpoint, train.early_stop_evals=3 ends such a run"
+                "checkpoint, and train.early_stop_evals=3 ends such a run"
             )
             self._journal.write(WarningEvent(step=step, message=message))
 
     def _warn_of_end(self, step: int, hint: str = "") -> None:
         best = self._losses.describe_best()
         evaluations = self._losses.since_best
-        message = f"the run ends here: the held-out loss was {best}, {evaluations} evaluations ago{hint}"
+        message = (
+            f"the run ends here: the held-out loss was {best}, and has not improved in {evaluations} evaluations{hint}"
+        )
         self._journal.write(WarningEvent(step=step, message=message))
 
 

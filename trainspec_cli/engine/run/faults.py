@@ -58,8 +58,8 @@ class Faults:
                 inject(fault.kind, state)
 
     def during_move(self, step: int) -> Callable[[int, int], None]:
-        """Return the function that a change of layout after `step` updates calls before each bucket, with (bucket,
-        number of buckets)."""
+        """Return a function that injects the faults of a change of layout after `step` updates. The change calls it
+        before each bucket, with (bucket, number of buckets)."""
 
         def inject_between_buckets(bucket: int, buckets: int) -> None:
             for number, fault in self._mine:
@@ -71,8 +71,7 @@ class Faults:
         return inject_between_buckets
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """Mark the fault as injected. This happens before the fault, because the process may not be able to do so
-        afterwards."""
+        """Mark the fault as injected. Called before the fault, because the process may not survive it."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -82,7 +81,7 @@ class Faults:
 
 
 INJECTED = ("kill", "stop", "hang", "exception", "oom", "bitflip", "disk_full")
-"""Faults that happen at a single moment."""
+"""Faults that occur at one point in time."""
 
 
 def inject(kind: str, state: TrainState | None = None) -> None:
@@ -99,8 +98,8 @@ def inject(kind: str, state: TrainState | None = None) -> None:
             raise InjectedFault("a fault injected by the recipe")
         case "oom":
             raise torch.OutOfMemoryError("a fault injected by the recipe: no memory is left")
-        case "bitflip":  # the lowest bit of the exponent of one value
-            assert state is not None, "no fault of a move flips a bit"
+        case "bitflip":  # flip the lowest exponent bit of one value
+            assert state is not None, "bit flips are not injected into a move"
             values = state.shares[0].local.detach().view(torch.int32).flatten()
             values[values.numel() // 2] ^= 1 << 23
         case "disk_full":

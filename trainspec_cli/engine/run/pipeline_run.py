@@ -41,7 +41,7 @@ class PipelineRun:
         self._last = stages.layout.num_stages - 1
 
     def run(self) -> Tensor:
-        """Run this rank's actions and return the loss. Gradients have been computed when this returns."""
+        """Run this rank's actions and return the loss. All gradients have been computed when this returns."""
         for action in self._own:
             samples = len(self.micro_batches[action.micro_batch][0])
             with self.stages.clock.part("forward" if action.kind == "forward" else "backward"):
@@ -103,9 +103,9 @@ class PipelineRun:
         assert entering is None or entering.grad is not None, "a stage's output depends on its input"
 
     def _send(self, action: Action, tensor: Tensor | None) -> None:
-        assert tensor is not None, "it has been computed"
+        assert tensor is not None, "the output has been computed"
         message = message_after(self.stages.layout, action)
-        assert message is not None, "the ends of the pipeline send nothing"
+        assert message is not None, "nothing is sent beyond the ends of the pipeline"
         self._mail.send(message, tensor)
 
 

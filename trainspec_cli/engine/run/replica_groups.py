@@ -38,7 +38,7 @@ from trainspec_cli.run.recovery.recovery import enough_groups
 
 WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "no other replica group has the compression errors of this one: error feedback starts from zero"
-STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
+STAGED = "replica groups exchange through the hosts' memory, over gloo, which predictions do not include: "
 USUAL_STEPS = 20
 """A stall is the amount by which a step's time exceeds the median of this many previous steps."""
 
@@ -48,7 +48,7 @@ class ReplicaGroups(Coordinator):
 
     def __init__(self, run: TrainingRun, source: DataSource):
         super().__init__(run, source)
-        assert run.group is not None, "the launcher has numbered the groups"
+        assert run.group is not None, "the launcher numbers the groups"
         self._own = GroupRank(run.group, dist.get_rank(), dist.get_world_size())
         self._directives = DirectiveLog(run.run_dir, run.journal)
         self.restores_at_start = os.environ[START] == "1"
@@ -72,7 +72,8 @@ class ReplicaGroups(Coordinator):
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
-        """True if any group measures the links in this step; all groups then exchange gradients after their passes."""
+        """True if any group measures its links in this step. All groups then exchange gradients only after their
+        passes."""
         self._taking_part = NOBODY
         self._committed: Participation | None = None
         """The groups of the last step that counted."""
@@ -80,9 +81,10 @@ class ReplicaGroups(Coordinator):
         self._recent_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._failed_tries = 0
         self._expected_groups = run.plan.replica_groups
-        """The number last reported by the supervisor. It is smaller if some groups are not expected to join."""
+        """Number of groups that the supervisor expects, as last reported. Smaller if some groups are not expected to
+        join."""
         self._tenure_steps = 0
-        """The group with the longest tenure leads."""
+        """True if this group leads, as the group that has taken part for the longest time."""
 
     @property
     def stop_flag(self) -> bool:
@@ -102,7 +104,7 @@ class ReplicaGroups(Coordinator):
                 if self._run.state.compression.feeds_back:
                     self._run.journal.write(WarningEvent(step=progress.step, message=HEALS_WITHOUT_LOST))
                 self._go_on_from(progress)
-            elif not self._taking_part.step and not self._has_restored:  # all groups have died
+            elif not self._taking_part.step and not self._has_restored:  # all groups had failed
                 self._has_restored = True
                 progress = restore()
                 continue
@@ -151,7 +153,7 @@ class ReplicaGroups(Coordinator):
         tenures, rates = roll[len(flags) :].view(2, present).tolist()
         self.leads = tenures.index(max(tenures)) == self._taking_part.rank
         self._rates = tuple(rates)
-        self._holds_back = holds_back and self._run.state.compression.is_off  # encoding takes time too
+        self._holds_back = holds_back and self._run.state.compression.is_off  # the time includes encoding
         return (has_stepped or is_complete) and enough_groups(resilience, present), stop
 
     def _compare_digests(self) -> None:
@@ -165,11 +167,11 @@ class ReplicaGroups(Coordinator):
             groups = found.nonzero().flatten().tolist()
             named = f"group {groups[0]} differ" if len(groups) == 1 else f"groups {', '.join(map(str, groups))} differ"
             raise WorkerError(
-                f"the parameters of {named} from the others' after step {self._progress.step}: a value changed without "
-                "an update",
+                f"the parameters of {named} from the other groups' after step {self._progress.step}: "
+                "a value changed without an update",
                 code="diverged",
-                hint="test that group's memory and devices; continue from a checkpoint before the last comparison that "
-                "agreed",
+                hint="test that group's memory and devices; continue from a checkpoint that is older than the "
+                "last comparison without differences",
             )
 
     # The samples and exchanges of a step
@@ -183,7 +185,7 @@ class ReplicaGroups(Coordinator):
         portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         self._note_weights(weights, taken)
-        following = (portion.start + taken, portion.samples)  # as long as the groups stay the same
+        following = (portion.start + taken, portion.samples)  # prefetch for the case that the groups stay the same
         own, micro_batches = self.read((portion.start, portion.samples), following)
         return StepSamples(
             micro_batches,
@@ -205,7 +207,7 @@ class ReplicaGroups(Coordinator):
         if len(before) != len(weights) or not self.leads or self._own.rank:
             return
         step = self._progress.step
-        was = weighted_counts(samples, before)  # weights are samples per second
+        was = weighted_counts(samples, before)  # weights are the groups' samples per second
         counts = weighted_counts(samples, weights)
         if was == counts:
             return
@@ -224,18 +226,18 @@ class ReplicaGroups(Coordinator):
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
         exchanges = micro_batches if state.mesh.layout.exchanges_every_backward else 1
-        state.wire.find_connections()  # whenever the groups change, the connections between them are new
+        state.wire.find_connections()  # when the groups change, the connections between them are replaced
         state.wire.reserve(self._membership.connections, "gradients")
         self._packets_of(state).begin(0 if self._holds_back else exchanges)
 
     def abandon_passes(self, state: TrainState) -> None:
         state.wire.release(self._membership.connections)
         if self._packets_of(state).abandon():
-            self._membership.fail("the passes were cut short when some gradients had been sent")
+            self._membership.fail("the passes were interrupted after some gradients had been sent")
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
-        """Sum gradients and the loss over the groups. A step that measures the links starts with the small sum, so that
-        the transfer of gradients can be timed separately."""
+        """Sum gradients and the loss over the groups. A step that measures the links starts with a small sum, at which
+        the groups wait for one another, so that only the transfer of gradients is timed."""
         if not self._holds_back:
             self._finish_packets(state)
             self._sum_scalars(state, loss)
@@ -308,7 +310,7 @@ class ReplicaGroups(Coordinator):
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
             self._run.journal.write(event)
-            # several simultaneous changes cost as much as one
+            # simultaneous changes share one cost
             stall_s = 0.0
             lost = 0
 

@@ -1,4 +1,4 @@
-"""How a run ends: done with finite figures, stopped on request, or diverged.
+"""How a run ends: done with finite results, stopped on request, or diverged.
 
 Steps whose loss or gradients are not finite do not update anything; a few of them are harmless. A run is done if its
 last loss, its held-out loss and its weights are finite, and the steps skipped in a row at its end are fewer than half
@@ -42,7 +42,7 @@ Steps = Sequence[StepEvent]
 
 @dataclass
 class RunTally:
-    """Figures for the result, collected during the run."""
+    """Values for result.json, collected during the run."""
 
     peak: Peak
     steps: list[StepEvent] = field(default_factory=list)
@@ -69,7 +69,9 @@ class Divergence:
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
         """Raise if the run has made all its steps, up to `step`, but its model is not usable."""
         events = tally.steps
-        if all(event.skipped for event in events):  # this start has not updated anything, so earlier steps also count
+        if all(
+            event.skipped for event in events
+        ):  # no step of this start updated anything, so earlier starts' steps also count
             logged = read_sound(self._run_dir.events(0))
             events = [*(event for event in logged if isinstance(event, StepEvent)), *events]
         faults: list[str] = []
@@ -82,13 +84,14 @@ class Divergence:
             )
         if tally.heldout and not _is_finite(tally.heldout.heldout_loss):
             faults.append("the held-out loss after the last step is not finite")
-        if not faults:  # checking the weights takes time
+        if not faults:  # check the weights last, because that takes time
             parts = (part for part in held.parts() if part.name.startswith("model.") and not is_finite(part.tensor))
             faults += [f"{part.name.removeprefix('model.')} is not finite after the last step" for part in parts]
         self._raise(faults[:1], step)
 
     def _raise(self, faults: Sequence[str], step: int) -> None:
-        """Raise the first fault, if any. The error names the newest checkpoint that was followed by a finite step."""
+        """Raise an error for the first fault, if any. It names the newest checkpoint that was followed by a finite
+        step."""
         if not faults:
             raise_together(None)
             return

@@ -66,7 +66,7 @@ class Emergency:
         self._saved_step = -1
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.kept: dict[str, Tensor] = {}
-        """Values that change within a step (running statistics), as they were when the step began."""
+        """Copies, from the beginning of the step, of values that change within it (running statistics)."""
         self.buffers = [pair for part in run.state.parts for pair in kept_buffers(part)]
         if dist.get_world_size() > 1:
             threading.Thread(target=self._await_notes, name="emergency", daemon=True).start()
@@ -78,19 +78,19 @@ class Emergency:
         self._progress = progress
 
     def end_step(self) -> None:
-        """Note that the update has been made. There is nothing to save until the next step begins."""
+        """Record that the update has been made. Until the next step begins, there is nothing to save."""
         self._progress = None
 
     def save(self) -> bool:
         """Save this rank's piece, notify the other ranks, and wait until the checkpoint is complete. Return whether it
         is."""
         progress = self._progress
-        assert progress is not None, "a step has begun"
+        assert progress is not None, "called within a step"
         started = time.monotonic()
         try:
             self._supervisor.send(ShortageNote(dist.get_rank(), progress.step))
             self._save_own(progress)
-        except OSError:  # for example a full disk: the caller reports that nothing was saved
+        except OSError:  # for example if the disk is full; the caller reports that nothing was saved
             return False
         own_s = time.monotonic() - started
         deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
@@ -117,18 +117,18 @@ class Emergency:
         with self._lock:
             if self._saved_step == progress.step:
                 return
-            assert self._mark is not None, "a step has begun"
+            assert self._mark is not None, "called within a step"
             wait_for(self._mark)
             with self._watch.between_steps(), own_stream(self._state.device):
                 self._checkpoints.save_independently(progress.step, progress.samples, self.kept)
             self._saved_step = progress.step
 
 
-# Detect running out of memory, and report it to the supervisor with figures.
+# Detect running out of memory, and report it to the supervisor with measurements.
 
 
 OUT_OF_MEMORY = "out_of_memory"
-"""The error's code."""
+"""The code of the error."""
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
     r"|CUDA(_ERROR| error:) ?(OUT_OF_MEMORY|out of memory)|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
@@ -162,7 +162,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
-    """Return the shortage in the layout of `plan`, with this process's current memory and its limit."""
+    """Return a record of the shortage in `plan`'s layout, with this process's current memory use and its limit."""
     layout = plan.layout.describe()
     if on_chip(device):
         memory = device_memory(device)
@@ -189,7 +189,7 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     hint = "use a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard)"
     if plan.spec.scheduler.mode == "off" and failed.micro_batch_size > 1:
         smaller = f"batching.micro_batch_size={failed.micro_batch_size // 2}"
-        hint = f"set {smaller}, or scheduler=advise, with which a run reduces its memory by itself and continues"
+        hint = f"set {smaller}, or scheduler=advise, which lets a run reduce its memory use by itself and continue"
     return OutOfMemory(shortage, message, hint)
 
 
@@ -206,8 +206,8 @@ NOT_SAVED = "out of memory, and the state could not be saved: the run continues 
 
 
 def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
-    """Return `plan` with the changes to its layout that the run has made so far because of a lack of memory. Only rank
-    0 reads them, because another replica group may be writing. Raises MachineError on every rank if a change cannot be
+    """Return `plan` with the layout changes that the run has made so far because it ran out of memory. Only rank 0
+    reads them, because another replica group may be writing. Raises MachineError on every rank if a change cannot be
     followed."""
     found: list[Relief] = []
     if not plan.memory_ladder:
@@ -244,7 +244,7 @@ class MemoryRelief:
             try:
                 made = attempt()
             except PassesOutOfMemory as error:
-                failure = error  # the memory of its frames is freed below, after the handler
+                failure = error  # the memory held by the error's frames is freed below, after this handler
             else:
                 if self._emergency:
                     self._emergency.end_step()
@@ -252,7 +252,7 @@ class MemoryRelief:
             self._relieve(progress, failure)
 
     def explain(self, error: Exception) -> OutOfMemory | None:
-        """Return the error with figures if this rank ran out of memory outside a step's passes."""
+        """If this rank ran out of memory outside a step's passes, return the error with measurements."""
         if not is_out_of_memory(error):
             return None
         shortage = measure_shortage(self._run.plan, self._setting, self._run.state.device)
@@ -273,7 +273,7 @@ class MemoryRelief:
         clear_gradients(self._run.state.shares)
         # These processes can repeat the step if no other process waits for this rank and the next setting reduces the
         # memory of the same model. Any other change requires a restart.
-        alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
+        alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # since torch 2.13
         taken = next_setting(self._run.plan.memory_ladder, failed)
         if alone and taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload):
             self._begin_anew()

@@ -41,7 +41,7 @@ class DataSource(Protocol):
     """All methods except `summarise` are called collectively by all ranks."""
 
     staging: Staging
-    """Holds its batches until they are read."""
+    """Holds batches that have been read ahead."""
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         """Read the samples of `own` as micro-batches, on the host."""
@@ -53,7 +53,7 @@ class DataSource(Protocol):
         """Measure the model after update `step` on held-out samples; None if none are held out."""
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
-        """Return `result` with the figures of the last `evaluate`."""
+        """Return `result` with the values of the last `evaluate`."""
 
     def write_sample(self) -> WrittenSample | None:
         """Continue the recipe's prompt; None if the recipe has no prompt."""
@@ -68,12 +68,12 @@ def open_source(run: TrainingRun, folder: str | None) -> DataSource:
     spec = run.plan.spec
     if spec.model.unit == "samples":
         return SampleSource(run, open_samples(spec.data, spec.model, Path(folder) if folder else None))
-    assert folder is not None, "tokens lie in a folder"
+    assert folder is not None, "token data is in a folder"
     return TokenSource(run, Collection.open(folder))
 
 
 class TokenSource:
-    """Text in the form of token shards, evaluated in bits per byte and compared with xz."""
+    """Text stored as token shards; evaluated in bits per byte, in comparison with xz."""
 
     def __init__(self, run: TrainingRun, collection: Collection):
         self.run = run
@@ -129,12 +129,12 @@ class TokenSource:
         if self.spec.data.tokenizer.code:
             made_by = self.collection.main.manifest.own_tokenizer_sha256
             if made_by != tokenizer_sha256(self.spec.data):
-                return WrittenSample(sample.prompt, "(data.tokenizer.code is not the tokenizer that made the data)")
+                return WrittenSample(sample.prompt, "(data.tokenizer.code is not the tokenizer that produced the data)")
             own = OwnTokenizer(self.spec.data, WorkerError)
             return WrittenSample(sample.prompt, own.decode(self._continue(own.encode(sample.prompt))))
         folder = self.collection.tokenizer_folder
         if folder is None:
-            return WrittenSample(sample.prompt, "(no tokenizer: data.tokenizer.path names one)")
+            return WrittenSample(sample.prompt, "(no tokenizer: set data.tokenizer.path)")
         asked = question(self.spec.data, sample.prompt)
         if asked is None:
             return WrittenSample(sample.prompt, decode(folder, self._continue(encode(folder, sample.prompt))))

@@ -32,14 +32,14 @@ MakeReport = Callable[[], StepReport]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Scalars and figures on the device, which are the same on every rank. They are read later, so that nothing
-    waits."""
+    """Scalars and reports on the device, identical on every rank. They are read later, so that the host does not
+    wait."""
 
     loss: Tensor
     """Mean over the global batch's tokens, in nats."""
     grad_norm: Tensor
     skipped: Tensor
-    """1 if something was not finite and nothing was updated."""
+    """1 if the update was skipped because a value was not finite."""
     stop: Tensor
     """The number of ranks that received a request to stop."""
     writing: Tensor
@@ -52,14 +52,14 @@ class StepOutcome:
     figures: Tensor
     """(ranks, F): the parts of each rank's report; F is 0 if there are none."""
     own: StepReport
-    """This rank's report, whose parts determine how the figures are read."""
+    """This rank's report, whose parts show how the rows of `reports` are read."""
 
     def reports(self) -> list[StepReport]:
         """Return the parts reported by all ranks, by rank, after waiting for the device, or []."""
         return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:
-        """Start copies to the host, which are complete when the device has reached this point."""
+        """Start copying to the host; the copies are complete when the device has reached this point."""
         scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing, self.steps_to_sample)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
         copied, noise, figures = (
@@ -112,11 +112,13 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, make_repor
         experts = [one for one in state.shares if one.name in state.spread_experts]
         of_experts = squared_norm(experts).to(loss.device) if experts else squared.new_zeros(())
     report = make_report()
-    # Fill in numbers on the device, because a copy from the host would wait for all queued work.
+    # Numbers are filled in on the device, because a copy from the host would wait for all queued work.
     sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])
     row = report.row
-    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # adding other ranks' zeros gathers the rows
+    reported = squared.new_zeros(
+        (dist.get_world_size(), len(row))
+    )  # the sum with the other ranks' zeros gathers the rows
     for place, figure in enumerate(row):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
@@ -193,12 +195,12 @@ def sum_late(late: LateSum) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-# A completed step, and its event, which is written once its figures have arrived from the device.
+# A completed step and its event, which is written once the step's results have arrived from the device.
 
 
 @dataclass(frozen=True)
 class DoneStep:
-    """A step whose figures have not been read from the device yet."""
+    """A step whose results have not been read from the device yet."""
 
     step: int
     outcome: StepOutcome
@@ -213,8 +215,8 @@ class DoneStep:
     """Seconds of garbage collection; 0 on a GPU, which computes in the meantime."""
 
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
-        """Return the event of the step, after reading its figures from the device. `noise_scale`: the gradient noise
-        scale up to this step."""
+        """Return the step's event, after reading its results from the device. `noise_scale`: the gradient noise scale
+        up to this step."""
         parts_s = self.segments.parts_s()
         exchanged = self.segments.exchange_time()
         outcome = self.outcome

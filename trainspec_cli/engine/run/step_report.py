@@ -1,7 +1,7 @@
 """Each rank's report in a step. It is sent with the exchange that the step needs anyway for its loss.
 
 A separate exchange would add a collective to each step, which costs more than these few numbers. All ranks report the
-same parts in the same step, because they choose them based on figures known to all.
+same parts in the same step, because they choose them from values known to all ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from trainspec_cli.balance.decisions.links import Transfer
 
 
 class SpeedFigures(NamedTuple):
-    """The speed of a rank. `StepScheduler` produces these figures and learns from them."""
+    """The speed of a rank. `StepScheduler` produces these values and learns from them."""
 
     fixed_s: float
     per_sample_s: float
     noise: float
     change_s: float
-    """The measured cost of changing sample shares, in seconds."""
+    """The measured time that a change of sample shares costs, in seconds."""
     last_s: float
     """The rank's compute time in its last step, in seconds."""
     waited_s: float
@@ -28,7 +28,7 @@ class SpeedFigures(NamedTuple):
     proposal: float
     """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
-    """Number of steps that have confirmed a change of its speed."""
+    """Number of steps that have confirmed a change of the rank's speed."""
     is_settled: float = 1.0
     """1 if there were enough steps for small speed differences to count, otherwise 0."""
     update_s: float = 0.0
@@ -39,11 +39,11 @@ class LinkFigures(NamedTuple):
     """A sample of the links. `StepLinks` produces it and learns from it."""
 
     transfers: tuple[Transfer, ...]
-    """One for each mesh axis and, in a pipeline, another one for the backward direction."""
+    """One entry for each mesh axis and, in a pipeline, another for the backward direction."""
     cost_s: float
     """The cost of the sample for this rank, in seconds."""
     step_s: float
-    """The time of its steps, in seconds."""
+    """The step time that the cost is compared with, in seconds."""
 
 
 class BucketFigures(NamedTuple):

@@ -1,7 +1,7 @@
-"""Report the run's speeds to the supervisor, and receive other layouts from it.
+"""Report the run's speeds to the supervisor, and receive its proposals of other layouts.
 
-The number of the newest proposal is sent with the figures of the step's regular exchange (`step_report.py`), so that
-all ranks adopt it before the same step.
+The number of the newest proposal is sent in the step's regular exchange (`step_report.py`), so that all ranks adopt it
+before the same step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training loop: all steps from the last checkpoint to the end, with everything that is written along the way."""
+"""The training loop: all steps from the last checkpoint to the end, and everything that they write."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Trainer:
         self._begin_layout()
         dtype = DTYPES[run.plan.compute]
         if (emulated := emulated_peak_flops(device, dtype)) is not None:
-            peak = Peak(emulated, "peak of the emulated chip by its data sheet")
+            peak = Peak(emulated, "peak of the emulated chip according to its data sheet")
         elif run.plan.peak_flops is None:
             peak = measure_peak(device, dtype)
         else:
@@ -92,8 +92,8 @@ class Trainer:
         self.stopping = False
 
     def _begin_layout(self) -> None:
-        """Create the objects that depend on the layout, because speeds, links, buckets and memory of another layout do
-        not apply to it."""
+        """Create the objects that depend on the layout: speeds, links, buckets and memory use differ between
+        layouts."""
         run = self.run
         self.scheduler = StepScheduler(run, self.directives, self.link)
         self.links = StepLinks(run, self.link)
@@ -168,7 +168,7 @@ class Trainer:
                 self._bring_together()
                 continue
             # On a GPU, a step is recorded when the passes of the next step have been queued (`_make_report`), so that
-            # the device has work while the host waits for the figures. Every rank reads the same figures at the same
+            # the device has work while the host waits for the results. Every rank reads the same results at the same
             # step, so all ranks stop together.
             self.unread = done
             if not self.clock.on_gpu or self.coordinator.waits_for_groups:
@@ -199,7 +199,7 @@ class Trainer:
         self._follow_layout(step)
         self.faults.inject(step, self.run.state)
         batch = self.pace.batch(self.progress)
-        assert batch is not None, "the run is not over"
+        assert batch is not None, "the run has not ended"
         lr, samples, outcome = self.relief.make_step(self.progress, partial(self._attempt, step, batch.lr))
         return None if outcome is None else self._count(outcome, lr, samples)
 
@@ -263,14 +263,14 @@ class Trainer:
         self.clock.restart()
 
     def _parts(self, samples: StepSamples) -> SampleParts | None:
-        """Return the parts of the step whose gradients show the noise; None if the noise is not measured."""
+        """Return the parts of the step whose gradient norms yield the noise; None if the noise is not measured."""
         if not self.measures_noise:
             return None
         return parts_of(samples.division, self.run.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """While this group waits for other replica groups, it is not hanging. Waiting for other runs may take any
-        amount of time."""
+        """Do not report a hang while this group waits for other replica groups or, for any amount of time, for other
+        runs."""
         for_ever = self.coordinator.merges_at_end
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
@@ -298,8 +298,8 @@ class Trainer:
 
     @property
     def measures_noise(self) -> bool:
-        """True if the noise is measured. With cp this needs an exchange of all gradients, which is skipped if nothing
-        depends on it."""
+        """True if the noise is measured. With cp, measuring takes an exchange of all gradients, so it is skipped if
+        nothing depends on the noise."""
         plan = self.run.plan
         hindrance = noise_hindrance(self.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
         return not hindrance and (self.pace.follows_noise or plan.layout.cp == 1)

@@ -31,7 +31,7 @@ class TrainingRun:
     group: int | None = None
     """The number of this replica group, if there are several."""
     supervisor: SupervisorConnection = field(default_factory=SupervisorConnection)
-    """The default has no address, so it does not receive any messages."""
+    """The default has no address, so no messages arrive."""
 
     @property
     def group_field(self) -> int | Absent:

@@ -54,7 +54,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
 
 
 def refuse_buckets(plan: Plan, device: torch.device) -> None:
-    """Raise RecipeError if the recipe sets a bucket size without effect. This happens if a device plug-in is used
-    instead of the CPUs for which the plan was checked."""
+    """Raise RecipeError if the recipe's bucket size has no effect: the plan was checked for CPUs, but a device plug-in
+    is used."""
     if on_chip(device) and (problems := list(joined(plan.spec, plan.layout, "cuda"))):
         raise RecipeError(problems)

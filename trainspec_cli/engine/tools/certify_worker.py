@@ -79,7 +79,7 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
         trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
         state = trainer.run.state
         write_parameters(state, own, "weights", lambda share: share.parameter)
-        if wanted.gradients:  # the gradients that the next step would compute
+        if wanted.gradients:  # write the gradients that the next step would compute
             samples = (trainer.progress.samples, plan.spec.batching.global_batch_size)
             following = trainer.coordinator.division.of_rank(state.mesh.data_rank, *samples)
             leave_gradients(plan, state, own, following)
@@ -121,9 +121,8 @@ thousands of threads."""
 
 
 def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
-    """Write the gradients of a batch, as the mean over `exchanges` exchanges of them. `own`: this rank's part of the
-    batch."""
-    means: dict[int, Tensor] = {}  # by share, because a tied embedding exists twice with the same name
+    """Write the gradients of a batch, averaged over `exchanges` exchanges. `own`: this rank's part of the batch."""
+    means: dict[int, Tensor] = {}  # keyed by share, because a tied embedding exists twice with the same name
     for _ in range(exchanges):
         compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
         for share in state.shares:
@@ -158,7 +157,7 @@ def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | No
             global_tokens=batch.samples * spec.data.seq_len,
             clip_norm=wanted.clip_norm if clips else spec.optim.grad_clip_norm,
         )
-        assert outcome is not None, "a step of one replica group always counts"
+        assert outcome is not None, "with one replica group, every step counts"
         losses.append(outcome.loss.item())
         norms += [outcome.grad_norm.item()] if clips else []
         taken.append((state.mesh.data_rank, taken_positions(own)))
@@ -204,8 +203,8 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
 
 
 BUCKET_BYTES = 50_000
-"""Bucket size so small that even small models are moved in several buckets, and a change can be interrupted between
-them."""
+"""A bucket size small enough that even small models move in several buckets, between which a change can be
+interrupted."""
 
 
 class Killed(BaseException):
@@ -250,7 +249,7 @@ class MadeStep:
 
 @dataclass
 class Trail:
-    """The figures of a run over all its starts."""
+    """The record of a run over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
     """Steps by the number of updates made before them. A repeated step replaces the first one."""
@@ -345,7 +344,7 @@ def run_live(
             if taken is None:
                 raise
             plan = with_reliefs(plan, [Relief(error.shortage.failed, taken)])
-        finally:  # also after a start that ended early
+        finally:  # close the trainer also after a start that ended early
             trail.losses |= {event.step: event.loss for event in trainer.tally.steps}
             if trainer.unread:
                 trail.losses[trainer.unread.step] = trainer.unread.outcome.loss.item()
@@ -378,7 +377,7 @@ def _start(
 
 
 Taken = tuple[int, tuple[int, ...]]
-"""The data rank of a process in a step, and the positions of the samples that it has read."""
+"""A process's data-parallel rank in a step, and the positions of the samples that it has read."""
 
 
 def drawn_batch(spec: RunSpec, state: TrainState, own: OwnSamples) -> list[MicroBatch]:

@@ -46,7 +46,7 @@ MEGATRON_COMMON = "common.pt"
 def run(request: ExportRequest) -> ExportResult:
     plan = read_plan_file(Path(request.plan_json))
     if request.what == "base":
-        plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # nothing is merged
+        plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # there are no adapters to merge
     if request.format != "safetensors":
         return ExportResult(export_other(plan, request))
     if request.what == "adapters":
@@ -58,8 +58,7 @@ def run(request: ExportRequest) -> ExportResult:
 
 
 def export(plan: Plan, request: ExportRequest) -> int:
-    """Write the safetensors files of the model of `plan`, and their index, to the folder. Return the number of
-    files."""
+    """Write the model of `plan` to the folder, as safetensors files with an index. Return the number of files."""
     files = list(_files(_parameters(plan), request))
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
@@ -79,7 +78,7 @@ def export_other(plan: Plan, request: ExportRequest) -> int:
     """Write the weights in the format of a project other than Hugging Face; return the number of files."""
     model = plan.spec.model
     folder = Path(request.output)
-    assert isinstance(model, DecoderModel), "other families are refused by name"
+    assert isinstance(model, DecoderModel), "other families are rejected with an error that names them"
     tensors = other_tensors(model, request.naming)
     dtype = DTYPES[request.dtype]
     read_tensor = reader(model, lambda held: read(plan, Path(request.checkpoint), held))
@@ -107,7 +106,7 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
 
 
 def _parameters(plan: Plan) -> list[Parameter]:
-    assert isinstance(plan.spec.model, DecoderModel), "other families are refused by name"
+    assert isinstance(plan.spec.model, DecoderModel), "other families are rejected with an error that names them"
     return parameters(plan.spec.model)
 
 
@@ -134,12 +133,12 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
 
 # Write a run's weights in the formats of other projects: a torch distributed checkpoint (DCP) or a torch.save file.
 #
-# A distributed checkpoint is written box by box, and a stack of layers layer by layer, so it may be larger than memory.
-# A torch.save file is assembled in memory.
+# A distributed checkpoint is written box by box (a stack of layers, layer by layer), so it may be larger than memory. A
+# torch.save file is assembled in memory.
 
 
 ReadTensor = Callable[[str], Tensor]
-"""Given the name of a Hugging Face tensor, returns the tensor."""
+"""Given a Hugging Face tensor's name, returns the tensor."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class WrittenBox:
 
 
 def boxes_of(tensor: OtherTensor) -> Iterator[WrittenBox]:
-    """Yield the full tensor, or the layers of a stack one by one."""
+    """Yield one box for the full tensor, or one for each layer of a stack."""
     layers = list(dict.fromkeys(rows.layer for rows in tensor.rows))
     for layer in layers:
         if layer is None:

@@ -1,5 +1,4 @@
-"""Try every backend of every operation with the shapes of a plan, while all of a run's processes are working at the
-same time.
+"""Try every backend of every operation with the shapes of a plan, while all of a run's processes are working.
 
 The shapes are found by running a step with fake tensors.
 """
@@ -44,7 +43,7 @@ from trainspec_cli.recipe.rules.check import why_untried
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
-"""An operation's arguments: the shape of a tensor, the value of a number, and None for anything else."""
+"""An operation's arguments: a shape for each tensor, each number's value, and None for anything else."""
 
 CHECKED_TOKENS = 1024
 """Number of tokens per sample in the comparison with fp64, which keeps all scores and logits in memory."""
@@ -107,7 +106,7 @@ def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, ch
         return Inputs((normal(call[0]), normal(call[1], inputs**-0.5), counts), (0, 1))
     if op == "ssd_scan":
         x, b, c = (normal(call[index]) for index in (0, 3, 4))
-        # Steps and decays are similar to initial values (`models.mamba2`), in at least fp32.
+        # Steps and decays are similar to their initial values (`models.mamba2`), in at least fp32.
         wide = torch.promote_types(dtype, torch.float32)
         dt = uniform(call[1], 0.001, 0.1).to(wide)
         a = -uniform(call[2], 1.0, 16.0).to(wide)
@@ -121,8 +120,8 @@ def describe_call(call: Call) -> str:
 
 
 def reference(op: str, *arguments: Any) -> Tensor:
-    """Compute an operation in the format of its arguments (fp64), keeping scores, logits and decays in full. Every
-    kernel is compared with it."""
+    """The reference for every kernel: compute an operation in the format of its arguments (fp64), with all scores,
+    logits and decays in memory."""
     if op == "attention":
         q_BHSE, k_BKTE, v_BKTE, mask, scale = arguments
         heads_a_group = q_BHSE.shape[1] // k_BKTE.shape[1]
@@ -138,7 +137,7 @@ def reference(op: str, *arguments: Any) -> Tensor:
         gate, up = arguments
         return gate / (1 + (-gate).exp()) * up
     if op == "rope":
-        # Each pair (i, i + E/2), taken as a complex number, is rotated by its angle.
+        # Treat each pair (i, i + E/2) as a complex number, and rotate it by its angle.
         x_BSHE, cos_SE, sin_SE = arguments
         first, second = x_BSHE.chunk(2, dim=-1)
         half = first.shape[-1]
@@ -167,7 +166,7 @@ def reference(op: str, *arguments: Any) -> Tensor:
 
 
 def _clip(shape: Any, *dims: int) -> Any:
-    """Clip a shape to `CHECKED_TOKENS` along `dims`."""
+    """Limit a shape to `CHECKED_TOKENS` along `dims`."""
     if not isinstance(shape, tuple):
         return shape
     return tuple(min(size, CHECKED_TOKENS) if dim in dims else size for dim, size in enumerate(shape))
@@ -185,7 +184,7 @@ def reduce_call(op: str, call: Call) -> Call:
         q, k, v = (_two(_clip(shape, 2)) for shape in heads)
         tokens = (2, 3) if isinstance(mask, tuple) and len(mask) > 2 else (0, 1)
         return q, k, v, _two(_clip(mask, *tokens)), scale
-    if op in ("linear_cross_entropy", "grouped_matmul"):  # rows of inputs, their matrix, and the values of each row
+    if op in ("linear_cross_entropy", "grouped_matmul"):  # input rows, their matrix, and one value for each row
         x, weight, others, *rest = call
         return _clip(x, 0), weight, _clip(others, 0), *rest
     return tuple(_two(_clip(shape, 1)) if isinstance(shape, tuple) and len(shape) > 2 else shape for shape in call)
@@ -198,9 +197,9 @@ def run(request: KernelRequest) -> KernelResult:
     plan = request.plan
     rank = int(os.environ["RANK"])
     here = int(os.environ["WORLD_SIZE"])
-    device = enter(plan.device)  # Triton launches on the current device, regardless of where its arguments are
-    # The processes of this node represent ranks from all over the run, including the first and the last one. So every
-    # pipeline stage is tried, and also the loss, which the last stage computes.
+    device = enter(plan.device)  # Triton launches kernels on the current device, even if their arguments are on another
+    # The processes of this node represent ranks from all over the run, including the first and the last rank. So every
+    # pipeline stage is tried, including the last one, which computes the loss.
     calls = calls_of(plan, rank * (plan.world_size - 1) // max(1, here - 1))
     trials = try_all(plan, calls, device)
     join_processes(plan.device)
@@ -221,7 +220,7 @@ def try_all(plan: Plan, calls: Calls, device: torch.device) -> KernelTrials:
                 trials[op][name] = KernelTrial(untried=reason)
                 continue
             kernel = load_kernel(op, name)
-            # Operations are compiled if blocks are compiled, because fusion may change which backend is fastest.
+            # Compile the operations if the run compiles its blocks, because fusion may change which backend is fastest.
             compiles = plan.spec.compile and op in IN_BLOCKS
             kernels[name] = torch.compile(kernel, dynamic=False) if compiles else kernel
         trials[op] |= try_kernels(kernels, workload)
@@ -248,7 +247,7 @@ def _describe(numbers: Counter[Any], show: Callable[[Any], str]) -> tuple[str, .
     return tuple(f"{count} x {show(counted)}" for counted, count in numbers.most_common())
 
 
-# The calls of a step
+# The calls made in a step
 
 
 @dataclass
@@ -308,17 +307,17 @@ clock = time.perf_counter
 Kernel = Callable[..., Any]
 Work = Callable[[], Any]
 MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
-"""Minimum and maximum number of rounds, and the time budget of each backend in seconds. Rounds continue until each
-backend has used its budget."""
+"""Minimum and maximum number of rounds, and each backend's time budget in seconds. Rounds end when every backend has
+used up its budget."""
 TURN_S = 2e-3
-"""Shorter calls are repeated for this many seconds within a turn."""
+"""Calls that take less than this many seconds are repeated for that time within a turn."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
 """The allowed error of sums, which all formats accumulate in fp32."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An operation in the form that a run uses."""
+    """An operation with its inputs in a run."""
 
     dtype: torch.dtype
     device: torch.device
@@ -340,11 +339,11 @@ def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, 
             error = default_error if name == TORCH else workload.error_of(kernel)
             if error <= allowed:
                 works[name] = workload.works_of(kernel)
-                for work, _ in works[name]:  # compiles and allocates
+                for work, _ in works[name]:  # the first call compiles and allocates
                     work()
                     work()
             trials[name] = KernelTrial(error=error, allowed_error=allowed)
-        except Exception as raised:  # any error from a library is reported, and the backend is excluded
+        except Exception as raised:  # a library may raise any error, which is reported; the backend is then excluded
             works.pop(name, None)
             first_line = next(iter(str(raised).strip().splitlines()), "")
             trials[name] = KernelTrial(failure=f"{type(raised).__name__}: {first_line}")
@@ -416,8 +415,8 @@ def _both_passes(kernel: Kernel, inputs: Inputs) -> Work:
 def time_in_turns(
     works: Mapping[str, Sequence[tuple[Work, int]]], device: torch.device
 ) -> dict[str, tuple[float, ...]]:
-    """Return each round's time relative to torch's default, by backend. `works`: pairs of a call and its count in the
-    run."""
+    """Return each round's time relative to torch's default, by backend. `works`: pairs of a call and its number of
+    occurrences in the run."""
     repeats = [max(1, round(TURN_S / _seconds(work, 2, device))) for work, _ in works[TORCH]]
     seconds: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
@@ -443,7 +442,7 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
     return (clock() - started) / repeats
 
 
-# AdamW: the update of parameters with a run's shapes
+# AdamW updates of parameters with a run's shapes
 
 MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
 """Maximum number of parameter elements to update for the measurement and for the check; the time is proportional to
@@ -461,7 +460,7 @@ def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: 
     shares = make_shares(many, torch.float32, device)
 
     def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
-        """All kernels get the same parameters, and moments in the same layout."""
+        """All kernels get the same parameters, and moments in the same memory layout."""
         return [(build_optimizer(shares, optim, kernel).step, 1)]
 
     return Workload(torch.float32, device, lambda kernel: update_error(kernel, few, optim, device), works_of)
@@ -508,8 +507,8 @@ def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.devic
 
 
 def _as_many(parameters: Mapping[Shape, int], elements: int) -> list[Shape]:
-    """Return at least one shape: shapes in turn, starting with one of each kind, until they have `elements` elements in
-    total."""
+    """Return at least one shape. Shapes are taken in turn, one of each kind first, until they have `elements` elements
+    in total."""
     left = dict(parameters)
     chosen = []
     while elements > 0 and any(left.values()):

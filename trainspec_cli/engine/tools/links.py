@@ -43,8 +43,8 @@ def all_reduces(device: torch.device) -> list[AllReduceRate]:
 
 
 def pairs(device: torch.device) -> list[PairRate]:
-    """Time messages between the first processes of two nodes, one pair at a time, so that pairs do not affect one
-    another."""
+    """Time messages between the first processes of two nodes, one pair at a time, so that pairs do not slow one another
+    down."""
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     firsts = range(0, dist.get_world_size(), per_node)
     chosen = list(combinations(firsts, 2))

@@ -1,8 +1,7 @@
-"""The probe, which measures this machine while all processes are working at the same time.
-
-Figures are means over the processes, so they include contention between processes. In addition to the curves of single
-operations, small decoders are trained as in a worker. Their steps include waits for peers, caches filled by other
-operations, and load from other programs on this machine.
+"""The probe, which measures this machine while all its processes are busy. Results are means over the processes, so
+they include contention between processes. In addition to the curves of single operations, small decoders are trained as
+in a worker. Their steps include effects that single operations lack: waits for peers, caches filled by other
+operations, and load from other programs.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6
-"""The first steps allocate memory. After this number of steps, the heap hardly grows."""
+"""Number of first steps, which allocate memory; afterwards the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Number of steps of each reference, which are run after every group of this many curves. Load that varies during the
-probe thus affects the references in the same way as a run."""
+"""Number of reference steps, and of curves measured between them. Load that varies during the probe thus affects the
+references like a run."""
 LONG_STEP_S = 1.0
-"""A reference with longer steps (in a format that the processor does not support) runs only a few of them."""
+"""A reference whose steps take longer than this (in a format that the processor does not support) runs only a few."""
 
 
 def run(request: ProbeRequest) -> MachineProbe:
@@ -156,13 +155,13 @@ class SmallRun:
             started = time.perf_counter()
             self._step()
             self.is_long = longest_s(time.perf_counter() - started) > LONG_STEP_S
-            if self.is_long and number:  # the first step allocates
+            if self.is_long and number:  # the first step also allocates memory
                 break
         self.grown_bytes = own_bytes() - before_bytes
 
     def run(self, steps: int) -> None:
-        """Run some steps. The first step after a pause, with cold caches and late peers, does not count, unless steps
-        are so long that it is the only one."""
+        """Run some steps. The first step after a pause has cold caches and late peers. It does not count, unless it is
+        the only one because steps are long."""
         dist.barrier()
         if not self.is_long:
             self._step()
@@ -186,7 +185,7 @@ class SmallRun:
 
 
 def own_bytes() -> float:
-    """Return this process's memory in bytes without the pages of libraries, which depend on the memory needs of other
+    """Return this process's memory in bytes, except library pages: how many of these are resident depends on other
     programs (macOS does not count them)."""
     memory = psutil.Process().memory_info()
     return float(memory.rss - getattr(memory, "shared", 0))
@@ -209,11 +208,10 @@ def plan_of(model: DecoderModel, seq_len: int, samples: int, compute: str) -> Pl
     return replace(plan, params=sum(parameter.numel() for parameter in module.parameters()))
 
 
-# Measure the duration of operations and collectives in seconds, by size, while all processes are working at the same
-# time.
+# Measure the duration of operations and collectives in seconds, by size, while all processes are busy.
 #
 # Each size is timed in short rounds. The fastest round counts, so that load from other programs has little effect. The
-# reference steps (`probe`) show the effect of that load.
+# effect of that load is measured by the reference steps (`probe`).
 
 
 CPU = torch.device("cpu")
@@ -226,7 +224,7 @@ MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
 MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
 CALLS = 5
-"""Number of calls of a collective for each size."""
+"""Number of times that a collective is called for each size."""
 LONG_S = 0.25
 """A call that takes longer than this ends its curve, and larger sizes are extrapolated proportionally. A product in a
 format without native support (bf16, about a hundred times slower than fp32) would take minutes."""
@@ -315,7 +313,7 @@ def runs_of(operation: str, elements: int, dtype: torch.dtype) -> tuple[Run, ...
     if operation == "add":
         a, b = (torch.randn(elements).to(dtype) for _ in range(2))
         return (lambda: a + b,)
-    if operation == "cast":  # between the format of the master weights and that of the computation
+    if operation == "cast":  # casts between the format of the master weights and the compute format
         master = torch.randn(elements)
         copy = torch.empty(elements, dtype=dtype)
         return (lambda: copy.copy_(master),)
@@ -362,7 +360,7 @@ def measure_attention(dtype: torch.dtype, head_size: int) -> Passes:
 
     return measure_passes(
         runs, SEQUENCES, bytes_each=2**17
-    )  # the number of tokens is the same for every length: few copies
+    )  # the number of tokens is the same for every length, so few copies are needed
 
 
 # Collectives
@@ -379,13 +377,13 @@ def all_gather(message: Tensor) -> None:
 
 def reduce_scatter(message: Tensor) -> None:
     everyone = dist.group.WORLD
-    assert everyone is not None, "the ranks have met"
+    assert everyone is not None, "the barrier has been created"
     exchange.reduce_scatter(message.chunk(dist.get_world_size())[0].clone(), message, group=everyone)
 
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
-    """Each call follows separate work, as in a backward pass, so processes that are not in step wait for one
-    another."""
+    """Before each call, the processes compute separately, as in a backward pass. So the call includes their wait for
+    one another."""
     work = torch.randn(384, 384)
     world_size = dist.get_world_size()
     medians = []

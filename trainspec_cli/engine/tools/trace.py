@@ -1,7 +1,7 @@
 """Trace a rank's real step of a plan with fake tensors.
 
-Fake tensors have shapes but no memory, and collectives use a process group that does not send anything. So the memory
-and compute of one rank among thousands can be counted on a laptop.
+Fake tensors have shapes but no memory, and collectives use a process group that does not send anything. So a laptop can
+count the memory and compute of one rank among thousands.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchanges have separate buffers. The buffers of other axes are activations."""
+"""Axes whose exchange buffers count as collectives. The exchange buffers of other axes are activations."""
 
 
 class Ledger(TorchDispatchMode):
@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
-        """Start counting here. Live tensors remain counted."""
+        """Reset the counts here. Memory that is in use now is still counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
         self.peak_by_cause = Counter(self.by_cause)
         self._peak_time = self._time
@@ -144,7 +144,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            # The size of the larger side, which a rank holds before or after the exchange.
+            # Count the larger of input and output, which a rank holds before or after the exchange.
             kind = COLLECTIVES.get(func._overloadpacket.__name__)
             if kind:
                 sides = [sum(t.nbytes for t in _tensors(argument)) for argument in args]
@@ -159,14 +159,14 @@ class Ledger(TorchDispatchMode):
             packet = func._overloadpacket
             if packet in _CPU_ATTENTION:
                 count, tensors, causal = _CPU_ATTENTION[packet]
-                half = len(args) > causal and args[causal]  # a causal core computes half of the scores
+                half = len(args) > causal and args[causal]  # causal attention computes half of the scores
                 self.flops += count(*(tensor.shape for tensor in args[:tensors])) * (0.5 if half else 1.0)
             elif packet in flop_registry:
                 self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             for tensor in _tensors(result):
                 cause = "temporaries"
                 if func is _aten._to_copy.default and self._causes.get(args[0].untyped_storage()._cdata) == "gradients":
-                    cause = "gradients"  # full gradients in the exchange format
+                    cause = "gradients"  # these are full gradients in the exchange format
                 elif self.vocabulary is not None and tensor.dim() == 2:
                     if tensor.shape[1] == self.vocabulary:
                         cause = "logits"
@@ -219,7 +219,7 @@ _CPU_ATTENTION: dict[Any, tuple[Callable[..., int], int, int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, 7),
 }
-"""Attention on a CPU: its count of operations, the number of tensors that it takes, and the place of `is_causal`."""
+"""Attention on a CPU, by operation: its FLOP count, its number of tensor arguments, and the index of `is_causal`."""
 
 
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ def run(request: TraceRequest) -> TraceResult:
 def trace_rank(plan: Plan, rank: int) -> TraceResult:
     """Return the counts of a rank's step. All micro-batches have the same cost. So if there are many, it follows from
     the difference between a shorter and a longer step. Blocks are traced eagerly with the default kernels, because
-    other kernels compute the same and do not keep more."""
+    other kernels compute the same values and keep no more memory."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
@@ -246,8 +246,8 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
                 even_out(part)
             state.clock.on_gpu = False
             ledger.axes = axes_of_groups(state)
-            # Name the tensors that persist between steps, and each gradient, sharded or full, once it is attached
-            # to its parameter.
+            # Assign a cause to the tensors that persist between steps, and to each gradient, sharded or full, once it
+            # is attached to its parameter.
             ledger.name((share.local for share in state.shares), "parameters")
             ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
             moments = (value for moments in state.optimizer.state.values() for value in moments.values())
@@ -281,7 +281,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
                     state,
                     [
                         fake_batch(plan, state) for _ in range(count)
-                    ],  # not kept, so that they are freed before the next count
+                    ],  # no reference remains, so that the modules are freed before the next count
                     global_tokens=plan.tokens_per_step,
                     clip_norm=plan.spec.optim.grad_clip_norm,
                 )
@@ -355,7 +355,7 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     peak_times = times if grows else 0.0
 
     def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
-        """Extrapolate from the values of `after` by adding their difference from `before` this number of times."""
+        """Extrapolate: add the difference between `after` and `before` this number of times to `after`."""
         return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
 
     return replace(
@@ -388,7 +388,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The shapes and FLOPs of a grouped product, where every row is multiplied by one matrix."""
+    """The shapes and FLOPs of a grouped product: every row is multiplied by one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

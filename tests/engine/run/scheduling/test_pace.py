@@ -138,8 +138,8 @@ def test_a_batch_that_outgrows_the_noise_is_told_once_with_what_to_type() -> Non
     first, told, again = warn(42.0, 27)
     assert (first, again) == (None, None), "one step is no average, and once is enough"
     assert told == (
-        "the batch has grown to 27 samples, more than half the gradient noise scale (42 over 2 steps): the loss "
-        "tends to suffer. In the next run, set batching.schedule.max_global_batch_size=18"
+        "the batch has grown to 27 samples, more than half the gradient noise scale (42 over 2 steps), which "
+        "tends to worsen the loss. In the next run, set batching.schedule.max_global_batch_size=18"
     )
     assert warn(55.0, 27) == [None] * 3
 

@@ -40,8 +40,8 @@ class Directives:
         """Bucket sizes that earlier starts have found, by layout."""
         if recalls:
             self._recall(run.run_dir.directives)
-        # The chain of layout changes that starts with the plan's layout. A run that is resumed in another layout
-        # follows none of them.
+        # Only layout changes in a chain from the plan's layout are followed. A run resumed in another layout follows
+        # none of them.
         self._layouts = list[DirectiveEvent]()
         layout = run.plan.layout
         for one in self._earlier:
@@ -120,8 +120,8 @@ def follows_earlier(plan: Plan, group: int | None) -> bool:
 
 
 def watches_speeds(plan: Plan, group: int | None) -> bool:
-    """Return whether the scheduler could change anything: the sample shares of several ranks or groups, the layer split
-    of a pipeline, the layout of several ranks, or the participating nodes."""
+    """Return whether there is anything that the scheduler could change: the sample shares of several ranks or groups,
+    the layer split of a pipeline, the layout of several ranks, or the participating nodes."""
     scheduler = plan.spec.scheduler
     divided = plan.layout.data_parallel_size > 1 or group is not None
     could_change = {
@@ -167,18 +167,18 @@ def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
 
 
 def _layout_of(directive: DirectiveEvent) -> Layout:
-    assert isinstance(directive.layout, Layout), "a change of layout has one"
+    assert isinstance(directive.layout, Layout), "a change of layout has a layout"
     return directive.layout
 
 
 def read_directives(path: Path) -> list[DirectiveEvent]:
-    """Return a run's directives, without those of replica groups. Raises UnreadableFileError if a line is damaged,
-    missing or from a later version, because the run would silently compute different results without it."""
+    """Return a run's directives, without those for replica groups. Raises UnreadableFileError if a line is damaged,
+    missing or from a later version, because without it the run would silently compute different results."""
     events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
     found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
     for number, directive in enumerate(found, 1):
         if directive.number != number:
-            raise _unfollowed(path, f"has directive {directive.number} instead of {number}: lines are missing")
+            raise _unfollowed(path, f"has directive {directive.number} where {number} should be: lines are missing")
         if directive.kind not in ("shares", *OF_LAYOUT):
             raise _unfollowed(path, f"has a directive of the kind `{directive.kind}`, which this version does not know")
         sizes = (directive.micro_batch_size, directive.micro_batches)

@@ -1,8 +1,8 @@
 """The speed of the links of each mesh axis, which is measured in sampled steps and exchanged in the steps after them.
 
-A sample's figures are sent with the exchange that every step makes for its loss, like the speeds of the ranks. Rank 0
-computes the link speeds, and announces the next sample with the following exchange. The next sample is soon if a link
-or the step time has changed. Otherwise, the highest cost on any rank limits how often links are sampled.
+Like the ranks' speeds, a sample's measurements are sent with the exchange that every step needs for its loss. Rank 0
+computes the link speeds, and announces the next sample in the following step's exchange. The next sample comes soon if
+a link or the step time has changed. Otherwise, the cost on the slowest rank limits how often links are sampled.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from trainspec_cli.recipe.results.verdict import MeasuredLink
 from trainspec_cli.run.folder.event_types.events import LinkEvent, LinkRate, LinksEvent
 
 AHEAD, BACK = "pp", "pp back"
-"""Messages of a pipeline's ranks to the next and the previous stage. A link consists of two neighbours, in both
+"""Axis names for a pipeline rank's messages to the next and the previous stage. A link connects two neighbours, in both
 directions."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""Speeds are recorded after the first number of samples, then each time the second number of samples has been added,
-after a change, and at the end."""
+"""Link speeds are recorded after the first number of samples, then after every second number of samples, after a
+change, and at the end."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SampledStep:
     """Messages to this rank's neighbours in the pipeline."""
     message_bytes: int
     messaging: Span
-    """All messages of the sample."""
+    """The time of all messages of the sample together."""
 
 
 class StepLinks:
@@ -84,13 +84,13 @@ class StepLinks:
         planned = plan.prediction.links if plan.prediction else ()
         self._planned = {link.axis: link.bytes_per_s for link in planned}
         self._due: int | None = None
-        """The step after this number of updates is the next sampled one."""
+        """The next sampled step is the one after this number of updates."""
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
         """True if the current step is sampled."""
         self._on_gpu = state.clock.on_gpu
         self._delay_steps = int(self._on_gpu and run.group is None)
-        """Number of steps that begin between the end of a step and the call of `note_step` for it."""
+        """Number of steps that begin after a step has ended and before `note_step` is called for it."""
         self._sampled: SampledStep | None = None
         """The last sampled step."""
         self._reported_step = 0
@@ -99,10 +99,10 @@ class StepLinks:
         """True from the end of the step whose exchange contained the report, or rank 0's announcement, until
         `note_step` is called for this step."""
         self.report: LinkFigures | None = None
-        """This rank's part of the next step's report; None without a sample."""
+        """This rank's part of the next step's report; None if there is no sample."""
         self.steps_to_sample = 0
-        """Number of steps that rank 0 announces in the next step's exchange; 0 without an announcement and on all other
-        ranks."""
+        """Number of steps until the next sample, which rank 0 announces in the next step's exchange; 0 if there is no
+        announcement, and on all other ranks."""
         self._times = SampleTimes(change)
         self._steps_s, self._costs_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
         self._learning_s = 0.0
@@ -198,7 +198,7 @@ class StepLinks:
         by_column = dict(zip(self._columns, map(list, of_ranks), strict=True))
         has_changed = False
         for axis in self._axes:
-            if axis.axis == AHEAD:  # for two neighbours, the messages in both directions
+            if axis.axis == AHEAD:  # a pipeline link has messages in both directions
                 pairs = self._links[AHEAD]
                 transfers = [[by_column[AHEAD][first], by_column[BACK][second]] for first, second in pairs]
             else:

@@ -47,7 +47,7 @@ class RelayoutError(Exception):
 
 @dataclass(frozen=True)
 class Relayout:
-    """A completed change."""
+    """A completed change of layout."""
 
     state: TrainState
     pause_s: float
@@ -62,16 +62,16 @@ class Relayout:
 
 @dataclass(frozen=True)
 class DueLayout:
-    """The layout of the next step."""
+    """The new layout."""
 
     planned: PlannedLayout
     reason: str
     followed: DirectiveEvent | None = None
-    """The directive of an earlier start that requested it."""
+    """The directive of an earlier start that requested this change."""
     before_s: float = 0.0
     expected_s: float = 0.0
-    """Compute time of the slowest rank per step, in seconds, before the change and expected afterwards. If more than
-    the layer split changes, the time of the complete step. 0 if unmeasured."""
+    """Compute time per step of the slowest rank, in seconds: before the change, and expected after it. If more than the
+    layer split changes, the time of the complete step instead. 0 if unmeasured."""
 
 
 class LayoutChanges:
@@ -92,7 +92,8 @@ class LayoutChanges:
             return DueLayout(planned_by(followed, plan), followed.reason, followed)
         due = [planned for planned in self._planned if planned.step <= step]
         self._planned = [planned for planned in self._planned if planned.step > step]
-        # If an earlier start has changed the layout since then, or tried to, it has handled the plan's change.
+        # If an earlier start has changed the layout at or after that step, or tried to, it has handled the plan's
+        # change.
         if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
             return DueLayout(due[-1], "the recipe plans it")
         wanted = list[DueLayout]()
@@ -121,9 +122,7 @@ class LayoutChanges:
         except RelayoutError as error:
             if due.followed is not None:
                 number = due.followed.number
-                message = (
-                    f"the layout of directive {number}, which this run has followed before, cannot be built: {error}"
-                )
+                message = f"the layout of directive {number}, which this run followed earlier, cannot be built: {error}"
                 hint = "give the run more memory, or start it again from its recipe"
                 raise WorkerError(message, code="cannot_move", hint=hint) from error
             self._directives.write(_directive(step, due, before, f"the layout is unchanged: {error}"))
@@ -180,7 +179,7 @@ class Meshes:
 
 
 def _shape(layout: Layout) -> tuple[int, ...]:
-    """Return the properties that determine the groups: the axes and the rank of the last stage."""
+    """Return the properties of a layout that determine its groups: the axes and the rank of the last stage."""
     axes = (getattr(layout, axis) for axis in (*MESH_AXES, "ep"))
     return (*axes, layout.rank_of_stage(layout.num_stages - 1))
 
@@ -231,7 +230,7 @@ def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
 
 
 def _forget(state: TrainState) -> None:
-    """Release modules that form reference cycles, before the next step needs their memory."""
+    """Collect the old modules, which form reference cycles, before the next step needs their memory."""
     if state.sums is not None:
         state.sums.close()
     state.stages.parts.clear()

@@ -68,7 +68,8 @@ from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEv
 
 
 class StepPace:
-    """The pace is the same on every rank, because the gradient noise is measured with the steps' regular exchange."""
+    """The schedule of samples and learning rate is the same on every rank, because they get the gradient noise in the
+    steps' regular exchange."""
 
     def __init__(self, spec: RunSpec):
         self._spec = spec
@@ -132,8 +133,8 @@ class StepPace:
         self._warned = True
         measured = f"{noise.noise_scale:.3g} over {batching.schedule.smoothing_steps} steps"
         return (
-            f"the batch has grown to {samples} samples, more than half the gradient noise scale ({measured}): "
-            f"the loss tends to suffer. {self._remedy()}"
+            f"the batch has grown to {samples} samples, more than half the gradient noise scale ({measured}), "
+            f"which tends to worsen the loss. {self._remedy()}"
         )
 
     def _remedy(self) -> str:
@@ -159,9 +160,9 @@ class StepPace:
 
 
 MEASURED_STEPS = 5
-"""The effect of a directive is the median over this number of steps."""
+"""Number of steps over whose median the effect of a directive is measured."""
 SETTLED_STEPS = 10
-"""Once the speeds in a new layout are known, sample shares follow them after this number of steps."""
+"""Number of steps after which sample shares have followed the known speeds in a new layout."""
 
 
 @dataclass
@@ -171,7 +172,7 @@ class Watched:
     directive: DirectiveEvent
     before_s: float
     skipped: int
-    """Number of initial steps whose reports still contain figures from before the directive."""
+    """Number of initial steps whose reports still contain measurements from before the directive."""
     seen_s: list[float] = field(default_factory=list)
 
     @property
@@ -201,7 +202,8 @@ class Effects:
 
     def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
         """Record the compute time of the slowest rank in the previous step. The total time of the step is recorded too,
-        because layouts also differ in communication and waiting. `knows_speeds`: the speeds of all ranks are known."""
+        because layouts also differ in communication and waiting. `knows_speeds`: whether the speeds of all ranks are
+        known."""
         self._slowest_s.append(slowest_s)
         for watched in list(self._watched):
             if knows_speeds or not watched.is_of_layout:
@@ -258,10 +260,10 @@ class StepScheduler:
         self.decided_layers: LayerChange | None = None
         """Layers to move before the next step."""
         self.is_proposed = False
-        """True if the supervisor has proposed a layout that the ranks have not received yet."""
+        """True if the supervisor has proposed a layout that has not been sent to the ranks yet."""
         self._pipelines = ranks_of_pipelines(run.state)
         self._rows = [list(chain.from_iterable(row)) for row in self._pipelines]
-        """The ranks that work on the same samples, for each data-parallel rank."""
+        """For each data-parallel rank, the ranks that work on its samples."""
         self._interval_steps = reporting_interval(plan.group_size)
         self._tracker = SpeedTracker(spec.change, SETTLING_S)
         self._change_cost = ChangeCost()
@@ -273,7 +275,7 @@ class StepScheduler:
         """The change to make at the beginning of the next step, and the number of samples in a step."""
         self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
-        """Sample shares from an earlier start, for steps that are being repeated."""
+        """Sample shares recorded by an earlier start, for steps that are repeated."""
         if self._mode != "off" and run.group is None:
             self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
 
@@ -367,7 +369,7 @@ class StepScheduler:
             self.rate = 0.0 if None in settled else samples_per_s(speeds)
         if self._ahead or self._directives.layouts_ahead:
             return
-        if self._run.group is None and self._link.writes:  # layouts and nodes are decided by the supervisor
+        if self._run.group is None and self._link.writes:  # the supervisor decides about layouts and nodes
             samples_of = {rank: count for row, count in zip(self._rows, counts, strict=True) for rank in row}
             of_ranks = [samples_of[rank] for rank in range(len(samples_of))]
             self._link.report(step, slowest_step_s, self._run.plan.layout, micro_batches, of_ranks, settled)
@@ -405,8 +407,8 @@ def largest_micro_batch(plan: Plan) -> int:
 
 
 def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
-    """Return the division specified by a directive, with the additional micro-batches that memory and schedule require
-    now. Even shares stay even for any batch size."""
+    """Return the division specified by a directive, with any additional micro-batches that memory and the schedule
+    require now. Even shares stay even for any batch size."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     samples = sum(directive.counts)
     if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
@@ -442,13 +444,13 @@ def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
 
 # Try several bucket sizes for the gradient sums in a run's first steps, and keep the best one.
 #
-# The time for which a step waited for gradients is sent with the exchange of the next step's loss. The sums are bitwise
+# The time that a step waited for gradients is sent with the exchange of the next step's loss. The sums are bitwise
 # identical for all sizes, so a run may try sizes in any `scheduler.mode` except off.
 
 
 class StepBuckets:
     """Called collectively by all ranks of the replica group. Nothing is tried on a GPU, where FSDP2 sums each block's
-    gradients, or if no two blocks can share a bucket."""
+    gradients separately, or if no two blocks can share a bucket."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
         """Start with the layout in force; each layout has different sizes."""
@@ -482,7 +484,7 @@ class StepBuckets:
             self._learn(step, reported, self._sums)
         self.report = None
         if self._sums.holds_back or not self._is_on:
-            return  # a step that waits for each exchange to measure the links is not comparable
+            return  # a step that measures links waits for each exchange, so its times are not comparable
         sizes = self._sums.sizes_bytes if self._sums.can_join else []
         self.report = BucketFigures(
             self._sums.bucket_bytes, self._sums.waited_s, step_s, sum(sizes), max(sizes, default=0)
@@ -495,7 +497,7 @@ class StepBuckets:
                 return
             gradient_bytes = round(max(one.gradient_bytes for one in reported))
             block_bytes = round(max(one.largest_block_bytes for one in reported))
-            # The blueprint's bucket size, if any, for the axis over which gradients are summed first.
+            # Use the blueprint's bucket size, if any, for the axis over which gradients are summed first.
             blueprint = self._run.plan.blueprint
             exchanges = blueprint.exchanges if blueprint else ()
             summed = (one.bucket_bytes for one in exchanges if one.operation in ("reduce_scatter", "all_reduce"))
