@@ -1,4 +1,4 @@
-"""`python -m trainspec_cli` is `trainspec`."""
+"""Run `trainspec` as `python -m trainspec_cli`."""
 
 from trainspec_cli.cli.main import main as main
 from trainspec_cli.cli.main import run as run

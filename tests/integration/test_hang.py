@@ -28,7 +28,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(
     stopped.send_signal(signal.SIGSTOP)
     said = " ".join(process.communicate()[0].split())
     assert process.returncode == 5, said
-    late = "rank 1 is late: it does not respond; the others wait in "
+    late = "rank 1 is late: it does not respond; the other ranks wait in "
     assert any(f"{late}{where}" in said for where in ("gloo:", "sums of gradients")), said
     assert "rank 0 (" in said
     assert "train_step" in said, "rank 0's stack"

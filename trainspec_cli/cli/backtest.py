@@ -21,7 +21,7 @@ from trainspec_cli.session.calibration.table import read_rows
 
 
 def backtest(
-    file: Annotated[Path, typer.Argument(help="The table: columns as in tests/data/measured/throughput.csv.")],
+    file: Annotated[Path, typer.Argument(help="The table, with columns as in tests/data/measured/throughput.csv.")],
     as_json: AsJson = False,
     fit: Annotated[Path | None, typer.Option(help="Write efficiencies fitted to the rows to this YAML file.")] = None,
     profile: Annotated[Path | None, typer.Option(help="Predict with the efficiencies in this YAML file.")] = None,

@@ -19,7 +19,7 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="recipe=NAME key=value|TABLE.csv|RUN...",
-        help="A recipe, for short runs of it; or a table of measured runs; or folders of finished runs.",
+        help="A recipe, to make short runs of; or a table of measured runs; or folders of finished runs.",
         show_default=False,
     ),
 ]
@@ -30,8 +30,8 @@ Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write the profile to this file instead of the cache.")
 ]
 Show = Annotated[bool, typer.Option("--show", help="Print the stored profiles.")]
-Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or that of --cluster.")]
-Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Layouts of a recipe to run.")]
+Forget = Annotated[bool, typer.Option("--forget", help="Remove the stored profiles, or only the one for --cluster.")]
+Layouts = Annotated[int, typer.Option("--layouts", min=1, metavar="N", help="Number of a recipe's layouts to run.")]
 Steps = Annotated[int, typer.Option("--steps", min=8, metavar="N", help="Number of steps to run each layout.")]
 
 
@@ -48,7 +48,8 @@ def calibrate(
     """Fit the planner to a cluster from a few measured steps. Later plans and launches on the cluster use the resulting
     profile, and say so.
 
-    Parameters that the measurements do not determine keep the shipped values. cluster.profile=off ignores a profile."""
+    Parameters that the measurements do not determine keep their shipped values. With cluster.profile=off, the profile
+    is ignored."""
     if show or forget:
         from trainspec_cli.session.recipe.load import profile_path, read_profile
 
@@ -64,7 +65,9 @@ def calibrate(
             if as_json:
                 print(json_text([to_plain(profile) for profile in profiles]))
             else:
-                print("\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` makes one")
+                print(
+                    "\n\n".join(map(_render, profiles)) or "no profiles; `trainspec calibrate recipe=tiny` creates one"
+                )
         return
     profile = _measure(sources or [], cluster, layouts, steps, as_json=as_json)
     from trainspec_cli.session.recipe.load import profile_path, write_profile
@@ -82,7 +85,7 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
         calibrate as session,
     )  # import here: takes half a second, and the help does not need it
 
-    # The form of a source determines its kind: key=value is a recipe, .csv a table, anything else a run folder.
+    # A source's kind follows from its form: key=value is a recipe, .csv a table, anything else a run folder.
     tables = [source for source in sources if source.endswith(".csv") and "=" not in source]
     keys = [source for source in sources if "=" in source]
     runs = [Path(source) for source in sources if source not in tables and source not in keys]

@@ -20,7 +20,7 @@ RUNS = "runs"
 RUN_FILE = "run.json"
 LAST = "last"
 MOST_FOLDERS = 2_000
-"""Maximum number of folders below ./runs that are read."""
+"""Maximum number of folders below ./runs to read."""
 
 
 def complete(line: str, commands: Mapping[str, Command]) -> list[str]:
@@ -119,7 +119,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _options(module: ast.Module, command: str) -> Iterator[str]:
-    """Yield the options of the function `command`: the explicit `--name` of an argument, or typer's default name."""
+    """Yield the options of the function `command`: each argument's explicit `--name`, or typer's default name."""
     shared = _parse(Path(__file__).with_name("options.py"))
     aliases = {
         target.id: node.value

@@ -37,7 +37,7 @@ OPTIONS = {
     "data.tokenizer.path": "--tokenizer",
     "data.tokenizer.end_of_document": "--end-of-document",
 }
-"""Recipe keys, and the options that set them in this command."""
+"""Maps recipe keys to this command's options."""
 
 
 Source = Literal[Documents, SampleSource]
@@ -49,7 +49,7 @@ READY: dict[str, str] = {
     "images": "images are read as they are",
     "volumes": "volumes are read as they are",
 }
-"""Why a source needs no preparation."""
+"""Reasons why a source needs no preparation, by source."""
 
 
 @app.command()
@@ -58,7 +58,7 @@ def prepare(
         list[str] | None,
         typer.Argument(
             metavar="[recipe=NAME|key=value]...",
-            help="Prepare all data of this run, such as a mixture, in the cache.",
+            help="A recipe: prepare all its data, such as a mixture, in the cache.",
         ),
     ] = None,
     source: Annotated[
@@ -67,12 +67,16 @@ def prepare(
     output: Annotated[Path | None, typer.Option(help="Folder to make.")] = None,
     path: Annotated[str | None, typer.Option(help="File, folder or quoted glob.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
-    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead.")] = None,
-    end_of_document: Annotated[str | None, typer.Option(help="The token in it that ends a document.")] = None,
-    text_field: Annotated[str, typer.Option(help="Field of each JSON line, or column of a table, to read.")] = "text",
-    chat_template: Annotated[str | None, typer.Option(help="chatml, or a file of Jinja (chat only).")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead of training one.")] = None,
+    end_of_document: Annotated[
+        str | None, typer.Option(help="The token of that tokenizer that ends a document.")
+    ] = None,
+    text_field: Annotated[
+        str, typer.Option(help="Field of each JSON line, or column of a table, that contains the text.")
+    ] = "text",
+    chat_template: Annotated[str | None, typer.Option(help="chatml, or a Jinja template file (chat only).")] = None,
     heldout_fraction: Annotated[float, typer.Option(help="Fraction of the documents to hold out.")] = 0.02,
-    max_bytes: Annotated[int | None, typer.Option(help="Read at most this much text.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Read at most this many bytes of text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
     """Read text, train a tokenizer on it (or use an existing one), and write token shards: from one source to a folder,
@@ -105,7 +109,7 @@ def prepare(
     try:
         with _progress() as on_progress:
             prepare_into(data, output, on_progress)
-    except FileExistsError as error:  # another process has filled the folder in the meantime
+    except FileExistsError as error:  # another process has written to the folder in the meantime
         raise not_empty(output) from error
     except TrainspecError as error:  # recipe keys in the error become this command's options
         raise type(error)([_as_option(problem) for problem in error.problems]) from error
@@ -121,7 +125,7 @@ def prepare_recipe(arguments: list[str], as_json: bool) -> None:
     with _progress() as on_progress:
         folder = prepare_data(data, on_progress)
     collection = Collection.open(folder)
-    # A single source has no name.
+    # If there is only one source, it has no name.
     found = {name or data.source: part.folder for name, part in collection.parts.items()}
     found |= collection.validation
     if as_json:
@@ -163,7 +167,7 @@ def _as_option(problem: Problem) -> Problem:
 def _progress() -> Iterator[OnProgress]:
     """Show a progress bar on stderr, so that with `--json` stdout contains only JSON."""
     console = PrintableConsole(stderr=True)
-    # In a log, one line per percent would hide the result.
+    # Not in a log, where one line per percent would hide the result.
     if not console.is_terminal:
         yield lambda phase, done, rows: None
         return

@@ -1,4 +1,4 @@
-"""`trainspec diagnose`: report what slows a run down, where, since when, and what to do about it."""
+"""`trainspec diagnose`: report what slows down a run, where, since when, and what to do about it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def explain(
     # Complete a key that starts with the name of a group, such as `slurm.time` for `cluster.slurm.time`, or that is the
     # unique last word of a key, such as `lr` for `optim.lr`.
     first, dot, rest = key.partition(".")
-    # A key takes precedence over a group of the same name: `data` is both.
+    # A key takes precedence over a group of the same name, such as `data`.
     is_group = first in folders.groups and not any(explain_key(RunSpec, first))
     section = path_of_group(first) if is_group else ""
     if section:

@@ -40,10 +40,10 @@ def export(
     ] = "fp32",
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the newest.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
-    max_file_gb: Annotated[float, typer.Option(help="Larger models are split into files of this size.")] = 5.0,
+    max_file_gb: Annotated[float, typer.Option(help="Maximum size of a file; larger models are split.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's weights, config, tokenizer and generation config; transformers loads them without trainspec."""
+    """Write a run's weights, config, tokenizer and generation config, which transformers loads without trainspec."""
     run_dir = find_own_run(run)
     chosen = find_checkpoint(run_dir, step, best=best)
     # Check this first, because reading the checkpoint may take minutes.

@@ -20,14 +20,14 @@ Again = Annotated[bool, typer.Option("--again", help="Measure again, even if res
 
 
 def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = False) -> None:
-    """Measure every kernel that runs here, against fp64 and against torch's default, with the recipe's shapes.
-    kernels=auto uses the results. Each kernel is measured only once."""
+    """Measure every kernel that runs on this machine with the recipe's shapes: its error against fp64, and its speed
+    against torch's default. kernels=auto uses the results. Each kernel is measured only once."""
     console = make_console(as_json=as_json)
     with on_stop_signal(interrupt):
         loaded = load(arguments)
         machine = this_machine(loaded.spec)
         plan = plan_on(loaded, machine)
-        begin = partial(console.report, "measuring kernels on this machine, once")
+        begin = partial(console.report, "measuring kernels on this machine (only once)")
         table = measure_kernels(plan, machine, begin, again=again)
     if as_json:
         print(json_text(to_plain(table)))

@@ -41,13 +41,13 @@ def launch(
     notify: NotifyWhom = "",
     as_json: AsJson = False,
 ) -> int:
-    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops immediately.
+    """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second Ctrl-C stops immediately.
 
     On several nodes without Slurm, type the same command on each of them, with --node-rank and a shared run.dir. With
     --sweep, one run per value trains on this node; a table then lists the runs, best first.
     """
     if sweep:
-        from trainspec_cli.recipe.rules.check import WING_KEYS  # the same
+        from trainspec_cli.recipe.rules.check import WING_KEYS  # not needed by the help
 
         keys = {argument.partition("=")[0] for argument in arguments}
         given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": nnodes is not None}
@@ -57,7 +57,9 @@ def launch(
             hint = "leave one out; trainspec sbatch --sweep creates a Slurm array"
             raise RecipeError(Problem("usage", f"{option} and --sweep cannot be combined", option, hint))
         from trainspec_cli.session.launching.sweep import read_sweep
-        from trainspec_cli.session.launching.sweep_runs import launch_sweep  # see below
+        from trainspec_cli.session.launching.sweep_runs import (
+            launch_sweep,
+        )  # takes half a second; not needed by the help
 
         sweeps = [read_sweep(one) for one in sweep]
         with on_stop_signal(interrupt):

@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.model import OwnModel
 Row = JsonObject
 RECIPE = "recipe"
 _FOR_PROGRAMS = re.compile(r"#\s*(@package|yaml-language-server)\b")
-"""Starts of comments at the top of a file that are meant for Hydra or editors."""
+"""How comments at the top of a file start that are meant for Hydra or editors."""
 
 
 def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
@@ -37,7 +37,7 @@ def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
         for name, file in files.items()
         if file
     ]
-    # A user's file hides the shipped file of the same name, just as when a recipe is composed.
+    # A user's file hides the shipped file of the same name, as it does when a recipe is composed.
     shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
     return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
 

@@ -9,11 +9,11 @@ import typer
 
 from trainspec_cli.cli.options import RunArgument
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new lines until the run ends.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")]
 
 
 def logs(run: RunArgument, follow: Follow = False) -> None:
-    """Print the output of a run since its launch. The output of each worker is in the run's `logs` folder."""
+    """Print the output of a run since its launch. Each worker's output is in the run's `logs` folder."""
     from trainspec_cli.session.runs.find import find_run
     from trainspec_cli.session.runs.follow import read_run_log
 

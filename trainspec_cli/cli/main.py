@@ -1,5 +1,5 @@
 """The entry point of the command line: it runs a command and exits with its code. This file also contains the table of
-commands and the help. A command's module is imported when the command is called. User and machine errors are shown
+commands and the help. A command's module is imported only when the command is called. User and machine errors are shown
 without a traceback. Exit codes in addition to those in `core/errors.py`: 1 for a bug in the program (the traceback goes
 to a file), and 141 if the reader of a pipe has closed it, as in a shell."""
 
@@ -34,8 +34,8 @@ EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
 SHOWN_CHARS = 200
 NEW_OBJECTS = 50_000
-"""Number of objects to allocate before Python's cyclic garbage collector runs: a plan allocates many objects, but
-creates hardly any cycles."""
+"""Number of allocated objects after which Python's cyclic garbage collector runs. It is high because a plan allocates
+many objects, but creates hardly any cycles."""
 GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
 """The headings of the help, in order."""
 _TRUNK = {
@@ -273,14 +273,14 @@ def _usage_problem(name: str, error: Any) -> Problem:
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
     hint = f"see trainspec {name} --help"
     option = getattr(error, "option_name", "").lstrip("-")
-    # Users of argparse programs pass --optim.lr=3e-4.
+    # Users of argparse programs may pass --optim.lr=3e-4.
     if option == "recipe" or "." in option:
         hint = f"values are set without dashes: {option}=<value>"
     elif type(error).__name__ == "NoSuchOption":
         meant = _meant_option(error.ctx, option)
         if COMMANDS[name].takes_command:
             own = f"{meant or hint}; your own command, with its options, goes after --"
-            # What to type instead of an option of Slurm's sbatch; empty for other options.
+            # Suggest what to type instead of an option of Slurm's sbatch.
             from trainspec_cli.recipe.rules.run import KEYS, OF_SCRIPT, PREFIX
 
             if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
@@ -313,7 +313,7 @@ def _meant_option(context: Any, option: str) -> str:
         remedy = FORMER_FLAGS[option]
         return f"{'pass' if remedy.startswith('--') else 'set'} {remedy}"
     parameters = context.command.params
-    # The options come from the parser, so that a hint never names an option that does not exist.
+    # Take the options from the parser, so that a hint never names an option that does not exist.
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
     meant = f"did you mean {near}?" if near else ""
     if any(parameter.name == "arguments" for parameter in parameters):

@@ -21,7 +21,7 @@ To = Annotated[str, typer.Option("--to", metavar="VERSION", help="The target ver
 def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT_VERSION, as_json: AsJson = False) -> None:
     """Convert recipes and run folders from earlier versions of the training spec to the current version.
 
-    The old file is kept as FILE.VERSION.bak. Comments in recipes are preserved. Files protected by a digest
+    Old files are kept as FILE.VERSION.bak. Comments in recipes are preserved. Files protected by a digest
     (certificates, checkpoints) remain readable, and are not changed."""
     from trainspec_cli.session.recipe.migrate import apply, find_migrations  # the help does not need it
 

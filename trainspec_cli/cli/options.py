@@ -20,7 +20,7 @@ RecipeArguments = Annotated[
     list[str],
     typer.Argument(
         metavar="recipe=NAME|key=value",
-        help="The recipe, and changes to it: optim.lr=3e-4, model=llama_6m, ~key to remove a key.",
+        help="The recipe, and changes to it, such as optim.lr=3e-4, model=llama_6m, or ~key to remove a key.",
         show_default=False,
     ),
 ]
@@ -31,7 +31,9 @@ NodeRank = Annotated[int, typer.Option("--node-rank", metavar="I", help="Number 
 Endpoint = Annotated[
     str | None,
     typer.Option(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="Address of the first node for the others, and a free port."
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="HOST:PORT: an address of the first node that the other nodes can reach, and a free port.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -77,7 +79,7 @@ MaxRestarts = Annotated[
 ]
 Grace = Annotated[
     float,
-    typer.Option("--grace-s", metavar="S", min=0, help="Time to save and exit after a request to stop."),
+    typer.Option("--grace-s", metavar="S", min=0, help="Time allowed for saving and exiting after a request to stop."),
 ]
 HangAfter = Annotated[
     float | None,
@@ -131,7 +133,7 @@ def not_empty(output: Path) -> RecipeError:
 
 
 def page_origin() -> PageOrigin:
-    """Return the origin to state on a page created by this command."""
+    """Return the text for a page that states how it was created."""
     # The page states the command that recreates it, because it may be read long after that command ran.
     command = shlex.join(["trainspec", *sys.argv[1:]])
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)

@@ -77,7 +77,9 @@ def plan(
             tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
         )
         if html:
-            from trainspec_cli.reporter.plan.page import render_sweep_page  # the same
+            from trainspec_cli.reporter.plan.page import (
+                render_sweep_page,
+            )  # loads charts, which text output does not need
 
             write_page(html, render_sweep_page(swept, page_origin()))
         if as_json:

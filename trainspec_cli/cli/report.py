@@ -18,7 +18,7 @@ from trainspec_cli.reporter.run_page import render_run_page
 from trainspec_cli.session.runs.diagnose import composed_of, report_of
 
 Csv = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Also write all curves as one table, with a row per step.")
+    Path | None, typer.Option("--csv", metavar="FILE", help="Also write all curves to one table, with a row per step.")
 ]
 
 

@@ -40,12 +40,19 @@ Memory = Annotated[
     bool, typer.Option("--memory", help="List the copies of state that runs keep in this node's memory instead.")
 ]
 ClearMemory = Annotated[
-    bool, typer.Option("--clear-memory", help="Remove these copies, except those of runs that are running or queued.")
+    bool,
+    typer.Option(
+        "--clear-memory",
+        help="Remove copies of state from this node's memory, except those of runs that are running or queued.",
+    ),
 ]
 Limits = Annotated[
     bool, typer.Option("--limits", help="List the settings that ran out of memory on this machine instead.")
 ]
-ClearLimits = Annotated[bool, typer.Option("--clear-limits", help="Forget these settings: launches try them again.")]
+ClearLimits = Annotated[
+    bool,
+    typer.Option("--clear-limits", help="Forget the settings that ran out of memory; launches will try them again."),
+]
 
 
 app = typer.Typer(add_completion=False)
@@ -81,7 +88,7 @@ def runs(
         print(json_text([asdict(line) for line in lines]))
     elif lines:
         columns = zip(HEADINGS, *map(_cells, lines), strict=True)
-        filled = [column for column in columns if any(column[1:])]  # omit empty columns
+        filled = [column for column in columns if any(column[1:])]  # columns that would be empty are omitted
         print("\n".join(aligned(list(zip(*filled, strict=True)))))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
@@ -143,7 +150,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
         if clear:
             print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
-            print("\ntrainspec runs --clear-memory removes those of runs that are not running or queued")
+            print("\ntrainspec runs --clear-memory removes the copies of runs that are not running or queued")
 
 
 def _status_of_owner(run: RunDir | None) -> str:
@@ -189,7 +196,7 @@ def prune(
     ] = None,
     older_than: Annotated[float, typer.Option(metavar="DAYS", help="Only runs older than this.")] = 0.0,
     checkpoints: Annotated[
-        bool, typer.Option("--checkpoints", help="Remove only checkpoints: all except a run's newest and best.")
+        bool, typer.Option("--checkpoints", help="Remove only checkpoints: all except each run's newest and best.")
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -219,7 +226,7 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
         if as_json or not sys.stdin.isatty():
             hint = "add --yes"
             raise RecipeError(
-                Problem("usage", f"{freed} would be removed, and there is no terminal to confirm it on", "--yes", hint)
+                Problem("usage", f"{freed} would be removed, but there is no terminal to confirm it on", "--yes", hint)
             )
         typer.confirm(f"remove this and free {freed}?", abort=True)
     for one in removals:

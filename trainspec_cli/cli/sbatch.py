@@ -53,14 +53,14 @@ AllowSetup = Annotated[
     bool,
     typer.Option(
         "--allow-setup",
-        help="Submit shell lines from a recipe file that another user owns or that everyone can write to.",
+        help="Allow shell lines from a recipe file that another user owns or that everyone can write to.",
     ),
 ]
 OF_RECIPE, OF_COMMAND = (
     ("sweep", "force"),
     ("folder", "max_restarts", "grace_s", "hang_s", "work_s", "join_timeout_s"),
 )
-"""Options that only recipe jobs have, and options that only command jobs have."""
+"""Options that apply only to jobs for recipes, and options that apply only to jobs for a user's command."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PreparedJob:
     """The run folders, one for each task of an array."""
     warnings: Sequence[str]
     write: Callable[..., Submission]
-    """Writes the submission; takes `dry_run`."""
+    """Writes the job's files, and returns the submission. Takes `dry_run`."""
 
 
 PrepareCommand = Callable[[Sequence[str], Sequence[str], str | None, CommandOptions], PreparedJob]
@@ -112,10 +112,10 @@ def sbatch(
 ) -> None:
     """Create a run's folder and the Slurm script that trains it, and print or submit the script.
 
-    Every node must see the folder (run.dir; for a command --dir). cluster.slurm sets the options of the job. With
-    --sweep, the runs are the tasks of one array. Shell lines of a recipe (cluster.slurm.setup) are shown on stderr.
-    Submitting the script again continues the run. --dry-run shows the script and creates nothing. If the script was
-    created but not submitted, the same command with --submit submits it.
+    Every node must have access to the folder (run.dir; for a command --dir). cluster.slurm sets the options of the job.
+    With --sweep, the runs are the tasks of one array. Shell lines of a recipe (cluster.slurm.setup) are shown on
+    stderr. Submitting the script again continues the run. --dry-run shows the script and creates nothing. If the script
+    was created but not submitted, the same command with --submit submits it.
     """
     from trainspec_cli.session.slurm import (
         submit as session,
@@ -170,7 +170,7 @@ def sbatch(
 
 
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> PreparedJob:
-    from trainspec_cli.session.slurm import submit as session  # the same
+    from trainspec_cli.session.slurm import submit as session  # not needed by the help
 
     # A program or a script among the `key=value` arguments means that the `--` before a command is missing.
     for place, word in enumerate(arguments):

@@ -29,7 +29,7 @@ def schema(
     write: Annotated[
         Path | None,
         typer.Option(
-            "--write", metavar="FOLDER", help="Write recipe.json and a NAME.json for every other schema to this folder."
+            "--write", metavar="FOLDER", help="Write recipe.json, and NAME.json for every other schema, to this folder."
         ),
     ] = None,
 ) -> None:

@@ -25,14 +25,16 @@ def show(
     arguments: RecipeArguments,
     diff: Annotated[
         str | None,
-        typer.Option(metavar="OTHER", help="Show the differences from a recipe, a run folder or its composed.yaml."),
+        typer.Option(
+            metavar="OTHER", help="Show the differences from another recipe, a run folder or its composed.yaml."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the composed recipe, with the file:line of each value."""
     examined = examine(arguments)
-    # Print no partial recipe as JSON: a program would mistake it for a complete one. People can see where the problems
-    # are.
+    # Do not print a partial recipe as JSON, because a program would mistake it for a complete one. People can see where
+    # the problems are.
     hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         from trainspec_cli.recipe.compose.values import render_yaml  # loads hydra, which the help does not need
@@ -88,7 +90,7 @@ _ABSENT = object()
 
 
 def _cell(values: JsonObject, path: str) -> str:
-    from trainspec_cli.recipe.compose.values import render_value  # the same
+    from trainspec_cli.recipe.compose.values import render_value  # loads hydra, which the help does not need
 
     text = render_value(values[path]) if path in values else "-"
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."

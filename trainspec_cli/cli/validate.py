@@ -51,7 +51,9 @@ def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = F
     plan = None if is_open else plan_for(loaded, machine)
     about_data = check_data(loaded)
     recipe = examined.composed.recipe
-    summary = _summary(recipe, plan) if plan else f"{recipe} is valid; its layout is checked on a node with its GPUs"
+    summary = (
+        _summary(recipe, plan) if plan else f"{recipe} is valid; its layout will be checked on a node with its GPUs"
+    )
     code = [f"\n{line}" for line in describe_code(examined.draft)]
     print(render_json([]) if as_json else "; ".join(filter(None, (summary, about_data))) + "".join(code))
 

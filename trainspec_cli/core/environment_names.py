@@ -1,4 +1,4 @@
-"""Names of environment variables, both of trainspec's processes and of the user, and the process title of a worker."""
+"""Names of environment variables that users or trainspec's processes set, and the process title of a worker."""
 
 CACHE = "TRAINSPEC_CACHE"
 """Set by users: the folder for prepared data and measurements."""
@@ -11,7 +11,7 @@ HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
 """Set by users: a folder that contains checkpoints of the Hugging Face Hub as ORG/NAME."""
 
 RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
-"""Variables for the command of `--notify`: the run folder, how the run ended (done, stopped or failed), and a line of
+"""Set for the command of `--notify`: the run folder, how the run ended (done, stopped or failed), and a line of
 text."""
 
 DEVICE = "TRAINSPEC_DEVICE"
@@ -23,11 +23,11 @@ EMULATED = "TRAINSPEC_EMULATED"
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 """An identifier of the start to which a process belongs; all processes of a job have it."""
 GENERATION = "TRAINSPEC_GENERATION"
-"""The number of that start among all starts of the run. A worker of an older start stops writing."""
+"""The number of the process's start among all starts of the run. Workers of older starts stop writing."""
 GROUP = "TRAINSPEC_GROUP"
 """The number of a worker's replica group, starting at 0."""
 START = "TRAINSPEC_START"
-"""The number of that group's start, starting at 1."""
+"""The number of the replica group's start, starting at 1."""
 
 PROGRESS = "TRAINSPEC_PROGRESS"
 """ID:FOLDER of a user's command: the start's identifier, and the folder where the command's processes count their
@@ -38,7 +38,8 @@ OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEP
 values."""
 
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
-"""The file containing the secret of the job's processes. The secret itself is not in any environment."""
+"""The file with the secret that authenticates the job's processes. The secret itself is not in any environment
+variable."""
 SUPERVISOR = "TRAINSPEC_SUPERVISOR"
 """Address of the supervisor: HOST:PORT, or the path of a Unix socket on this node."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
@@ -47,8 +48,7 @@ STORE_FILE = "TRAINSPEC_STORE_FILE"
 """The file through which the processes of a single node find each other."""
 
 RANK = "RANK"
-"""A worker's rank as set by torchrun. A forked worker also has it, but the system shows the environment of its
-parent."""
+"""A worker's rank, as set by torchrun. Forked workers have it too, but the system shows their parent's environment."""
 _TITLE = "rank "
 
 

@@ -24,7 +24,7 @@ EXIT_DONE = 0
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake, and how to correct it."""
+    """One mistake in the input, and how to correct it."""
 
     code: str
     """A stable identifier for programs: `unknown_key`, `wrong_type`, `not_divisible`, ..."""
@@ -33,11 +33,11 @@ class Problem:
     path: str = ""
     """The dotted key with the problem, such as `optim.lr`."""
     hint: str = ""
-    """The command or key to type next."""
+    """What to do about the problem, such as the command or key to type."""
     file: str | None = None
     """The YAML file, or `command line`."""
     line: int | None = None
-    """Counted from 1; on the command line, the number of the argument."""
+    """The line number in the file, from 1; on the command line, the number of the argument."""
     column: int | None = None
     excerpt: str = ""
     """The text of that line or argument, for display."""
@@ -50,7 +50,7 @@ class Problem:
         return fields
 
     def where(self) -> str:
-        """Return `file:line:column`, as far as it is known."""
+        """Return the position as `file:line:column`, as far as it is known."""
         return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
 
 
@@ -111,6 +111,6 @@ EXIT_CODES = {
 
 
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:
-    """Return a hint, or "" if no allowed word is similar."""
+    """Return a hint that suggests a similar allowed word; "" if there is none."""
     word = closest(got, allowed)
     return f"did you mean `{word}`?" if word else ""

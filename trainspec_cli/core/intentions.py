@@ -165,7 +165,7 @@ class Former:
     """A key, word or option from earlier versions."""
 
     why: str
-    """Completes "is no longer a setting: "."""
+    """The reason, which completes "is no longer a setting: "."""
     hint: str
     always: JsonValue = None
     """For a key: the value that trainspec always uses now. Recipes and plans composed by earlier versions state every
@@ -181,21 +181,22 @@ FORMER_KEYS: Mapping[tuple[str, str], Former] = {
     ("WireFormats", "rank"): _RANK,
     ("SitesSpec", "max_interval_steps"): Former(
         "the interval stays at the recipe's value",
-        "leave it out, and set resilience.sites.interval_steps to the value that `trainspec plan` shows",
+        "remove it, and set resilience.sites.interval_steps to the value that `trainspec plan` shows",
     ),
     ("PhantomSpec", "seed"): Former("every run has the same phantoms, ordered by `train.seed`", "leave it out", 0),
     ("PlanesSpec", "detect_s"): Former("a lost path is always detected after 1 ms", "leave it out", 0.001),
     ("PlanesSpec", "probe_s"): Former("a lost path is always probed every second", "leave it out", 1.0),
 }
-"""Keyed by the class of the section, which may occur at several paths (pools have their own sections), and the key."""
+"""Former keys, by the class of their section and by key. The same class may occur at several paths, for example once
+per pool."""
 FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
     (section, key, "low_rank"): _LOW_RANK
     for section in ("CommSpec", "WireFormats")
     for key in ("gradients", "across_nodes")
 }
-"""Keyed by the class of the section, the key, and the former value."""
+"""Former values, by the class of their section, by key, and by value."""
 FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
-"""Keyed by the group and the former option."""
+"""Former options, by group and by option."""
 
 FORMER_FLAGS: Mapping[str, str] = {
     "webhook": "--notify URL",
@@ -207,14 +208,15 @@ FORMER_FLAGS: Mapping[str, str] = {
 """Maps a former command option to what to type instead."""
 
 CONTAINED_CHARS = 3
-"""Minimum length of a word that is searched for inside others, such as 4090 in rtx_4090."""
+"""Minimum length of a word that is searched for inside other words, such as 4090 in rtx_4090."""
 
 _KEYS = {name: key for key, names in NAMES_BY_KEY.items() for name in names.split()}
 
 
 def closest(got: str, allowed: Iterable[str]) -> str | None:
-    """Return the member of `allowed` that is closest to an unknown word, or None. It has a similar spelling or the same
-    meaning, or is the only member that has the same letters (tyni for tiny) or contains the word."""
+    """Return the member of `allowed` that is closest to an unknown word; None if no member is close. It has a similar
+    spelling or the same meaning, or is the only member that has the same letters (tyni for tiny) or contains the
+    word."""
     from difflib import get_close_matches
 
     by_shape = {_shape(word): word for word in allowed}

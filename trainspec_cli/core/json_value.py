@@ -1,4 +1,4 @@
-"""Plain values that are read from or written to a JSON file or a socket."""
+"""Types of plain values that are read from or written to JSON files and sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ JsonObject: TypeAlias = dict[str, JsonValue]
 
 
 def flatten(data: JsonObject, prefix: str = "") -> JsonObject:
-    """Map dotted paths to values, for every value that is not a section."""
+    """Flatten nested sections: map a dotted path to each value that is not a section."""
     flat: JsonObject = {}
     for key, value in data.items():
         if isinstance(value, dict) and value:

@@ -36,7 +36,7 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def _cpu_line(key: str, cpuinfo: Path) -> str:
-    """Return the first value of `key`, or ""."""
+    """Return the first value of `key` in /proc/cpuinfo; "" if there is none."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -44,8 +44,8 @@ def _cpu_line(key: str, cpuinfo: Path) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-# The user's cache (prepared data, machine measurements, cluster profiles, memory limits), and the folder for the list
-# of runs.
+# Locate the user's cache (prepared data, machine measurements, cluster profiles, memory limits), and the folder with
+# the list of runs.
 
 
 CHOOSE_ANOTHER = f"choose your own folder for prepared data and measured results: {CACHE}=FOLDER"
@@ -109,7 +109,7 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
     )
 
 
-# Which files can be trusted on a shared machine, and how files are made private to this user.
+# Decide which files can be trusted on a shared machine, and make files private to this user.
 #
 # A file is trusted if it belongs to this user or to root and is not world-writable. Sharing with a group is the owner's
 # choice, so group permissions are ignored.
@@ -119,8 +119,9 @@ PRIVATE_UMASK = 0o077
 PRIVATE_FOLDER = 0o700
 PRIVATE_FILE = 0o600
 NEVER_READ = ("wandb",)
-"""Folders at the top level of a run folder that another program writes and trainspec never reads. Weights & Biases puts
-links in its folder: `latest-run`, and `debug-core.log`, which points to its cache in the user's home folder."""
+"""Folders at the top level of a run folder that another program writes and trainspec never reads. For example, Weights
+& Biases puts links in its folder: `latest-run`, and `debug-core.log`, which points to its cache in the user's home
+folder."""
 
 
 @contextmanager
@@ -202,13 +203,13 @@ def read_private(path: Path, max_bytes: int) -> bytes:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return True if `name` is a bare file name, which cannot lead to another folder."""
+    """Return True if `name` is a bare file name, which cannot point to another folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
 def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below `root`, with a folder before its content. The content of the folders in `closed` is
-    omitted."""
+    """Yield everything below `root`, with a folder before its content. The content of folders in `closed` is
+    skipped."""
     folders = [str(root)]
     while folders:
         try:

@@ -1,7 +1,7 @@
-"""Text for terminals, where control characters, and characters that hide or reorder others, are escaped.
+"""Make text safe for terminals, by escaping control characters and characters that hide or reorder others.
 
-Recipes, run folders, data and file names may be untrusted, and control characters can make a terminal change its title,
-move the cursor, or hide and recolour text. `printing_safely` therefore replaces stdout and stderr with a
+Recipes, run folders, data and file names may be untrusted, and their control characters could make a terminal change
+its title, move the cursor, or hide and recolour text. `printing_safely` therefore replaces stdout and stderr with a
 `PrintableStream` for all output. The `LastingStream` below it survives the closing of its terminal."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def without_colours(text: str) -> str:
 
 def _escape(character: str) -> str:
     number = ord(character)
-    if 0xDC80 <= number <= 0xDCFF:  # Python's replacement for one undecodable byte
+    if 0xDC80 <= number <= 0xDCFF:  # Python's replacement character for an undecodable byte
         number -= 0xDC00
     if number < 0x100:
         return f"\\x{number:02x}"
@@ -59,10 +59,9 @@ def _escape(character: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that makes everything written to it printable, except for the program's own colours.
-
-    These start with `escape` instead of ESC. It is a string that differs for every stream, so that no other text can
-    contain it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping
+    """A text stream that makes everything written to it printable, except for the program's own colours. Colour codes
+    start with `escape` instead of ESC: a string that is different for every stream, so that no other text can contain
+    it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles do their own escaping
     (reporter/console.py)."""
 
     def __init__(self, stream: TextIO | LastingStream):
@@ -104,7 +103,7 @@ class LastingStream:
 
     @contextmanager
     def _discard_when_closed(self) -> Iterator[None]:
-        """Redirect the stream, including its buffered output, to /dev/null after the first failed write."""
+        """After the first failed write, redirect the stream, including its buffered output, to /dev/null."""
         try:
             yield
         except OSError as error:
@@ -198,8 +197,8 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-# Colour and columns for terminals, plain text for pipes. No library is used, so that help and errors appear
-# immediately.
+# Format output in colour and columns for terminals, and as plain text for pipes. No library is imported, so that help
+# and errors appear immediately.
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,7 @@ class Style:
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:
-        """Return the style for a stream. With NO_COLOR (no-color.org) and on dumb terminals, it is plain text."""
+        """Return the style for a stream: plain text if NO_COLOR is set (no-color.org) or the terminal is dumb."""
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         return cls(not plain and stream.isatty(), getattr(stream, "escape", "\x1b"))
 

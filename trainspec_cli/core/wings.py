@@ -43,13 +43,13 @@ class Command:
     """A command on the command line: a function with the same name in a module with the same name, or that module's
     typer app."""
 
-    group: str  # heading in the help
+    group: str  # the command's heading in the help
     summary: str
-    takes_keys: bool = False  # takes `key=value` arguments, which shell completion suggests
-    takes_run: bool = False  # takes a run as its first argument
-    takes_command: bool = False  # takes a user's command after `--`
-    folder: str = "trainspec_cli.cli"  # the package of the command's module; for a plug-in, its `commands`
-    function: str = ""  # module and function, if they cannot have the command's name
+    takes_keys: bool = False  # whether it takes `key=value` arguments, which shell completion suggests
+    takes_run: bool = False  # whether the command takes a run as its first argument
+    takes_command: bool = False  # whether it takes a user's command after `--`
+    folder: str = "trainspec_cli.cli"  # the package of the command's module; for a plug-in, its `commands` package
+    function: str = ""  # name of the module and function, if it cannot be the command's name
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def _read(file: Path) -> Wing:
 
 
 def parts_of(point: Point[Part], wings: Collection[str] | None = None) -> list[Part]:
-    """Import and return the contributions at `point`, in the order of the plug-ins' names. `wings`: restrict this to
-    these plug-ins."""
+    """Import and return the contributions at `point`, in the order of the plug-ins' names. `wings`: consider only these
+    plug-ins."""
     found = [wing for name, wing in find_wings().items() if wings is None or name in wings]
     return [cast(Part, _load(wing.parts[point.name])) for wing in found if point.name in wing.parts]
 

@@ -1,1 +1,1 @@
-"""The engine, which torchrun's workers run. It is the only package that imports torch."""
+"""The training engine, which runs in torchrun's workers. It is the only package that imports torch."""

@@ -1,4 +1,5 @@
-"""A worker: `torchrun -m trainspec_cli.engine RUNDIR` trains according to the folder's plan.json and run.json."""
+"""The entry point of a worker: `torchrun -m trainspec_cli.engine RUNDIR` trains according to plan.json and run.json in
+RUNDIR."""
 
 from __future__ import annotations
 

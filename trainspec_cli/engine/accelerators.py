@@ -1,6 +1,6 @@
-"""The kinds of devices that the engine runs on, and the operations that it needs from a device of any vendor.
+"""The kinds of devices that the engine runs on, and the device operations that it needs, for any vendor.
 
-torch.accelerator, torch.Event and torch.Stream support the chips of every vendor; on CUDA they make the same calls as
+torch.accelerator, torch.Event and torch.Stream support all vendors' chips; on CUDA they make the same calls as
 torch.cuda (checked in torch 2.11 to 2.13). Everything else, such as a device's name and its random numbers, comes from
 the device's module (`torch.get_device_module`). Features that only CUDA has are in `cuda_only.py`.
 """
@@ -26,9 +26,9 @@ from trainspec_cli.core.wings import Point, parts_of
 @dataclass(frozen=True)
 class DeviceKind:
     collectives: str
-    """The backend of process groups for tensors on such devices."""
+    """The process-group backend for tensors on such devices."""
     is_numbered: bool = True
-    """False for kinds of which a machine has only one device, so that torch does not number them."""
+    """Whether torch numbers the devices. False if a machine never has more than one of this kind."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True
@@ -50,7 +50,7 @@ AMD's `nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's.""
 
 
 class DevicePlugin(Protocol):
-    """A device that torch does not support natively."""
+    """A kind of device that torch does not support natively."""
 
     name: str
     kind: DeviceKind
@@ -68,14 +68,14 @@ def on_chip(device: torch.device) -> bool:
 
 
 def enter(device_type: str) -> torch.device:
-    """Return the device of this process's local rank, and make it this thread's current device."""
+    """Return the device for this process's local rank, and make it this thread's current device."""
     wanted = os.environ.get(DEVICE)
     if wanted is not None:  # a device that a plug-in provides replaces the plan's
         plugins = {plugin.name: plugin for plugin in parts_of(DEVICES)}
         if wanted not in plugins:
             known = ", ".join(sorted(plugins)) or "none is installed"
             message = f"{DEVICE}: `{wanted}` is not the name of a device plugin"
-            raise RecipeError(Problem("unknown_value", message, DEVICE, f"unset it, or name one of: {known}"))
+            raise RecipeError(Problem("unknown_value", message, DEVICE, f"unset it, or set it to one of: {known}"))
         plugin = plugins[wanted]
         plugin.register()
         KINDS[plugin.name] = plugin.kind
@@ -87,7 +87,7 @@ def enter(device_type: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make an accelerator this thread's current device. The current device of a new thread is the node's first one."""
+    """Make an accelerator this thread's current device. In a new thread, the current device is the node's first one."""
     if KINDS[device.type].is_numbered:
         torch.accelerator.set_device_index(device)
 
@@ -165,7 +165,7 @@ def _emulated(device: torch.device, name: str) -> Callable[..., Any] | None:
 
 def host_work(device: torch.device, name: str = "", seconds: float = 0.0) -> None:
     """Advance an emulated host clock by the duration of a `read` (of a batch) or `write` (of a checkpoint). `seconds`
-    are added on any clock, by sleeping on a real one."""
+    are added to the emulated clock, or slept on a real host."""
     work = _emulated(device, "host_work")
     if work is not None:
         work(name, seconds)

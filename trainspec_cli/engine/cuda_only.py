@@ -1,8 +1,8 @@
 """Features of NVIDIA and AMD devices for which torch has no general interface.
 
-These are pinning existing memory (torch pins only memory that it allocates itself, rounded up to powers of two), and
-NCCL: its version, and a process group whose errors do not end the process. Kernels that need CUDA (Triton, cuDNN) are
-marked in the table of kernels, `recipe/keys/kernels.py`.
+They are pinning existing memory (torch only pins memory that it allocates, rounded up to powers of two) and NCCL (its
+version, and a process group whose errors do not end the process). Kernels that need CUDA (Triton, cuDNN) are marked in
+the table of kernels, `recipe/keys/kernels.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SURVIVABLE_NCCL = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Variables that a ProcessGroupNCCL reads when it is created (according to the source,
+"""Environment variables that a ProcessGroupNCCL reads when it is created (according to the source,
 torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; not tested). By default, its watchdog ends the process at a peer's
 first error. After an error it sleeps for a minute, during which the group cannot be destroyed, and its monitor ends a
 process whose watchdog is blocked."""
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """Pin the host memory of a tensor in place, so that copies from this device are asynchronous. Devices other than
-    CUDA have no call for this, so the host waits."""
+    """Pin the host memory of a tensor in place, so that copies from this device are asynchronous. On other devices than
+    CUDA, which have no call for this, copies block the host."""
     if device.type == "cuda":
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
 
@@ -50,10 +50,10 @@ def nccl_version() -> str:
 def open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a ProcessGroupNCCL that may lose peers. Its owner detects errors, checks the time, and calls `abort`.
 
-    Connecting is non-blocking on the device, so that it ends after `timeout` if a peer has died in the meantime; NCCL's
-    blocking form waits forever and cannot be aborted. torch reads this timeout once per process. The timeout of the
-    group is longer than that of its owner, because it limits `abort`, and because the watchdog must not be the first to
-    detect that an exchange is late.
+    Connecting is non-blocking, so that it ends after `timeout` if a peer has died in the meantime; NCCL's blocking form
+    would wait forever and cannot be aborted. torch reads this timeout once per process. The group's timeout is longer
+    than its owner's, because it also limits `abort`, and because the owner must detect a late exchange before the
+    watchdog does.
     """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     options = dist.ProcessGroupNCCL.Options()

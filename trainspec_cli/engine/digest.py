@@ -1,4 +1,5 @@
-"""Digests of weights: a SHA-256 that is the same for every layout, and a fast digest for comparing replica groups."""
+"""Compute digests of weights: a SHA-256 that is the same for every layout, and a fast digest for comparing replica
+groups."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from trainspec_cli.engine.shares import Share, unique_shares
 
 @torch.no_grad()
 def weights_sha256(shares: Sequence[Share], pipeline: dist.ProcessGroup) -> str:
-    """Return the SHA-256 over the names of all parameters and the SHA-256 of their little-endian bytes, in name order.
-    Called collectively by all ranks. Only one full parameter is in memory at a time."""
+    """Return a SHA-256 over each parameter's name and the SHA-256 of its little-endian bytes, in name order. Called
+    collectively by all ranks. Only one full parameter is in memory at a time."""
     own = {share.name: _sha256(share.gather()) for share in unique_shares(shares)}
     stages = gather_json(own, _read_digests, pipeline)
     digest = hashlib.sha256()
@@ -40,13 +41,14 @@ def _sha256(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def local_digest(shares: Sequence[Share]) -> Tensor:
-    """Return the sum of this rank's bits as integers, (1,) int64. Any single bit flip changes it."""
+    """Return the sum of the bits of this rank's parameters, read as integers: (1,) int64. Any single bit flip changes
+    it."""
     return sum_bits([share.local.detach() for share in shares])
 
 
 @torch.no_grad()
 def sum_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bits of fp32 tensors (or of bytes) as integers, (1,) int64."""
+    """Return the sum of the bits of fp32 tensors (or of byte tensors), read as integers: (1,) int64."""
     words = [tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32) for tensor in tensors]
     sums = [of_tensor.sum(dtype=torch.int64) for of_tensor in words if of_tensor.numel()]
     return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
@@ -67,7 +69,7 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
 
 
 NOT_FINITE = "values that are not finite (NaN or infinity)"
-"""The reason why a file is rejected."""
+"""The text of the reason for rejecting a file."""
 REMEDY = "try a lower optim.lr, a longer optim.schedule.warmup_steps, or precision=bf16 in place of fp8"
 """A hint for a run that diverged."""
 
@@ -93,11 +95,11 @@ attention is limited to documents, (tokens, targets, documents), with each token
 """
 
 IGNORED_TARGET = -1
-"""A target that is ignored by the loss."""
+"""The target value that the loss ignores."""
 
 
 def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
-    """Return the part of each sequence that a rank holds. `positions_S`: None for all positions."""
+    """Return the part of each sequence that a rank holds, at `positions_S`; None stands for all positions."""
     if positions_S is None:
         return micro_batch
     return tuple(tensor[:, positions_S] for tensor in micro_batch)
@@ -108,11 +110,11 @@ def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch
 
 Mark = float | torch.Event
 Span = tuple[Mark, Mark]
-"""The two marks around a piece of work."""
+"""The marks at the start and the end of some work."""
 
 
 def mark(*, on_gpu: bool) -> Mark:
-    """Return the current moment; on an accelerator, the moment at which the current stream reaches this point."""
+    """Mark the current moment; on an accelerator, the moment when the current stream reaches this point."""
     if not on_gpu:
         return time.perf_counter()
     event = torch.Event(enable_timing=True)

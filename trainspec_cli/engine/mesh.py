@@ -28,11 +28,11 @@ SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")
 class Mesh:
     layout: Layout
     axes: DeviceMesh
-    """All axes of `MESH_AXES`, including those of size 1, so that no code has to check which axes exist."""
+    """All axes of `MESH_AXES`, including those of size 1, so that code does not have to check which axes exist."""
     shard: DeviceMesh
     """dp_shard x cp, flattened."""
     experts: DeviceMesh | None
-    """(pp, dp_replicate, expert_shard, ep), if ep spreads experts."""
+    """(pp, dp_replicate, expert_shard, ep); None if experts are not spread over ep."""
     stage: DeviceMesh
     """All axes except pp, flattened: the ranks that hold the same layers."""
     upstream: dist.ProcessGroup
@@ -56,8 +56,8 @@ class Mesh:
         return int(self.axes[axis].get_local_rank())
 
     def links(self) -> dict[str, list[tuple[int, ...]]]:
-        """Return the groups of communicating ranks for each axis with several ranks, except the pipeline's. `dp_shard`
-        includes cp, and `expert_shard` is the axis over which the experts of each rank of ep are sharded."""
+        """Return the process groups along each axis with several ranks, except pp. `dp_shard` includes cp, and
+        `expert_shard` is the axis over which the experts of each rank of ep are sharded."""
         whole = self.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
         found = {
             "dp_replicate": _rows(whole, 1),
@@ -87,8 +87,8 @@ class Mesh:
 
 
 def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
-    """Return the ranks that differ only in the dimensions `along`. NumPy is used because it also works if torch's
-    tensors are fake, as in a trace."""
+    """Return this rank's peers, which differ from it only in the dimensions `along`. NumPy is used because, unlike
+    torch, it also works in a trace with fake tensors."""
     others = [dim for dim in range(ranks.ndim) if dim not in along]
     grid = np.array(ranks.tolist()).transpose(*others, *along)
     rows = grid.reshape(-1, math.prod(grid.shape[len(others) :]))
@@ -99,11 +99,12 @@ def split_by_tier(
     rows: Sequence[Sequence[int]], place_of: Callable[[int], int], sizes: Sequence[int]
 ) -> list[list[list[int]]] | None:
     """Return the groups for a sum over each row of ranks, tier by tier and innermost first: the ranks inside each
-    element, then those with the same number in each element connected by the next tier, and so on.
+    element (e.g. below a switch), then those at the same position in the elements that the next tier connects, and so
+    on.
 
-    `place_of`: position of a rank's device among all devices. `sizes`: number of devices in an element of each tier,
-    innermost first. None unless several levels have several ranks and all elements of a tier have the same number of
-    ranks.
+    `place_of`: position of a rank's device among all devices. `sizes`: number of devices per element of each tier,
+    innermost first. None if fewer than two levels have several ranks, or if elements of a tier have different numbers
+    of ranks.
     """
     if not sizes:
         return None

@@ -41,12 +41,12 @@ NF4 = (
 
 
 class Nf4(NamedTuple):
-    """A matrix, or a rank's part of one."""
+    """A matrix in NF4, or a rank's part of one."""
 
     codes: Tensor
-    """(F, D / 2) uint8: the first of two neighbouring codes is in the high four bits."""
+    """(F, D / 2) uint8: two neighbouring codes per byte, the first in the high four bits."""
     magnitudes: Tensor
-    """(F, N) uint8: each block's largest magnitude."""
+    """(F, N) uint8: each block's largest magnitude, quantised."""
     scales: Tensor
     """(1 + G,) fp32, for the full matrix: the mean of the magnitudes, followed by the largest distance from it in each
     block."""
@@ -81,8 +81,8 @@ def pair_table(device: torch.device | str) -> Tensor:
 
 
 def _dynamic_levels() -> tuple[float, ...]:
-    """Return 0, 1 and the midpoints of equal intervals, with both signs, in each of seven decades. Each decade has
-    twice as many intervals as the one below."""
+    """Return the format's values: 0, 1, and in each of seven decades the midpoints of equal intervals, with both signs.
+    Each decade has twice as many intervals as the one below."""
     positive = [0.0, 1.0]
     negative = []
     for exponent in range(7):
@@ -103,7 +103,7 @@ def magnitude_table(device: torch.device | str) -> Tensor:
 
 @torch.no_grad()
 def quantise(weight_FD: Tensor) -> Nf4:
-    """Return a full fp32 matrix with an even number of columns in NF4."""
+    """Quantise a full fp32 matrix, whose number of columns is even, to NF4."""
     rows, columns = weight_FD.shape
     blocks = F.pad(weight_FD, (0, -columns % NF4_BLOCK)).view(-1, NF4_BLOCK)
     largest = blocks.abs().amax(dim=1)
@@ -130,7 +130,7 @@ def _nearest(table: Tensor, values: Tensor) -> Tensor:
 
 
 def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are the two tables."""
+    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are lookup tables."""
     rows = held.codes.shape[0]
     columns = 2 * held.codes.shape[1]
     largest_FN = magnitudes_of(held, place, levels)

@@ -1,5 +1,5 @@
-"""Trials of user-defined code: whether they are possible, which errors are not the code's fault, and how code is
-rejected."""
+"""Helpers for trials of user-defined code: whether a trial is possible, which errors are not the code's fault, and the
+error that rejects code."""
 
 from __future__ import annotations
 

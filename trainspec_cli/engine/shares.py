@@ -1,8 +1,8 @@
-"""The part of each parameter that a rank holds, in one record for initialising, saving, measuring and digesting.
+"""Describe the part of each parameter that a rank holds, for initialising, saving, measuring and digesting.
 
 A parameter is first split by tensor or expert parallelism (`Cut`: this rank's module holds a smaller plain tensor), and
-the part is then sharded by FSDP2 (a DTensor over one mesh axis). The number of copies of the same part on other ranks
-is also recorded.
+the part is then sharded by FSDP2 (a DTensor over one mesh axis). A share also records how many ranks hold copies of the
+same part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Cut:
     index: int
     count: int
     group: dist.ProcessGroup
-    """The ranks that hold the other parts, in order."""
+    """The ranks that hold the parts, in order."""
 
     @property
     def start(self) -> int:
@@ -67,7 +67,7 @@ class Split:
 @dataclass(frozen=True)
 class Share:
     name: str
-    """The name in the full model, which does not depend on the layout."""
+    """The parameter's name in the full model, which does not depend on the layout."""
     parameter: nn.Parameter
     """The parameter in the module: a DTensor with FSDP2."""
     cut: Cut | None = None
@@ -125,8 +125,8 @@ class Share:
         return tuple(split for split in found if split.group.size() > 1)
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offsets, full shape) of an optimizer state tensor. Its shape is that of the local part, or its last
-        dimension has several values for each row (block scales), along which only a `Cut` divides it."""
+        """Return (offsets, full shape) of an optimizer state tensor. It has the shape of the local part, or its last
+        dimension is different (one scale per block of a row) and is split only by a `Cut`."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
         rows = state.dim() - 1
@@ -168,7 +168,7 @@ def gather_cut(part: Tensor, cut: Cut) -> Tensor:
     return torch.cat(gathered)[: cut.full_size].movedim(0, cut.dim).contiguous()
 
 
-# A rank's parts of quantised matrices, which are filled from full matrices.
+# Fill a rank's parts of quantised matrices from full matrices.
 
 
 TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
@@ -177,7 +177,7 @@ TENSORS = ("nf4_codes", "nf4_magnitudes", "nf4_scales")
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A rank's part of a matrix. Matrices are quantised in full, so that the layout does not change any value."""
+    """A rank's part of a quantised matrix. Full matrices are quantised, so that values do not depend on the layout."""
 
     name: str
     """The name of the matrix if it is not quantised."""
@@ -196,7 +196,7 @@ class QuantisedMatrix:
 
 
 def split_quantised(shares: Sequence[Share]) -> tuple[list[Share], list[QuantisedMatrix]]:
-    """Return the shares of unquantised parameters, and the quantised matrices that consist of the other shares."""
+    """Return the shares of unquantised parameters, and the other shares combined into quantised matrices."""
     plain = [share for share in shares if not is_quantised(share.name)]
     others = {share.name: share for share in shares if is_quantised(share.name)}
     owners = dict.fromkeys(name.rpartition(".")[0] for name in others)
@@ -211,7 +211,7 @@ def is_quantised(name: str) -> bool:
 
 
 def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the buffers of `part` that are parts of quantised matrices, as parameters of the same memory."""
+    """Return the buffers of `part` that are parts of quantised matrices, as parameters that share their memory."""
     found = ((name, buffer) for name, buffer in part.named_buffers() if is_quantised(name))
     return [(name, nn.Parameter(buffer, requires_grad=False)) for name, buffer in found]
 

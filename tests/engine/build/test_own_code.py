@@ -163,7 +163,7 @@ def test_a_micro_batch_without_samples_has_a_loss_and_gradients_of_zero(tmp_path
         ("return 3.0", "returned float for 6 tokens"),
         ("return targets.float()", "returned a tensor without a gradient for 6 tokens"),
         (f"{CROSS_ENTROPY} / len(targets)", "returns a different loss for a token alone than among other tokens"),
-        ("return (logits - logits.mean(0)).square().sum(1)", "a different loss with other tokens"),
+        ("return (logits - logits.mean(0)).square().sum(1)", "a different loss for a token alone"),
         ("return (0 * logits).sqrt().sum(1)", "has a gradient that is not finite"),
         ("raise ValueError('no')", "raised ValueError: no on random logits before the run"),
     ],

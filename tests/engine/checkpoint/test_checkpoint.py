@@ -270,7 +270,9 @@ def test_a_manifest_that_cannot_be_read_is_refused_by_name(tmp_path, change, wor
 
 def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path):
     save(RunDir(tmp_path), trained(), 3)
-    with pytest.raises(MachineError, match=r"model.0.weight is F32 \[7, 5\] there, and F32 \[9, 5\] in this run"):
+    with pytest.raises(
+        MachineError, match=r"model.0.weight is F32 \[7, 5\] in the checkpoint and F32 \[9, 5\] in this run"
+    ):
         load_newest(RunDir(tmp_path), trained(width=9), CPU)
 
 
@@ -292,7 +294,7 @@ def test_parts_are_read_from_whatever_chunks_cover_them(tmp_path):
         fill_parts(tmp_path, whole, [part])
         assert torch.equal(part.tensor, wanted)
     holed = CheckpointManifest(about(1), 3, (), {"w": TensorEntry((6, 8), "F32", chunks[:2])})
-    with pytest.raises(MachineError, match="it holds 8 of the 16 elements of w"):
+    with pytest.raises(MachineError, match="it contains only 8 of the 16 elements of w"):
         fill_parts(tmp_path, holed, [TensorPart("w", torch.zeros(2, 8), (3, 0), (6, 8))])
 
 

@@ -98,7 +98,7 @@ def test_what_nobody_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="do not hold every element of matrix"):
         plan_moves([[half]], [[whole]])
     other = PartPlace("matrix", torch.bfloat16, whole.offsets, whole.shape, whole.full_shape)
-    with pytest.raises(ValueError, match="another shape or format"):
+    with pytest.raises(ValueError, match="a different shape or format"):
         plan_moves([[whole]], [[other]])
 
 

@@ -27,7 +27,7 @@ def test_a_leak_is_told_of_once_before_it_kills(monkeypatch):
     monkeypatch.setattr(watch, "_usage", leaking)
     (said,) = warnings(watch, 300)
     assert "host memory grows by" in said
-    assert "before the last one (400)" in said
+    assert "before the last step (400)" in said
 
 
 def readings_of(watch, monkeypatch, **kinds):
@@ -65,7 +65,7 @@ def test_a_leak_is_told_of_when_a_window_shows_that_it_will_run_out(monkeypatch,
     assert list(told) == [told_at]
     assert told[told_at] == (
         f"host memory grows by 1.00 MiB per step and will be full at about step {told_at + free_bytes / MIB:.0f}, "
-        f"before the last one ({last_step}): memory that should be freed is kept"
+        f"before the last step ({last_step}): memory that should be freed is kept"
     )
 
 

@@ -42,7 +42,7 @@ def test_a_sleeping_rank_is_named_with_its_stack_and_the_collective_the_other_wa
     run_dir = RunDir(tmp_path)
     told = json.loads(run_dir.error(0).read_text())
     assert told["step"] == 8
-    assert "rank 1 is late: it is in no collective; the others wait in gloo:all_reduce of 3x5" in told["message"]
+    assert "rank 1 is late: it is in no collective; the other ranks wait in gloo:all_reduce of 3x5" in told["message"]
     assert "in oversleep" in told["traceback"]
     assert "all_reduce" in told["traceback"]
     assert [event["type"] for event in read_events(run_dir.events(1))] == ["stall", "hang"]
@@ -270,7 +270,7 @@ def test_the_first_rank_that_reports_ends_the_run_with_everyones_stack(clock, tm
     assert told.message.startswith(
         "step 6 hung: it has taken 3.0 s (limit: 2.0 s); rank 0, 3 is late: it does not respond"
     )
-    assert told.message.endswith("; the others wait in gloo:x")
+    assert told.message.endswith("; the other ranks wait in gloo:x")
     assert told.traceback == (
         "rank 0 reported nothing\nrank 3 reported nothing\n"
         "rank 1 (one) was at\nin all_reduce\nrank 2 (two) was at\nin oversleep"
@@ -461,6 +461,6 @@ def test_a_rank_whose_batch_is_not_read_waits_for_its_data():
     assert "in stand_still" in found.stack
     at_data = replace(report(False, {}), waits_in=watch.DATA, stack=found.stack)
     message, _ = describe({0: at_data}, 1, step=1, waited_s=31.0, deadline_s=30.0)
-    assert "rank 0 waits for its data, and the thread that reads it is at " in message
+    assert "rank 0 waits for its data; the thread that reads the data is at " in message
     message, _ = describe({0: at_data, 1: report(True, {"world": 1})}, 2, step=1, waited_s=31.0, deadline_s=30.0)
-    assert "rank 0 is late: " in message and message.endswith("; the others wait in gloo:x")
+    assert "rank 0 is late: " in message and message.endswith("; the other ranks wait in gloo:x")

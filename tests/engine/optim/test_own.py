@@ -146,7 +146,7 @@ def test_a_state_that_is_loaded_over_that_of_later_updates_is_taken(lion: Any) -
         ("p.mul_(1 / (1 + p.norm()))", "it is not elementwise"),
         ("state['row'] = torch.zeros(2)", "keeps `row`, a tensor of (2,), of a parameter of"),
         ("state['more'] = [1]", "keeps `more`, list, of a parameter of"),
-        ("state[str(state['updates'])] = 1", "changes its entries of state between updates"),
+        ("state[str(state['updates'])] = 1", "changes which state entries exist between updates"),
         ("raise ValueError('boo')", "raised ValueError: boo in an update of small tensors before the run ("),
     ],
 )
@@ -157,7 +157,9 @@ def test_what_cannot_be_trained_with_is_refused_before_the_run(lion: Any, body: 
 
 
 def test_the_bytes_of_state_are_measured(lion: Any) -> None:
-    with pytest.raises(RecipeError, match=r"`optim.state_bytes` is 8, and .* keeps 4 bytes per parameter") as caught:
+    with pytest.raises(
+        RecipeError, match=r"`optim.state_bytes` is 8, and .* needs 4 bytes of state per parameter"
+    ) as caught:
         build(shares_of(), lion(), state_bytes=8.0)
     assert caught.value.problems[0].hint == "set optim.state_bytes=4"
 
@@ -166,7 +168,7 @@ def test_the_bytes_of_state_are_measured(lion: Any) -> None:
     ("body", "words"),
     [
         ("if p.shape == (4, 3): raise ValueError('boo')", "raised ValueError: boo in an update"),
-        ("if p.shape == (4, 3): state['average'] = p.sum()", "keeps `average` in a different form than in its first"),
+        ("if p.shape == (4, 3): state['average'] = p.sum()", "stores `average` in a different form than in its first"),
         ("group['d'] = p.numel()", "changed `d` of its parameter groups, which checkpoints do not store"),
     ],
 )

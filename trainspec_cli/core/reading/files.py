@@ -1,5 +1,5 @@
-"""Read files written by other programs. Only regular files of limited size and known version are read; anything else is
-a precise error. A named pipe or a device could block the reader, or never end."""
+"""Read files written by other programs. Only regular files of limited size and known version are read; anything else
+raises a precise error. A named pipe or a device could block the reader, or never end."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def how_to_copy(path: str) -> str:
         command = f"curl -LO {shlex.quote(path)}"
     else:
         command = f"with a program that supports {scheme}://"
-    return f"copy it to this machine first ({command}), and specify the copy; remote paths cannot be read"
+    return f"remote paths cannot be read: copy it to this machine first ({command}), and specify the copy"
 
 
 def exists(path: Path) -> bool:
@@ -143,12 +143,12 @@ def exists(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file without ever blocking.
+    """Open a regular file, without blocking if it is something else.
 
     Raises UnreadableFileError, or MissingFileError if it does not exist.
     """
     try:
-        # Opening a named pipe would wait forever for a writer; its type is known only after opening it.
+        # Opening a named pipe would wait forever for a writer, and the type is known only after opening.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(Problem("missing_file", f"no such file: {path}", file=str(path))) from error
@@ -158,7 +158,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise closed from error
     except OSError as error:
         raise unreadable(path, f"cannot be opened: {error.strerror}") from error
-    except ValueError as error:  # a NUL byte
+    except ValueError as error:  # for example, a NUL byte
         raise unreadable(repr(str(path)), f"is not a path: {error}") from error
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -172,7 +172,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_regular(path: Path) -> None:
-    """Raise the errors of `open_regular`. Call this before a library opens the file by name."""
+    """Raise the errors of `open_regular`, if any. Called before a library opens the file by name."""
     open_regular(path).close()
 
 
@@ -216,8 +216,8 @@ TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
 def read_json(path: Path) -> JsonValue:
-    """Read a JSON file. Raises UnreadableFileError with file, line and column, and MissingFileError if the file does
-    not exist."""
+    """Read a JSON file. Raises UnreadableFileError, which states file, line and column, and MissingFileError if the
+    file does not exist."""
     text = read_text(path)
     try:
         return parse_json(text)
@@ -305,7 +305,7 @@ SHOWN_CHARS = 30
 
 
 class JsonArrayError(ValueError):
-    """The text is not a JSON array, or has an item that cannot be parsed. Nothing after it can be read."""
+    """The text is not a JSON array, or contains an item that cannot be parsed. Nothing after that item can be read."""
 
     def __init__(self, why: str, line: int):
         super().__init__(why)
@@ -313,7 +313,7 @@ class JsonArrayError(ValueError):
 
 
 def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
-    """Yield (line, item) for each item of the array that makes up `text`. Raises JsonArrayError."""
+    """Yield (line, item) for each item of the JSON array in `text`. Raises JsonArrayError."""
     decoder = json.JSONDecoder(parse_int=parse_whole)
     at, line = _pass(text, 0, "[", 1)
     if text[at : at + 1] == "]":
@@ -347,7 +347,7 @@ def _skip_space(text: str, start: int, line: int) -> tuple[int, int]:
 
 
 def _pass(text: str, start: int, mark: str, line: int) -> tuple[int, int]:
-    """Return the position after `mark` and the surrounding space, and its line."""
+    """Return the position after `mark` and the space around it, and the line of that position."""
     at, line = _skip_space(text, start, line)
     if text[at : at + 1] != mark:
         found = _excerpt(text, at) if at < len(text) else "the end of the file"
@@ -375,7 +375,7 @@ UNSTATED_VERSION = "0.1"
 VERSIONS = (UNSTATED_VERSION, CURRENT_VERSION)
 """All readable versions, oldest first."""
 VERSION_LINE = f'{VERSION_KEY}: "{CURRENT_VERSION}"\n'
-"""The line that precedes the other keys of a recipe."""
+"""The line with the version, which precedes all other keys of a recipe."""
 NEWER_VERSION, UNKNOWN_VERSION = "newer_version", "unknown_version"
 """The error codes of problems with a version."""
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -387,7 +387,7 @@ class VersionFault:
 
     code: str
     why: str
-    """Completes a sentence that starts with the name of the file."""
+    """The problem, as the rest of a sentence that starts with the name of the file."""
     hint: str
 
 
@@ -409,14 +409,15 @@ def find_fault(stated: object) -> VersionFault | None:
 
 
 def check_version(path: Path, stated: object, line: int | None = None) -> None:
-    """Raise UnreadableFileError for a version that cannot be read. `line`: line of the version in the file."""
+    """Raise UnreadableFileError for a version that cannot be read. `line`: the line in the file that states the
+    version."""
     if fault := find_fault(stated):
         problem = Problem(fault.code, f"{path} {fault.why}", "", fault.hint, str(path), line, environment=True)
         raise UnreadableFileError(problem)
 
 
 def is_newer(stated: object, than: str = CURRENT_VERSION) -> bool:
-    """Return whether a version is later than another one."""
+    """Return whether `version` is later than another version."""
     found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
     return found is not None and _order(found[0]) > _order(than)
 

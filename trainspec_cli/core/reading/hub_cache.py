@@ -20,7 +20,7 @@ MAX_REF_BYTES = 200
 
 @dataclass(frozen=True)
 class HubName:
-    """`ORG/NAME`, or `ORG/NAME@REVISION`."""
+    """A checkpoint's name on the Hub: `ORG/NAME`, or `ORG/NAME@REVISION`."""
 
     name: str
     revision: str = "main"
@@ -40,7 +40,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Parse a checkpoint's name; return None if the text is a folder, or can only be one."""
+    """Parse a checkpoint's name; return None if `text` is a folder, or can only be a path."""
     named = _NAMED.fullmatch(text)
     if named is None or Path(text).is_dir():
         return None
@@ -66,7 +66,7 @@ def hub_cache() -> Path:
 
 
 def _read_ref(file: Path) -> str:
-    """Return the commit named by a ref, or ""."""
+    """Return the commit that a ref points to; "" if there is none."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_REF_BYTES).decode("ascii", errors="replace").strip()

@@ -37,8 +37,7 @@ class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has n
 
 
 def _in_our_dialect(base: Any) -> Any:
-    """Return a loader that reads numbers in the same way as YAML 1.2 and OmegaConf (`1e-3` is a number), and reads
-    dates as text."""
+    """Return a loader that reads numbers as in YAML 1.2 and OmegaConf (`1e-3` is a number), and dates as text."""
     loader: Any = type("Loader", (base,), {})
     left_out = f"{_TAG}float", f"{_TAG}timestamp"
     loader.yaml_implicit_resolvers = {

@@ -4,8 +4,8 @@
     client -> server   its own nonce of 32 bytes, and HMAC-SHA256(secret, "client" + purpose + both nonces)
     server -> client   HMAC-SHA256(secret, "server" + purpose + both nonces)
 
-The lengths are fixed, so an unauthenticated peer can make the other end buffer at most 64 bytes. Fresh nonces make a
-recorded handshake useless, and the purpose prevents the reuse of a proof with another server. The handshake only
+The lengths are fixed, so an unauthenticated peer can make the other end buffer at most 64 bytes. Fresh nonces make
+recorded handshakes useless, and the purpose prevents the reuse of a proof with a different server. The handshake only
 authenticates: later bytes are neither encrypted nor signed (docs/security.md).
 """
 

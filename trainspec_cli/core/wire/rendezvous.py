@@ -28,7 +28,7 @@ class SetKey:
 
 @dataclass(frozen=True)
 class AddToKey:
-    """Add to a key whose value is an integer in decimal digits; an absent key counts as 0."""
+    """Add to a key's value, an integer in decimal digits; an absent key counts as 0."""
 
     key: str
     amount: int
@@ -42,7 +42,7 @@ class AppendToKey:
 
 @dataclass(frozen=True)
 class CompareAndSetKey:
-    """Set a key whose value is `expected`, or an absent key if `expected` is empty."""
+    """Set a key if its value is `expected`, or if it is absent and `expected` is empty."""
 
     key: str
     expected: str
@@ -90,12 +90,12 @@ class JoinQuorum:
     """Request to take part in the step after `step`."""
 
     name: str
-    """Name of the replica group's start."""
+    """Name of the replica group's current start."""
     step: int
     failures: int
     """Number of consecutive exchanges that failed."""
     number: int
-    """A number that the answer repeats."""
+    """A number that the answer repeats, to identify the request."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class FormedQuorum:
     steps: tuple[int, ...]
     """Number of updates that each group has made."""
     number: int
-    """The number of the answered request."""
+    """The number of the request that is answered."""
 
 
 KeyRequest = SetKey | AddToKey | AppendToKey | CompareAndSetKey | DeleteKey | CountKeys | CheckKeys
@@ -147,7 +147,7 @@ QuorumRequest = JoinQuorum | GroupBeat
 Request = KeyRequest | WaitRequest | QuorumRequest
 Answer = StoreAnswer | KeyValues | MissingKey | FormedQuorum
 OPERATION = "op"
-"""The key of a request's operation."""
+"""The JSON key that contains a request's operation."""
 OPERATIONS: dict[str, type[Request]] = {
     "set": SetKey,
     "add": AddToKey,
@@ -171,7 +171,7 @@ def to_json(request: Request) -> JsonObject:
 class JsonClient:
     """A connection to the server. Not thread-safe, except that one thread may `send` while another is in `receive`.
 
-    Raises OSError if the connection is lost, or if the server does not know the secret."""
+    Raises OSError if the connection is lost or the server does not know the secret."""
 
     def __init__(self, address: str, secret: bytes, timeout_s: float):
         """Connect to `address` (host:port), retrying for `timeout_s` if the server is not listening yet."""
@@ -207,7 +207,7 @@ class JsonClient:
             self._unread += piece
             if len(self._unread) > LINE_BYTES:
                 raise ConnectionError("the rendezvous server sent a line that is too long")
-        # One read may contain the start of the next line.
+        # A read may also return the start of the next line.
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))
 

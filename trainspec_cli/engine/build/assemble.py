@@ -1,4 +1,4 @@
-"""Build a plan's model stages and optimizer, and place them in the mesh, phase by phase in a fixed order."""
+"""Build a plan's model stages and optimizer, and place them in the mesh, step by step in a fixed order."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from trainspec_cli.recipe.user_code import LOSS, Extension, arguments, load, use
 
 # Test user-defined blocks and losses on small inputs before the first step.
 #
-# The engine shards, recomputes and resumes blocks, and distributes samples over ranks. So a block has to be causal and
-# may depend only on its input, sample by sample. Each token's loss may depend only on that token.
+# The engine shards, recomputes and resumes blocks, and distributes samples over ranks. So a block must be causal, and
+# its output for a sample may depend only on that sample's input. Each token's loss may depend only on that token.
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -55,7 +55,7 @@ LOSS_AGREEMENT = 1e-5
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
     """If blocks are user-defined, test one layer's block on its device, in the run's number format. Raises RecipeError
-    for a block that cannot be trained."""
+    if the block cannot be trained."""
     if not isinstance(plan.spec.model, OwnModel) or not has_values():
         return
     maker = BlockMaker(plan.spec.model)
@@ -86,7 +86,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
 
-    # Check the shape of the output, also without samples, as on a rank whose samples are used up.
+    # Check the output's shape, also for an empty batch, which a rank gets when its samples are used up.
     x_BSD = draw()
     y_BSD = forward(x_BSD)
     for given in (x_BSD, x_BSD[:0]):
@@ -175,7 +175,7 @@ def load_loss(
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
-    """Build the full model, or the pipeline stage with `layers`."""
+    """Build the full model, or only the pipeline stage that consists of `layers`."""
     return import_module(model.record.builder).build(model, seq_len, layers)
 
 
@@ -194,8 +194,8 @@ def materialise(
 ) -> None:
     """Fill the allocated `model`, whose parameters are `shares`. `positions_S`: the positions that the model sees, if
     it sees only a part of each sequence. Each parameter has a separate generator, seeded with the run's seed and the
-    parameter's name, so its values depend neither on the layout nor on the order. Only one full parameter is in memory
-    at a time."""
+    parameter's name, so values depend neither on the layout nor on the order of initialisation. Only one full parameter
+    is in memory at a time."""
 
     def first_values(name: str, full: Tensor) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -221,7 +221,7 @@ def start_buffers(model: Any, device: torch.device, seed: int, positions_S: Tens
         model.positions_S = positions_S.to(device)
 
 
-# Find the function of a kernel backend by name, and insert it into a model. Each module has its operations as
+# Look up a kernel backend's function by name, and install it in a model's modules, which hold their operations as
 # attributes.
 
 
@@ -249,8 +249,8 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
 
 
 def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
-    """Return the engine's modules that have the operation. A user-defined module may use the name for something
-    else."""
+    """Return the engine's modules that have this operation. User-defined modules are excluded, because they may use the
+    name for something else."""
     found = []
     for module in part.modules():
         definer = next((base for base in type(module).__mro__ if op in vars(base)), None)
@@ -260,23 +260,23 @@ def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
 
 
 def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
-    """Replace the default operations by the chosen ones in every module that has them."""
+    """Replace default operations with the chosen kernels in every module that has them."""
     for op, backend in kernels.changed.items():
         function = load_kernel(op, backend)
         for module in modules_with(part, op):
             setattr(module, op, function)
 
 
-# A single stage of a plan's model, spread over the axes of the mesh.
+# Build one pipeline stage of a plan's model, split over the other axes of the mesh.
 
 
 def spread_stage(
     plan: Plan, mesh: Mesh, exchanges: Exchanges, noise: NoiseProbe, stage: int
 ) -> tuple[Any, dict[str, Cut], list[str]]:
-    """Build one stage of the model on meta, and spread it over the other axes of the mesh.
+    """Build one stage of the model on meta, and split it over the other axes of the mesh.
 
-    The order of the techniques is fixed, because each is applied to the result of the previous ones. Return (the
-    module, how its parameters are split, names of parameters whose gradients are partial over tp).
+    Parallelism techniques are applied in a fixed order, each to the result of the previous ones. Return (the module,
+    how its parameters are split, names of parameters whose gradients are partial over tp).
     """
     layout = plan.layout
     with torch.device("meta"):
@@ -294,7 +294,7 @@ def spread_stage(
         group = mesh.expert_group("ep")
         cuts |= apply_expert_parallel(part, Peers(group, exchanges.links.of("ep", group)), sort_by_expert)
     if layout.tp > 1:
-        # A schedule that splits the backward pass computes all gradients of weights later.
+        # A schedule that splits the backward pass computes all weight gradients later.
         options = {"sequence_parallel": layout.sequence_parallel, "overlaps": not layout.splits_backward}
         partials = apply_tensor_parallel(part, tp, cuts, **options)
     if layout.cp > 1:
@@ -350,7 +350,7 @@ def spread_stage(
 
 
 def layers_of(plan: Plan, stage: int) -> range | None:
-    """Return the layers of `stage`; None means all layers."""
+    """Return the layers of `stage`; None stands for all layers."""
     if plan.layout.num_stages == 1:
         return None
     return cut_layers(plan.spec.model.num_layers, plan.layout)[stage]
@@ -362,7 +362,7 @@ def is_twin(plan: Plan, name: str) -> bool:
 
 
 def _refuse_compiling(plan: Plan, device_type: str) -> None:
-    """Raise RecipeError if the plan needs torch.compile, and the device has no compiler."""
+    """Raise RecipeError if the plan needs torch.compile but the device has no compiler."""
     if KINDS[device_type].compiles:
         return
     compiled = [f"kernels.{op}" for op, name in vars(plan.kernels).items() if KERNELS[op][name].needs_compiler]
@@ -440,8 +440,8 @@ def build_train_state(
     else:
         update = load_kernel("adamw", plan.kernels.adamw)
         optimizer = build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, compute)
-    # Gradients that are not summed by a backward pass: those of parameters that every rank of tp holds in full, and
-    # those of a tied embedding, whose copies are at the two ends of a pipeline.
+    # The backward passes do not sum two kinds of gradients over ranks: those of parameters that every tp rank holds in
+    # full, and those of a tied embedding, which has copies at both ends of the pipeline.
     twins = [share for share in trained if is_twin(plan, share.name)]
     ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
     ep_group = mesh.expert_group("ep").group_name if mesh.experts else None

@@ -1,4 +1,4 @@
-"""The exchanges of a plan: their groups, codecs, timers and byte counters."""
+"""A plan's communication: process groups, codecs, timers and byte counters."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Muon swaps parts of matrices (optim/whole.py).
     "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
     "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
-    # Gradients are summed over replicas, at once or in tiers: rows are swapped, and sums are gathered.
+    # Gradients are summed over replicas, in a single all-reduce or tier by tier: rows are swapped, and sums are
+    # gathered.
     "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Loss, norm, noise and the ranks' reports are exchanged at the end of the step (run/step.py). Experts' visits
+    # Loss, norm, noise and the ranks' reports are exchanged at the end of the step (run/step.py). Experts' token counts
     # (parallel/pipeline.py) and the statistics of batch normalisation (models/layers.py) are summed over the ranks of a
     # pipeline stage.
     "all": ("all_reduce",),
 }
-"""Every exchange of a step inside a replica group, by axis. Compressed gradients are swapped and gathered instead of
-summed (comm/compressed.py). In addition, replica groups sum gradients with one another (elastic/cross_group.py)."""
+"""The collectives that a step uses inside a replica group, by axis. Compressed gradients are swapped and gathered
+instead of summed (comm/compressed.py). In addition, replica groups sum gradients with one another
+(elastic/cross_group.py)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Exchanges:
     replica_tiers: Tiers | None = None
     """Tiers of the gradient sum over replicas, if the blueprint uses them; None for a single all-reduce."""
     sums: GradientSums | None = None
-    """Gradient sums in a separate thread, if the mesh has groups for them."""
+    """Sums gradients in a separate thread, if the mesh has process groups for that."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Routes of `sums`, by shard axis."""
 
@@ -99,7 +101,7 @@ def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClo
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
-        # Only one of several replica groups writes checkpoints, and it does not have the feedback of the other groups.
+        # Only one of several replica groups writes checkpoints, and it does not have the other groups' error feedback.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
     wire.find_connections()

@@ -1,4 +1,4 @@
-"""Load a run's weights, or its model with these weights, in Python: on the CPU, in one process, from a checkpoint with
+"""Load a run's weights, or the model with its weights, into Python: on the CPU, in one process, from a checkpoint with
 any layout."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_run_model(run: RunDir, step: int) -> Any:
         message = f"{run.root} trained adapters, which read_model does not merge"
         hint = "trainspec export RUN --output FOLDER merges them; read_weights reads them as they are"
         raise RecipeError(Problem("unsupported", message, "lora.rank", hint))
-    # Different code with the same shapes would load without an error but compute something else.
+    # Changed code with the same parameter shapes would load without an error, but compute something else.
     if changed := list(describe_changed_code(run)):
         hint = "restore the run's copy of the file, or call read_weights, which runs no user code"
         raise RecipeError([Problem("changed_code", line, hint=hint) for line in changed])

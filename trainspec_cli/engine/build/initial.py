@@ -29,8 +29,8 @@ from trainspec_cli.run.folder.paths import RunDir
 
 
 def load_initial(plan: Plan, state: TrainState) -> None:
-    """Fill the model with the weights of `init.from`. Without it, the values generated from the seed remain. Called
-    collectively by all ranks.
+    """Fill the model with the weights of `init.from`. If that is not set, keep the values generated from the seed.
+    Called collectively by all ranks.
 
     Raises RecipeError or MachineError on all ranks if the checkpoint does not match the model or a weight is not
     finite.
@@ -54,13 +54,13 @@ def load_initial(plan: Plan, state: TrainState) -> None:
 def load_tensors(
     folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
 ) -> None:
-    """Load the weights in `folder`. A rank reads only the data of its parts: files are memory-mapped, and other pages
-    are not read. Raises a MachineError that names the tensors with non-finite values."""
+    """Load the weights in `folder`. Files are memory-mapped, so a rank reads only the pages with its parts. Raises a
+    MachineError that names the tensors with non-finite values."""
     tensors = MappedTensors(entries)
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
     plain, quantised = split_quantised(shares)
     faults = [fault for share in plain for fault in tensors.fill(share, by_name.get(share.name, ()))]
-    for matrix in quantised:  # the full matrix is read, and this rank's part is kept in 4 bits
+    for matrix in quantised:  # read the full matrix, and keep this rank's part in 4 bits
         whole = Share(matrix.name, nn.Parameter(torch.empty(matrix.full_shape), requires_grad=False))
         faults += tensors.fill(whole, by_name[matrix.name])
         matrix.fill(whole.local)
@@ -93,10 +93,10 @@ class MappedTensors:
                 yield f"{count:,} of {math.prod(piece.shape):,} in {piece.tensor} ({file})"
 
     def _box(self, piece: Piece) -> Tensor:
-        """Return the piece's tensor with the dims in the parameter's order."""
+        """Return the piece's tensor with its dims in the parameter's order."""
         entry = self._entries[piece.tensor]
         if isinstance(entry, PartedTensor):
-            # Copy the parts into one tensor. Elements not covered by any part become NaN and are reported.
+            # Copy the parts into one tensor. Elements that no part covers become NaN, which is reported.
             dtypes = [DTYPES[part.held.dtype] for part in entry.parts]
             tensor = torch.full(entry.shape, torch.nan, dtype=reduce(torch.promote_types, dtypes))
             for part in entry.parts:
@@ -113,5 +113,5 @@ class MappedTensors:
             whole = file.stat().st_size
             self._files[file] = torch.from_file(str(file), shared=False, size=whole, dtype=torch.uint8)
         content = self._files[file][start : start + size]
-        # Multi-byte numbers need aligned memory, which a file may not provide.
+        # Multi-byte numbers must be aligned in memory, but in a file they may not be.
         return (content.clone() if start % dtype.itemsize else content).view(dtype)

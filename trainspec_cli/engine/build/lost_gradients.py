@@ -1,4 +1,4 @@
-"""Move errors of gradient compression from one layout to another, together with parameters and moments."""
+"""Move gradient compression errors from one layout to another, along with parameters and moments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PREFIX = "lost."
 
 @torch.no_grad()
 def lost_parts(state: TrainState) -> list[TensorPart]:
-    """Return this rank's shares of the compression errors that have not been added to the gradient sums yet, in bf16;
-    empty if no format has error feedback. Called collectively by all ranks."""
+    """Return this rank's shares of the compression errors that are still missing from the gradient sums, in bf16; empty
+    if no format has error feedback. Called collectively by all ranks."""
     if not state.compression.feeds_back:
         return []
     flat = {id(parameter): lost for losses in state.losses for parameter, lost in losses.sum_up()}
@@ -55,8 +55,7 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
 
 def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
     """Pass the contents of `parts` to the exchanges of `state`. Return whether some content belongs to no exchange with
-    error feedback in this layout. If gradients are later summed over further ranks as well, each of these ranks gets an
-    equal part."""
+    error feedback in this layout. If gradients are then summed over further ranks, each of these gets an equal part."""
     takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}
     left = {part.name.removeprefix(PREFIX): part.tensor for part in parts}
     names = {id(share.parameter): share.name for share in _trained(state)}
@@ -71,7 +70,7 @@ def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
 
 
 def has_other_losses(state: TrainState) -> bool:
-    """Return whether exchanges outside of the layout (those between replica groups) have stored errors."""
+    """Return whether exchanges between replica groups, which are not part of the layout, have stored errors."""
     moved = {id(kept) for losses in state.losses for kept in (losses.over_shards, losses.over_replicas)}
     others = (kept for kept in state.compression.feedbacks.values() if id(kept) not in moved)
     return any(bool(kept.committed.any()) for kept in others)

@@ -31,17 +31,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass
 class Throttle:
-    """Slows down passes because of an injected fault; usually None."""
+    """An injected fault that slows down passes; usually None."""
 
     parts: Mapping[int, float]
     """Fraction of the model's layers in each of this rank's stages."""
     sample_s: float = 0.0
-    """Additional time of all passes of one sample through all layers, in seconds."""
+    """Additional time for all passes of one sample through all layers, in seconds."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
 
     def wait(self, kind: Kind, stage: int, samples: int) -> None:
-        """Wait for the additional time of a pass of this kind; a full backward pass costs as much as two forward
-        passes."""
+        """Sleep for a pass's additional time. A full backward pass takes twice as long as a forward pass."""
         if self.sample_s:
             seconds = self.sample_s * self.parts[stage] * samples * (2 if kind == "backward" else 1) / 3
             keep_busy(self.device, seconds)
@@ -49,19 +48,19 @@ class Throttle:
 
 @dataclass
 class Allowance:
-    """Limits the number of samples that fit in memory at a time because of an injected fault; usually None."""
+    """An injected fault that limits how many samples fit in memory at a time; usually None."""
 
     samples: int | None = None
 
     def check(self, kind: Kind, samples: int) -> None:
-        """Raise an allocation error in the backward pass of a micro-batch that is too large."""
+        """Raise an out-of-memory error in the backward pass of a micro-batch that is too large."""
         if self.samples is not None and samples > self.samples and kind.startswith("backward"):
             raise torch.OutOfMemoryError(f"a fault injected by the recipe: {samples} samples do not fit")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """This rank's stages, and its connections to other stages."""
+    """This rank's pipeline stages, and its connections to other stages."""
 
     layout: Layout
     parts: dict[int, Any]
@@ -77,7 +76,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class LateSum:
-    """Gradients that are summed over a group after the backward passes."""
+    """Gradients that are summed over a process group after the backward passes."""
 
     shares: Sequence[Share]
     peers: Peers
@@ -85,7 +84,8 @@ class LateSum:
 
 @dataclass
 class TrainState:
-    """Everything that a rank needs for training: its stages of the model, their shares, the optimizer, and the mesh."""
+    """Everything that a rank needs for training: its stages of the model, its shares of their parameters, the
+    optimizer, and the mesh."""
 
     device: torch.device
     mesh: Mesh
@@ -98,14 +98,14 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None for all positions."""
     routers: Sequence[Any]
-    """Routers whose experts are balanced."""
+    """Routers for which the engine balances the experts' load."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that are spread over ep."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
-    """The gradient sums over data-parallel ranks during the backward pass; None on a GPU, or if one rank holds
-    everything."""
+    """Sums gradients over data-parallel ranks during the backward pass; None on a GPU, or if there is only one such
+    rank."""
     losses: list[ModuleLosses] = field(default_factory=list)
     """The errors of compressed gradient exchanges, by module."""
     beyond: dict[str, Tensor] = field(default_factory=dict)

@@ -1,8 +1,6 @@
 """A checkpoint's folder. It is written as `.step_00000020.TOKEN.partial`, and published by one rename when all parts
-exist.
-
-So a folder with the final name is always complete, whenever the run is killed. The ranks coordinate through
-the folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
+exist. So a folder with the final name is always complete, even if the run is killed. The ranks coordinate through the
+folder itself: each writes `rank00003.json` next to its file once the file is on disk, or `rank00003.failed.json` on
 failure. The token is unique to a run, so leftovers of a killed save are never mistaken for a part; the next published
 save removes them.
 """
@@ -56,7 +54,7 @@ def file_name(rank: int) -> str:
 
 
 def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
-    """Write and digest a file, and flush it to disk; other threads can run in the meantime."""
+    """Write and digest a file, and flush it to disk. Other threads can run meanwhile."""
     sha256 = hashlib.sha256()
     size = 0
     with path.open("wb") as file:
@@ -87,8 +85,8 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
 def commit(
     run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int, kept_step: int | None = None
 ) -> CheckpointManifest:
-    """Wait for every rank's part, then publish the checkpoint; called by one rank. The most recent checkpoints and the
-    one from `kept_step` are kept. Raises MachineError if a part failed."""
+    """Wait for every rank's part, then publish the checkpoint. Called by a single rank. The most recent checkpoints and
+    the one from `kept_step` are kept. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
@@ -100,8 +98,8 @@ def commit(
         write_manifest(partial, manifest)
         for path in reports:
             path.unlink()
-        # The file names must reach the disk before the folder's new name; otherwise only the latter may survive a
-        # crash.
+        # The file names must reach the disk before the folder's new name; otherwise a crash could leave a renamed
+        # folder without files.
         _sync_folder(partial)
         final = run_dir.checkpoint(about.step)
         partial.rename(final)
@@ -155,7 +153,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# A checkpoint's content as named parts of full tensors, and the assignment of parts to the ranks that write them.
+# Describe a checkpoint's content as named parts of full tensors, and assign each part to a rank that writes it.
 
 
 PartKey = tuple[str, tuple[int, ...]]
@@ -164,7 +162,7 @@ Span = tuple[int, int]
 
 
 class Box(Protocol):
-    """A part of a full tensor, without its content."""
+    """Name and position of a part of a full tensor, without its content."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -174,7 +172,7 @@ class Box(Protocol):
 
 
 def overlap(ours: Box, theirs: Box) -> list[Span] | None:
-    """Return the overlap of two parts in the full tensor, by dim; None if empty, [] for a scalar."""
+    """Return the overlap of two parts of a tensor as a span per dim; None if there is none, [] for a scalar."""
     spans = [
         (max(our_start, their_start), min(our_start + our_size, their_start + their_size))
         for our_start, our_size, their_start, their_size in zip(
@@ -185,7 +183,7 @@ def overlap(ours: Box, theirs: Box) -> list[Span] | None:
 
 
 def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices of a part starting at `offsets` that correspond to `spans` of the full tensor."""
+    """Convert `spans` of the full tensor to slices of a part that starts at `offsets`."""
     return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))
 
 
@@ -225,7 +223,7 @@ class Held:
     """The same errors as parameter shares, which can be moved to another layout. Created only for such a move."""
 
     def parts(self) -> list[TensorPart]:
-        """Return the live tensors as parts `model.*` and `optimizer.*`, except empty ones."""
+        """Return the live tensors as parts named `model.*` and `optimizer.*`, without empty ones."""
         found = list(self.lost)
         for share in unique_shares(self.shares):
             found.append(_part(f"model.{share.name}", share, share.local.detach()))
@@ -240,8 +238,8 @@ class Held:
         return [TensorPart.whole(name, tensor) for name, tensor in self.feedback.items()]
 
     def tensors(self) -> list[Tensor]:
-        """Return the parts' tensors in an order that depends only on the layout and is the same on ranks with the same
-        parts."""
+        """Return the parts' tensors in an order that depends only on the layout, and is identical on ranks with the
+        same parts."""
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
 
 
@@ -250,7 +248,7 @@ def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Return the buffers that training changes. They are identical on all ranks that hold them."""
+    """Return the buffers that training changes, which are identical on all ranks that hold them."""
     kept = module.state_dict(keep_vars=True).keys()
     return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
 
@@ -285,7 +283,7 @@ def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
 
 
 def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:
-    """Return the rank that writes each part. `held[rank]`: the parts that a rank holds, with their sizes in bytes.
+    """Return the rank that writes each part. `held[rank]`: the parts held by that rank, with their sizes in bytes.
 
     The largest parts are assigned first, each to the holder with the fewest bytes to write so far. All ranks compute
     the same result from the same lists.

@@ -27,7 +27,7 @@ MANIFEST = CHECKPOINT_MANIFEST
 
 @dataclass(frozen=True)
 class About:
-    """The step and the run of a checkpoint."""
+    """The step of a checkpoint, and the run that wrote it."""
 
     step: int
     """Number of updates made."""
@@ -36,7 +36,7 @@ class About:
     seed: int
     recipe_digest: str
     pace: BatchPace | None = None
-    """The state of a batch size that follows the gradient noise; None for any other schedule."""
+    """The state of a batch-size schedule that follows the gradient noise; None for any other schedule."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WrittenPart:
 
     file: FileDigest
     tensors: dict[str, TensorEntry]
-    """Each entry contains only this rank's chunk."""
+    """The tensors in the file, each with only this rank's chunk."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CheckpointManifest:
 
 
 def join_parts(about: About, parts: Sequence[WrittenPart]) -> CheckpointManifest:
-    """Join all ranks' parts, in rank order."""
+    """Combine all ranks' parts into one manifest, in rank order."""
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         for name, entry in part.tensors.items():
@@ -130,7 +130,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def part_from(content: Mapping[str, object]) -> WrittenPart:
-    """Create from plain JSON; the inverse of `asdict`. Raises ValueError for malformed JSON."""
+    """Create an instance from plain JSON; the inverse of `asdict`. Raises ValueError for malformed JSON."""
     part = read_record(WrittenPart, content)
     check_content((part.file,), part.tensors)
     return part
@@ -179,6 +179,6 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
 
 
 def refused(folder: Path, what: str, hint: str = "") -> MachineError:
-    """`hint`: advice if the checkpoint is complete. The default is for a damaged one: remove it."""
+    """`hint`: what to do if the checkpoint is intact. The default hint is to remove a damaged checkpoint."""
     damaged = f"remove the folder {folder} to resume from the previous checkpoint"
     return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

@@ -1,9 +1,10 @@
-"""Copies of the newest state in the nodes' memory. They outlive the workers, and a neighbour's copy outlives its node.
+"""Keep copies of the newest state in the nodes' memory. They outlive the workers; a copy kept by a neighbour also
+outlives the node.
 
 Each rank's copy is a checkpoint file in one of two slots in /dev/shm, so that one copy is always complete. With several
-nodes, every rank also keeps a copy for its neighbour, the same local rank on the previous node. A run that restarts on
-the same nodes resumes from these copies if all parts of a step are found and the step is newer than the one on disk.
-Parts that are missing on a new node are sent to it.
+nodes, every rank also keeps a copy for its neighbour, the same local rank on the previous node. A restarted run resumes
+from these copies if all parts of a step exist and that step is newer than the one on disk. A new node gets its missing
+parts from other nodes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from trainspec_cli.engine.cuda_only import pin, unpin
 from trainspec_cli.recipe.records import convert, read_record
 from trainspec_cli.run.folder.files import write_json
 
-# The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format").
+# Lay out a rank's checkpoint file in the safetensors format (huggingface.co/docs/safetensors, "Format").
 #
 # A file consists of eight bytes with the header's length, the header in JSON, and the tensors' bytes without gaps.
 # Tensors with the largest elements come first, so every tensor is aligned. Files are read with safetensors itself, and
@@ -70,7 +71,8 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Image:
-    """The layout of the file, which is filled repeatedly with parts that have the same names, shapes and dtypes."""
+    """The layout of a file that is written repeatedly, with parts that always have the same names, shapes and
+    dtypes."""
 
     parts: tuple[TensorPart, ...]
     header: bytes
@@ -105,8 +107,8 @@ class Image:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a one-dimensional uint8 tensor on the CPU; it keeps the tensor alive. numpy is not used,
-    because torch cannot free a storage that numpy has accessed, and a change of layout has to free it."""
+    """Return a memoryview of a one-dimensional uint8 tensor on the CPU, which keeps the tensor alive. numpy is avoided
+    because torch cannot free a storage that numpy has accessed, as a change of layout must."""
     array: Any = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
@@ -128,10 +130,10 @@ def plan_image(parts: Sequence[TensorPart]) -> Image:
 
 @dataclass(frozen=True)
 class CopyLocation:
-    """This rank's position among the nodes, and the folder with its node's copies."""
+    """A rank's position among the nodes, and the folder with its node's copies."""
 
     folder: Path
-    """This node's folder in memory."""
+    """This node's folder in shared memory."""
     rank: int
     world_size: int
     ranks_per_node: int
@@ -155,8 +157,8 @@ class CopyLocation:
 
 
 class MemoryCopies:
-    """The copies kept by one rank. All ranks make the same calls; `share` runs in the writer's thread, on a separate
-    process group."""
+    """The copies that one rank keeps. All ranks make the same calls. `share` runs in the writer's thread and uses a
+    separate process group."""
 
     def __init__(self, location: CopyLocation, image: Image, device: torch.device):
         self._location = location
@@ -166,7 +168,7 @@ class MemoryCopies:
         name = file_name(location.rank)
         own = WrittenPart(FileDigest(name, image.bytes, sha256=""), image.entries(name))
         self._images = gather_json(asdict(own), part_from)
-        """The content of each rank's copy, without digests."""
+        """The files of each rank's copy, without digests."""
         self._own: dict[int, Tensor] = {}
         self._guests: dict[int, Tensor] = {}
 
@@ -177,8 +179,8 @@ class MemoryCopies:
         self._own.clear()
 
     def open(self, slot: int) -> Tensor:
-        """Return the slot's buffer, to be filled, and invalidate its former copy. The buffer is created at first use,
-        because until then the slot may hold the copy that the run resumes from."""
+        """Return the slot's buffer, which the caller fills, and invalidate the slot's previous copy. The buffer is
+        created at first use, because until then the slot may hold the copy that the run resumes from."""
         location = self._location
         guest = location.guest
         _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
@@ -193,7 +195,8 @@ class MemoryCopies:
         return self._own[slot]
 
     def share(self, slot: int, about: About) -> None:
-        """Digest a filled slot, send it to its keeper, and mark both copies on this node as complete."""
+        """Digest a filled slot, send it to the neighbour that keeps it, and mark both copies on this node as
+        complete."""
         digest = hashlib.sha256(view_bytes(self._own[slot])).digest()
         self._mark_whole(slot, self._location.rank, about, digest)
         if self._location.guest is None:
@@ -235,7 +238,7 @@ class KeptPart:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A step whose parts are all available, each in the memory of at least one node."""
+    """A step that can be restored: each of its parts is in the memory of at least one node."""
 
     folder: Path
     """The slot's folder on this node, with all files that the node's ranks need."""
@@ -265,7 +268,7 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
     """Yield the complete parts on this node. Its ranks divide the verification among themselves.
 
-    The mark of an incomplete copy is removed, so that `fetch` replaces the copy.
+    If a copy fails, its completion mark is removed, so that `fetch` replaces it.
     """
     marks = sorted(location.folder.glob("slot*/rank*.json"))
     for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:
@@ -300,7 +303,7 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
 
 
 def clear(location: CopyLocation) -> None:
-    """Remove the copies, which are no longer needed once the state is on disk."""
+    """Remove the copies. Called once the state is on disk."""
     if location.rank % location.ranks_per_node == 0:
         shutil.rmtree(location.folder, ignore_errors=True)
 

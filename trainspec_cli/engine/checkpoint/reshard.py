@@ -1,8 +1,8 @@
 """Move the state from one layout to another, in memory and between the same processes.
 
 Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that only a small
-part of the state exists twice. Until the last bucket has arrived, the move can be undone: a rank that cannot continue
-reports this before any message of the bucket is sent, and all ranks undo the moves so far.
+part of the state exists twice. Until the last bucket has arrived, the move can be undone. If a rank cannot continue, it
+reports this before the bucket's messages are sent, and all ranks undo the moves made so far.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.recipe.records import convert
 
-# The slices that ranks send to one another to turn the state of one layout into that of another.
+# Compute the slices that ranks send to one another to move the state from one layout to another.
 #
-# Parts are identified as in a checkpoint: by the name of the full tensor and their position in it. Tenplex
+# As in a checkpoint, a part is identified by the full tensor's name and the part's position in it. Tenplex
 # (arXiv:2312.05181) also derives its exchanges from such coordinates.
 
 
@@ -38,7 +38,7 @@ least one tensor."""
 
 @dataclass(frozen=True)
 class PartPlace:
-    """A rank's part of a full tensor, without its content."""
+    """The position and format of a rank's part of a full tensor, without its content."""
 
     name: str
     dtype: torch.dtype
@@ -94,9 +94,9 @@ Places = Sequence[Sequence[PartPlace]]
 def plan_moves(old: Places, new: Places) -> list[Move]:
     """Return the moves that fill every part of `new` from `old`, each element exactly once, ordered by name.
 
-    A rank copies the slices that it already holds locally. If several other ranks hold a slice, its receivers are
-    distributed over them. All ranks compute the same result from the same places. Raises ValueError if an element is
-    missing from the old layout or has a different format there.
+    A rank copies the slices that it already holds locally. If several ranks hold a slice, they share the work of
+    sending it. All ranks compute the same result from the same places. Raises ValueError if an element is missing from
+    the old layout or has a different format there.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):
@@ -110,7 +110,7 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
                 ranks = [rank for rank, _ in chunk]
                 held = chunk[0][1]
                 if (held.dtype, held.full_shape) != (place.dtype, place.full_shape):
-                    raise ValueError(f"{place.name} has another shape or format in the new layout")
+                    raise ValueError(f"{place.name} has a different shape or format in the new layout")
                 spans = overlap(place, held)
                 if spans is not None:
                     source = target if target in ranks else ranks[target % len(ranks)]
@@ -124,8 +124,8 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
 
 
 def fill_buckets(old: Places, new: Places, limit_bytes: int) -> list[list[str]]:
-    """Divide the names of all tensors, in order, into buckets. No rank holds more than the limit per bucket in both
-    layouts together, unless a single tensor exceeds it: such a tensor gets a separate bucket."""
+    """Divide the names of all tensors, in order, into buckets. In each bucket, no rank's tensors of both layouts
+    together exceed the limit. A tensor that exceeds it alone gets a separate bucket."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for rank, places in (*enumerate(old), *enumerate(new)):
         for place in places:
@@ -171,7 +171,7 @@ MESSAGE_CHARS = 500
 
 
 class ReshardError(Exception):
-    """The state could not be moved. Every rank raises this error and holds the same state as before."""
+    """The state could not be moved. All ranks raise this error, and their state is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Resharded:
 
 
 def agree_on_failure(own: str) -> str:
-    """Return, on every rank, the failure of the first rank that has failed; empty if none has. Called collectively by
-    all ranks. If no rank has failed, this takes one small exchange."""
+    """Return, on every rank, the failure message of the first rank that failed; empty if none did. Called collectively
+    by all ranks. If no rank failed, this takes one small exchange."""
     failed = torch.tensor([int(bool(own))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
@@ -196,7 +196,7 @@ def agree_on_failure(own: str) -> str:
 
 
 class Storages:
-    """This rank's parts in one layout. Their memory is freed and allocated again by name."""
+    """This rank's parts in one layout. Their memory can be freed and reallocated by name."""
 
     def __init__(self, parts: Sequence[TensorPart]):
         self.parts = {part.name: part for part in parts}
@@ -206,10 +206,11 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Size in bytes of the parts whose memory is shared with numpy; torch frees it only with the last reference."""
+        """Size in bytes of the parts that share memory with numpy. torch frees such memory only with the last
+        reference."""
 
     def take(self, names: Sequence[str]) -> None:
-        """Allocate the memory of parts again. Raises MemoryError or RuntimeError if that fails."""
+        """Reallocate the memory of parts. Raises MemoryError or RuntimeError if that fails."""
         for name in names:
             if name in self._sizes:
                 self.parts[name].tensor.untyped_storage().resize_(self._sizes[name])
@@ -222,8 +223,8 @@ class Storages:
 
 
 def _storage_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes to allocate. FSDP2 pads a parameter's storage, and a moment's storage may already have
-    been freed."""
+    """Return the size in bytes of the storage to allocate. FSDP2 pads a parameter's storage, and a moment's storage may
+    already have been freed."""
     needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     return max(needed, tensor.untyped_storage().nbytes())
 
@@ -239,7 +240,7 @@ def reshard(
     """Allocate the memory of `new`, fill it from `old`, and free the memory of `old`. Called collectively by all ranks.
 
     `prepare` is called with (bucket, number of buckets) before each bucket; it may raise an error to report that this
-    rank cannot continue. `room_bytes` is the additional memory that this rank may use; if it does not suffice, nothing
+    rank cannot continue. `room_bytes` is the additional memory that this rank may use; if that is not enough, nothing
     is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any of them could not
     move.
     """
@@ -251,7 +252,7 @@ def reshard(
         moves = plan_moves(*held)
         buckets = fill_buckets(*held, bucket_bytes)
     except ValueError as error:
-        raise ReshardError(str(error)) from error  # every rank has computed the same error
+        raise ReshardError(str(error)) from error  # all ranks get the same error
     own = dist.get_rank()
     peak = peak_bytes(held[0][own], held[1][own], moves, buckets, own) + before.fixed_bytes
     needed_bytes = peak - sum(place.bytes for place in held[0][own])
@@ -259,7 +260,9 @@ def reshard(
     lacking = ""
     if needed_bytes > left_bytes:
         left = format_bytes(left_bytes)
-        lacking = f"the move takes {format_bytes(needed_bytes)} in addition to the memory in use, and {left} are left"
+        lacking = (
+            f"the move takes {format_bytes(needed_bytes)} in addition to the memory in use, but only {left} are left"
+        )
     if reason := agree_on_failure(lacking):
         raise ReshardError(reason)
     by_name = _by_name(moves)
@@ -294,21 +297,21 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Move the state back from `after` to `before`. These differ from the forward moves: if several ranks held a part,
-    only one of them sent its content. Raises RuntimeError if even that fails: the run then restarts from its newest
-    checkpoint."""
+    """Move the state back from `after` to `before`. The moves are not those of the way there: if several ranks held a
+    part, only one of them sent its content. Raises RuntimeError if even that fails: the run then restarts from its
+    newest checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
         if error := _move(back, names, after, before, lambda: None):
             raise RuntimeError(f"the state could not be moved back to the previous layout: {error}")
 
 
-# One bucket
+# Moving one bucket
 
 
 @dataclass(frozen=True)
 class _Message:
-    """All slices of a bucket that are sent from one rank to another on one device type."""
+    """All slices of a bucket that one rank sends to another, on one device type."""
 
     moves: Sequence[Move]
     buffer: Tensor
@@ -319,7 +322,7 @@ class _Message:
         return _Message(moves, torch.empty(sum(move.bytes for move in moves), dtype=torch.uint8, device=device))
 
     def contents(self) -> Iterator[tuple[Move, Tensor]]:
-        """Yield a view of the buffer for each slice, in the slice's format and shape."""
+        """Yield a view of the buffer for each slice, with the slice's dtype and shape."""
         parts = self.buffer.split([move.bytes for move in self.moves])
         for move, part in zip(self.moves, parts, strict=True):
             yield move, part.view(move.dtype).view([end - begin for begin, end in move.spans])
@@ -367,7 +370,9 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
     outgoing: dict[tuple[int, str], list[Move]] = defaultdict(list)
     incoming: dict[tuple[int, str], list[Move]] = defaultdict(list)
     own = dist.get_rank()
-    for move in sorted(moves, key=lambda move: -move.dtype.itemsize):  # so that every slice is aligned
+    for move in sorted(
+        moves, key=lambda move: -move.dtype.itemsize
+    ):  # sort by element size, so that every slice is aligned
         if move.stays:
             continue
         if move.source == own:
@@ -384,5 +389,5 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 
 def _slice(part: TensorPart, move: Move) -> Tensor:
-    """Return a view of a slice of a part; for a scalar, the entire part."""
+    """Return a view of one slice of a part; for a scalar, the entire part."""
     return part.tensor[slices(move.spans, part.offsets)] if move.spans else part.tensor

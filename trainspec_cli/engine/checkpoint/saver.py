@@ -1,8 +1,6 @@
-"""Save a run's state, synchronously or in the background.
-
-Synchronously, files are written directly from the live tensors. In the background, the state is copied into a reused
-buffer, and a thread writes it: training waits only for the copy. The thread runs no collectives, and only one
-checkpoint is written at a time.
+"""Save a run's state, synchronously or in the background. A synchronous save writes files directly from the live
+tensors. A background save copies the state into a reused buffer, which a thread writes, so training waits only for the
+copy. The thread runs no collectives, and only one checkpoint is written at a time.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ from trainspec_cli.run.folder.paths import RunDir
 
 TOKEN_BYTES = 4
 WRITER_NICENESS = 10
-"""Added to the process's niceness, so that training has priority if there are few cores."""
+"""Added to the niceness of the writer's thread, so that training has priority if there are few cores."""
 MOST_NICENESS = 19
 
 
@@ -123,8 +121,8 @@ class Saver:
         return Saved(about, size, taken_s, taken_s, error)
 
     def agree(self) -> None:
-        """Agree on which rank writes which parts. `save_alone` needs this; otherwise it happens with the first
-        checkpoint."""
+        """Agree on which rank writes which parts. `save_alone` requires this; other checkpoints do it when first
+        needed."""
         _ = self._image
 
     def save_alone(self, about: About, kept: Mapping[str, Tensor]) -> Saved:
@@ -136,7 +134,8 @@ class Saver:
         return self._write(about, time.perf_counter(), 0.0, self._image.stream(parts))
 
     def prepare(self) -> None:
-        """Agree on which rank writes which parts, and allocate the copy; otherwise the first `begin` would be slow."""
+        """Agree on which rank writes which parts, and allocate the copy's buffer, so that the first `begin` is not
+        slow."""
         _ = self._memory or self._buffer
 
     def begin(self, about: About, *, to_disk: bool = True) -> None:
@@ -156,7 +155,8 @@ class Saver:
         copying_s = time.perf_counter() - started
 
         def write() -> Saved:
-            # Updates follow the copies on the compute stream, so the host does not need to wait for the copies.
+            # Updates are queued after the copies on the compute stream, so the host does not need to wait for the
+            # copies.
             wait_for(copied)
             blocked_s = max(copying_s, elapsed_s(begun, copied))
             if self._memory:
@@ -174,7 +174,7 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def take_finished(self) -> Saved | None:
-        """Return the result of the last `begin` after it has finished, and only once; otherwise None."""
+        """Return the result of the last `begin` once, after it has finished; otherwise None."""
         if self._pending is None or self.busy:
             return None
         saved = self._pending.result()
@@ -182,7 +182,7 @@ class Saver:
         return saved
 
     def wait(self) -> Saved | None:
-        """Wait until no checkpoint is being written, and return the same as `take_finished`."""
+        """Wait until no checkpoint is being written, then return the result of `take_finished`."""
         if self._pending:
             self._pending.exception()
         return self.take_finished()
@@ -214,7 +214,9 @@ class Saver:
         except OSError as failure:
             files.leave_failure(partial, self._rank, failure)
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
-        if self._rank == 0 and partial.is_dir():  # without the folder, no rank can report anything, including this one
+        if (
+            self._rank == 0 and partial.is_dir()
+        ):  # without the folder, no rank can report anything, not even this failure
             try:
                 kept = (self._keep_last, self.kept_step)
                 size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
@@ -232,8 +234,8 @@ class Saver:
 
     @cached_property
     def _image(self) -> Image:
-        """The layout of this rank's file. All ranks agree on it once, together with the token; each layout has a
-        separate saver."""
+        """The layout of this rank's file. All ranks agree on the layout once, together with the token; after a change
+        of layout, a new saver is used."""
         parts = self._all_parts()
         self._token = broadcast_json(secrets.token_hex(TOKEN_BYTES), _read_token)
         own = [[part.name, part.offsets, part.bytes] for part in parts]
@@ -269,7 +271,7 @@ def _read_token(token: Any) -> str:
 
 
 def _enter_thread(device: torch.device) -> None:
-    """Select the copies' device and lower the thread's priority: Linux gives each thread its own niceness."""
+    """Select the copies' device, and lower this thread's priority: on Linux, niceness is per thread."""
     make_current(device)
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -292,7 +294,7 @@ class Restored:
     manifest: CheckpointManifest
     folder: Path
     slot: int | None = None
-    """The slot in the nodes' memory that it was loaded from; None if it was loaded from disk."""
+    """The slot in the nodes' memory that the state was loaded from; None if it was loaded from disk."""
     feedback: int = 0
     """Number of this rank's error feedback parts that the checkpoint contained. The other parts stay unchanged."""
 
@@ -316,7 +318,7 @@ def load_newest(
 
 
 def _load(folder: Path, held: Held, device: torch.device) -> Restored:
-    """Verify all files, divided among the ranks, and restore the state once all of them have passed."""
+    """Divide the files among the ranks for verification, and restore the state once all files have passed."""
     with errors_together():
         manifest = read_manifest(folder)
         verify_files(folder, manifest.files[dist.get_rank() :: dist.get_world_size()])
@@ -325,8 +327,8 @@ def _load(folder: Path, held: Held, device: torch.device) -> Restored:
 
 
 def _parts(manifest: CheckpointManifest, held: Held, device: torch.device) -> list[TensorPart]:
-    """Return the parts to restore, including random generators if the world size is unchanged, and error feedback if
-    the layout is."""
+    """Return the parts to restore. Random generators are included if the world size is unchanged, error feedback if the
+    layout is unchanged."""
     generators = rng_parts(dist.get_rank(), device) if manifest.world_size == dist.get_world_size() else []
     return [*held.parts(), *_kept_feedback(manifest, held), *generators]
 
@@ -358,7 +360,7 @@ def load_weights(folder: Path, held: Held) -> None:
             full = torch.empty(matrix.full_shape)
             fill_parts(folder, manifest, [TensorPart.whole(f"{PREFIX}{matrix.name}", full)])
             matrix.fill(full)
-            del full  # keep only one copy of a large tensor in memory
+            del full  # free memory, so that only one copy of a large tensor exists
             quantised |= {f"{PREFIX}{share.name}" for share in matrix.parts}
     parts = [part for part in held.parts() if part.name.startswith(PREFIX) and part.name not in quantised]
     new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
@@ -367,7 +369,7 @@ def load_weights(folder: Path, held: Held) -> None:
 
 
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return full parameters by name, dequantised and in fp32. Only this process reads them."""
+    """Return full parameters by name, dequantised and in fp32. This process reads them without any communication."""
     manifest = read_manifest(folder)
     weights = (name for name in shapes if name.endswith(".weight"))
     quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
@@ -434,4 +436,6 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
                 filled += found.numel()
                 del source, found  # unmap this slice, which may be large
             if filled != part.tensor.numel():
-                raise refused(folder, f"it holds {filled:,} of the {part.tensor.numel():,} elements of {part.name}")
+                raise refused(
+                    folder, f"it contains only {filled:,} of the {part.tensor.numel():,} elements of {part.name}"
+                )

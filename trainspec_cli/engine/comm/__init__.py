@@ -1,1 +1,2 @@
-"""Communication between ranks: joining, differentiable collectives, values as JSON, and shared errors."""
+"""Communication between ranks: joining the process group, differentiable collectives, exchange of values as JSON, and
+shared errors."""

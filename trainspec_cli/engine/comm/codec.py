@@ -39,10 +39,11 @@ STEP_BYTES = 4
 HALF = 8
 NIBBLE = 15
 NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
-"""Special codes for a block's step in the four-bit format: zeros, the row's largest step, non-finite values."""
+"""Special codes for a block's step in the four-bit format: a block of zeros, the row's largest step, a block with
+non-finite values."""
 STEPS_OF_AN_OCTAVE = 8
 TOO_SMALL = torch.finfo(torch.float32).tiny
-"""A scale below this counts as 0, because dividing by it may overflow."""
+"""A smaller scale counts as 0, because dividing by it may overflow."""
 
 
 class Codec(Protocol):
@@ -50,7 +51,7 @@ class Codec(Protocol):
 
     @property
     def block(self) -> int:
-        """Number of values that are encoded together. Rows whose length is a multiple of it need no padding."""
+        """Number of values that are encoded together. Rows need no padding if their length is a multiple of this."""
         ...
 
     @property
@@ -65,8 +66,8 @@ class Codec(Protocol):
 
     def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
         """Return the byte ranges of the values from `start` to `end` in an encoded row of `values` values.
-        Concatenated, they are a row themselves. `start` is a multiple of `block`, and so is `end` unless it is the end
-        of the row."""
+        Concatenated, these bytes form a valid row. `start` is a multiple of `block`, and so is `end` unless it is the
+        end of the row."""
         ...
 
     def encode(self, x_RN: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class Codec(Protocol):
 class Bf16:
     block: int = 1
     feeds_back: bool = False
-    """Rounding to an 8-bit mantissa is unbiased, and its error is at most 1/256 of each value."""
+    """False, because rounding to an 8-bit mantissa is unbiased and its error is at most 1/256 of each value."""
     splits_rows: bool = True
 
     def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
@@ -144,15 +145,15 @@ class FourBits:
     """Sixteen levels at the centres of equal steps: -7.5, -6.5 ... 7.5 steps of the block.
 
     A block's step is at least an eighth of its largest magnitude and at most 2**(1/8) times that. The error of a
-    rotated value is at most half a step. A row consists of its largest step in fp32, a byte for the step of each block
-    (eighths of an octave below the largest), and then two integers per byte. A block whose step is less than 2**-31 of
-    the row's largest step is sent as zeros.
+    rotated value is at most half a step. A row consists of its largest step in fp32, a byte per block for the block's
+    step (in eighths of an octave below the largest), and then the integers, two per byte. A block whose step is less
+    than 2**-31 of the row's largest step is sent as zeros.
     """
 
     block: int = 64
     feeds_back: bool = True
     splits_rows: bool = False
-    """All blocks of a row depend on its largest step."""
+    """Rows cannot be split, because all blocks depend on the row's largest step."""
 
     def ranges(self, values: int, start: int, end: int) -> list[tuple[int, int]]:
         blocks, first, last = (-(-place // self.block) for place in (values, start, end))
@@ -200,7 +201,7 @@ GRADIENT_CODECS: dict[str, Codec] = {
     "int8": EightBits(GRADIENT_BLOCK),
     "int4": FourBits(),
 }
-"""Codecs by the value of `comm.gradients`."""
+"""Maps a value of `comm.gradients` to its codec."""
 PARAMETER_CODECS: dict[str, Codec] = {"bf16": Bf16(), "int8": EightBits(WEIGHT_BLOCK, feeds_back=False)}
 
 
@@ -228,7 +229,8 @@ def _rotate(x: Tensor) -> Tensor:
 
 @cache
 def _hadamard(device: torch.device) -> Tensor:
-    """Return Sylvester's matrix of order `ROTATED`, which is symmetric and orthonormal."""
+    """Return the Hadamard matrix of order `ROTATED` (Sylvester's construction), scaled to be orthonormal. It is
+    symmetric."""
     matrix = torch.ones(1, 1)
     while len(matrix) < ROTATED:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -238,13 +240,13 @@ def _hadamard(device: torch.device) -> Tensor:
 # Count the bytes that this process has written to its peers, as reported by the kernel for the process's TCP sockets.
 #
 # gloo carries every collective of a CPU run over TCP, even between ranks of one node. For each connection, the kernel
-# counts the bytes sent, those retransmitted, and those still waiting in its buffer (`TCP_INFO`, linux/tcp.h): the first
-# minus the second plus the third is the number of bytes written to it, without TCP and IP headers. NCCL's traffic does
-# not use these sockets, so nothing is counted in a run on GPUs.
+# counts the bytes sent, those retransmitted, and those still waiting in its buffer (`TCP_INFO`, linux/tcp.h): first -
+# second + third is the number of bytes written to the connection, without TCP and IP headers. NCCL's traffic does not
+# use these sockets, so nothing is counted in a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
-"""Offsets in `struct tcp_info`; all three since Linux 4.19."""
+"""Offsets in `struct tcp_info`. All three fields exist since Linux 4.19."""
 LARGEST_INFO_BYTES = 512
 ESTABLISHED = 1
 """The first byte of `struct tcp_info`, the state (`TCP_ESTABLISHED`, net/tcp_states.h)."""
@@ -262,7 +264,7 @@ class WireMeter:
     counted: Counter[str] = field(default_factory=Counter)
     _written: dict[Connection, int] = field(default_factory=dict)
     _reserved: dict[Connection, str] = field(default_factory=dict)
-    """Connections whose bytes always have the same purpose."""
+    """Connections whose bytes all count for the same purpose, by connection."""
 
     def find_connections(self) -> None:
         """Find connections that have been opened or closed. The bytes that new connections have written so far count as
@@ -303,7 +305,7 @@ class WireMeter:
             (waiting,) = struct.unpack_from("=I", info, NOT_SENT_OFFSET)
             sent, again = struct.unpack_from("=QQ", info, SENT_OFFSET)
             written = int(sent - again + waiting)
-            if written >= before:  # less if the kernel has given the descriptor to a new connection
+            if written >= before:  # the count is lower if the kernel has given the descriptor to a new connection
                 self.counted[self._reserved.get(connection, name)] += written - before
                 self._written[connection] = written
 
@@ -311,11 +313,11 @@ class WireMeter:
 def open_connections() -> Iterator[Connection]:
     """Yield the process's TCP connections, except those to the rendezvous server, which do not carry collectives."""
     server = os.environ.get(RENDEZVOUS, "").rpartition(":")[2]
-    with suppress(OSError):  # for example if the process has no free descriptor
+    with suppress(OSError):  # for example if the process has run out of descriptors
         for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else ():
             with suppress(OSError):  # closed in the meantime, or not a socket
                 with borrow(int(entry.name)) as end:
-                    end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises if it is not a TCP socket
+                    end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)  # raises OSError if it is not a TCP socket
                     is_of_peer = str(end.getpeername()[1]) != server
                 if is_of_peer:
                     yield int(entry.name), entry.stat().st_ino
@@ -325,7 +327,7 @@ def end_connections() -> None:
     """Shut down the process's connections to its peers, so that every wait on them, at either end, fails with an
     error."""
     for descriptor, _ in open_connections():
-        with suppress(OSError), borrow(descriptor) as end:  # closed meanwhile
+        with suppress(OSError), borrow(descriptor) as end:  # the connection was closed in the meantime
             end.shutdown(socket.SHUT_RDWR)
 
 
@@ -354,6 +356,6 @@ def read_tcp_info(connection: Connection) -> bytes | None:
     failed = LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size))
     if failed or size.value < INFO_BYTES:
         return None
-    with suppress(OSError):  # closed meanwhile
+    with suppress(OSError):  # the connection was closed in the meantime
         return info.raw[: size.value] if os.fstat(descriptor).st_ino == inode else None
     return None

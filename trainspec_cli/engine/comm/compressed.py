@@ -1,15 +1,15 @@
-"""Gradient sums over ranks. Gradients are sent in few bits, but never summed in that format.
+"""Sum gradients over ranks. Gradients are sent in few bits, but never summed in that format.
 
-Each rank encodes the parts that the other ranks sum. After an all-to-all, each rank decodes the received parts and sums
-them in fp32, in rank order with its own part last, so that results are bitwise reproducible. For an all-reduce, the
-sums are encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
+Each rank encodes the rows that the other ranks sum. After an all-to-all, it decodes the received rows and sums them in
+fp32, in rank order with its own row last, so that results are bitwise reproducible. For an all-reduce, the sums are
+encoded and gathered in the same way (ZeRO++, arXiv:2306.10209).
 
-The rank adds the encoding's error to its later gradients (error feedback). If e is the error that has not been sent
+Each rank adds its encoding errors to its later gradients (error feedback). If e is the error that has not been sent
 yet, q = Q(g + a e) is sent, and e becomes e + g - q. After any number of steps, the sum of everything sent plus e is
 the sum of all gradients, and e is at most 1 / a times the error of one encoding. If the errors of encodings are
 independent and have the mean square v, the mean square of q - g is v (1 + a / (2 - a)): 2 v if all of e is sent at
-once, and slightly more than v if a is small. Adam includes this in the squared gradients, and therefore makes smaller
-updates.
+once, and slightly more than v if a is small. In Adam, this error increases the second moment, so updates become
+smaller.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
 
 RETURNED = 1 / 8
-"""The fraction of the error that is sent in an exchange (a)."""
+"""The fraction of the error that is sent in each exchange (a in the text above)."""
 PART_VALUES = 2**24
 """Number of values that are encoded or decoded at once, unless a row cannot be split. Encoding uses up to 20 bytes per
 value, and runs in a stream whose memory no other stream can use."""
@@ -36,7 +36,7 @@ ALIGNED = 2048
 
 
 class RowExchange(Protocol):
-    """Exchanges byte buffers between the ranks of a group."""
+    """Swaps and gathers byte buffers between the ranks of a group."""
 
     @property
     def size(self) -> int: ...
@@ -55,7 +55,7 @@ class RowExchange(Protocol):
 
 @dataclass(frozen=True)
 class GroupWire:
-    """A torch process group."""
+    """Exchanges byte buffers over a torch process group."""
 
     group: dist.ProcessGroup
 
@@ -79,7 +79,7 @@ class GroupWire:
 
 
 class Feedback:
-    """The encoding error of one rank's gradients in one exchange, in bf16, which is added to the next gradients.
+    """The encoding error of one rank's gradients in one exchange, in bf16. It is added to the next gradients.
 
     A step that does not count (because a value is not finite, or a rank failed) leaves the error unchanged. So the
     errors of a step's exchanges are kept separately until the step is committed or discarded.
@@ -96,13 +96,13 @@ class Feedback:
         return self._running if self._is_running else self.committed
 
     def keep(self, start: int, lost: Tensor) -> None:
-        """Replace the errors from `start` on. Values beyond the end are padding."""
+        """Replace the errors from position `start` on. Values beyond the end are padding."""
         place = self._running[start : start + len(lost)]
         place.copy_(lost[: len(place)])
         self._is_running = True
 
     def add(self, start: int, lost: Tensor) -> None:
-        """Add to the errors passed to `keep`, from `start` on. Values beyond the end are padding."""
+        """Add to the errors passed to `keep`, from position `start` on. Values beyond the end are padding."""
         place = self._running[start : start + len(lost)]
         place += lost[: len(place)].to(place.dtype)
 
@@ -124,11 +124,11 @@ class Feedback:
 
 @dataclass(frozen=True)
 class CompressedSum:
-    """One of the exchanges of a step, always with the same number of values."""
+    """One of a step's exchanges. It always has the same number of values."""
 
     codec: Codec
     feedback: Feedback | None
-    """None for formats with a negligible error."""
+    """The error feedback; None for formats with a negligible error."""
 
     def reduce_scatter(self, x_RN: Tensor, wire: RowExchange) -> Tensor:
         """Return this rank's row summed over the ranks, (N,) in fp32. `x_RN` contains a row for each rank."""
@@ -193,7 +193,7 @@ class CompressedSum:
 
 
 def decode_parts(codec: Codec, encoded_RB: Tensor, row: int) -> Iterator[tuple[int, Tensor]]:
-    """Decode rows of `row` values part by part. Yields (number of values before the part, the part's values in
+    """Decode rows of `row` values part by part. Yields (position of the part's first value, the part's values in
     fp32)."""
     for rows, columns in _parts(codec, len(encoded_RB), row, splits_rows=True):
         ranges = codec.ranges(row, columns.start, columns.stop)
@@ -222,22 +222,22 @@ def _padded(x: Tensor, start: int, shape: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Compression:
-    """The formats of a rank's gradient exchanges, and the errors of these exchanges."""
+    """The formats of a rank's gradient exchanges, and their accumulated errors."""
 
     inside: str = "full"
-    """The format between ranks of one node."""
+    """The format used between ranks of one node."""
     across: str = "full"
     is_inside: Callable[[dist.ProcessGroup], bool] = lambda group: True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     feedbacks: dict[str, Feedback] = field(default_factory=dict)
-    """Feedbacks by exchange name, which is the same in every start with the same layout."""
+    """Error feedback by exchange name. Names are the same in every start with the same layout."""
     saved_as: str = ""
     """Name prefix of this rank's feedback in a checkpoint. It contains the layout, because the feedback is only valid
     in the same layout. Empty if checkpoints do not store the feedback."""
 
     @property
     def is_off(self) -> bool:
-        """Return whether gradients are sent uncompressed everywhere."""
+        """Return whether all gradients are sent uncompressed."""
         return self.inside == self.across == "full"
 
     @property
@@ -253,8 +253,8 @@ class Compression:
         return {f"feedback.{self.saved_as}.{name}": self.feedbacks[name].committed for name in names}
 
     def of_group(self, name: str, values: int, group: dist.ProcessGroup) -> CompressedSum | None:
-        """Return the exchange `name` of `values` gradients over `group`; None if the gradients are sent uncompressed or
-        not at all."""
+        """Return the exchange called `name`, of `values` gradients over `group`; None if these gradients are sent
+        uncompressed or not at all."""
         return None if group.size() == 1 else self.of(name, values, inside=self.is_inside(group))
 
     def of(self, name: str, values: int, *, inside: bool) -> CompressedSum | None:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 Purpose = Literal["gradients", "parameters"]
 Wait = Callable[[], object]
-"""Waits for an exchange in progress: the host on gloo, the current stream on an accelerator."""
+"""Waits for an exchange in progress. On gloo, the host waits; on an accelerator, the current stream."""
 Started = tuple[Tensor, Callable[[], Tensor]]
 """An exchange in progress: its result, which must not be read yet, and a function that waits and returns it."""
 
@@ -34,7 +34,7 @@ class TimeCollective(Protocol):
         work."""
 
 
-# torch 2.13 renamed these functions; 2.11 has only the old names.
+# torch 2.13 renamed these functions; torch 2.11 has only the old names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -44,7 +44,8 @@ def is_on_gloo(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
-    """Sum `whole`, which contains a row for each rank, over the ranks. Each rank gets the sum of its row in `output`.
+    """Sum `whole`, which contains a row for each rank, over the ranks. Each rank gets the sum of its own row in
+    `output`.
 
     On gloo, the ranks swap rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
     all-reduce that sends twice the bytes and sums in an order that depends on a value's position in the message.
@@ -94,8 +95,8 @@ def sum_in_tiers(x: Tensor, levels: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.ProcessGroup]) -> None:
-    """Sum contiguous `x` over the ranks, in place. Each rank sums one row, also over the outer levels, and all ranks
-    get all sums."""
+    """Sum contiguous `x` over the ranks, in place. Each rank sums one row, over the outer levels too, and then all
+    ranks gather all sums."""
     flat = x.view(-1)
     missing = -len(flat) % group.size()
     whole = pad(flat, (0, missing)) if missing else flat
@@ -113,7 +114,7 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
 
 def sent_bytes(whole_bytes: float, ranks: int) -> float:
     """Return the number of bytes that each of `ranks` ranks sends in a gather, a reduce-scatter or an all-to-all:
-    everything except its own part. An all-reduce sends twice as many."""
+    everything except its own part. In an all-reduce, a rank sends twice as much."""
     return whole_bytes * (ranks - 1) / ranks
 
 
@@ -146,15 +147,15 @@ class Tiers:
     (Thakur et al. 2005 in each tier). The order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
-    """This rank's groups, innermost first: the ranks of the same element and then, for each tier, the ranks with the
-    same number in every element of the tier below."""
+    """This rank's process groups, innermost first: the ranks below the same element and then, for each tier, the ranks
+    at the same position below the elements of the tier beneath."""
 
     def sum_(self, x: Tensor) -> None:
         """Sum over all ranks, in place; `x` is contiguous."""
         sum_in_tiers(x, self.levels)
 
     def sent_bytes(self, x: Tensor) -> float:
-        """Return the number of bytes that a rank sends in `sum_`."""
+        """Return the number of bytes that each rank sends in `sum_`."""
         total = 0.0
         part_bytes = float(x.nbytes)
         for group in self.levels:
@@ -196,8 +197,8 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """Gather (B, S / n, D) into (B, S, D). The result is contiguous, because otherwise every matrix product of a
-        region would save a copy."""
+        """Gather (B, S / n, D) into (B, S, D). The result is contiguous; otherwise every matrix product in a region
+        would save a separate copy."""
         return self.start_gather(x_BSD, at_once=True)[1]()
 
     def scatter_sum(self, x_BSD: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ class Peers:
         return self.start_scatter(x_BSD, at_once=True)[0]
 
     def start_gather(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
-        """Start `gather_sequence`, and with `at_once` also wait for it."""
+        """Start `gather_sequence`, and if `at_once`, wait for its end."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         end = self._start(
@@ -222,7 +223,7 @@ class Peers:
         return whole_BSD, finish
 
     def start_scatter(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
-        """Start `scatter_sum`, and with `at_once` also wait for it."""
+        """Start `scatter_sum`, and if `at_once`, wait for its end."""
         whole_SBD = x_BSD.transpose(0, 1).contiguous()
         mine_SBD = whole_SBD.new_empty((whole_SBD.shape[0] // self.size, *whole_SBD.shape[1:]))
         end = self._start(
@@ -272,7 +273,7 @@ class Peers:
 
 
 class _Mirror(torch.autograd.Function):
-    """Runs one function in the forward pass and another in the backward pass."""
+    """An autograd function that runs one exchange in the forward pass and another in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -287,8 +288,8 @@ class _Mirror(torch.autograd.Function):
 def cross(
     x: Tensor, ahead: Callable[[Tensor], Tensor], start: Callable[[Tensor], Started]
 ) -> tuple[Tensor, int | None]:
-    """Exchange in the forward pass, and in the backward pass start another exchange as soon as its gradient is
-    complete; other work may run before its result is needed.
+    """Run one exchange in the forward pass. In the backward pass, start another exchange as soon as its gradient is
+    complete; other work can run until its result is needed.
 
     Return (the result, the position of that other work in autograd's order; None if nothing needs a gradient).
     """

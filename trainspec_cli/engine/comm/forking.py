@@ -1,7 +1,7 @@
 """Let torchrun import the engine once and then fork its workers, instead of starting Python for each of them.
 
-Importing torch and the engine takes about three seconds of CPU time in every process, and many reads from a shared file
-system. A forked worker starts in milliseconds, and the ranks of a node share the memory of the imports. Nothing may
+Importing torch and the engine takes about three seconds of CPU time per process, and many reads from a shared file
+system. A forked worker starts in milliseconds, and a node's ranks share the memory of the imported modules. Nothing may
 start a thread or use a GPU before the fork, so the parent only imports modules.
 """
 
@@ -43,7 +43,7 @@ class ForkedProcess:
 
     def __init__(self, program: Callable[[], None], environment: Mapping[str, str], stdout: int, stderr: int):
         """Run `program` with this environment in a child of this process that leads a new session; its output goes to
-        these descriptors. Returns once the child is a session leader and has the process title of its rank."""
+        these descriptors. Returns once the child is a session leader and has its rank's process title."""
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
@@ -89,8 +89,8 @@ def _run_as_process(
         for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
             os.dup2(descriptor, own.fileno())
             own.reconfigure(write_through=True)  # type: ignore[union-attr]
-        # The parent waits on one of the other descriptors, and a peer must be able to detect that the parent has
-        # exited.
+        # Close the other descriptors: the parent waits on one of them, and a peer must be able to detect that the
+        # parent has exited.
         os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
@@ -110,7 +110,7 @@ def _run_as_process(
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
-    """Run a program to its end. As in Python, an exception is written to stderr."""
+    """Run a program until it ends. As in any Python process, an exception is written to stderr."""
     try:
         program()
     except SystemExit as end:
@@ -127,7 +127,7 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 ENGINE = "trainspec_cli.engine"
 TOOLS = "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""The variable that prevents a GPU query from initialising CUDA, which would not survive a later fork."""
+"""The environment variable that keeps GPU queries from initialising CUDA, which would not survive a later fork."""
 
 
 def fork_workers(module: str, arguments: Sequence[str]) -> None:
@@ -161,7 +161,7 @@ UNHEARD_S = 10.0
 
 
 class Background:
-    """Runs its tasks in order. The process does not wait for them when it ends."""
+    """Runs tasks in order in a separate thread. The process does not wait for them when it ends."""
 
     def __init__(
         self,
@@ -194,13 +194,13 @@ class Background:
         self._given.put(lambda: self._run(act, reached, after))
 
     def wait(self) -> None:
-        """Wait until everything is done. Raises the first error; tasks queued after the failed one are not run."""
+        """Wait until all tasks are done. Raises the first error; tasks queued after the failed one are not run."""
         self._given.join()
         if (error := self.take_error()) is not None:
             raise error
 
     def take_error(self) -> BaseException | None:
-        """Return the first error and consider it handled."""
+        """Return the first error, which then counts as handled."""
         error = self._error
         self._error = None
         if self._unheard is not None:
@@ -208,7 +208,7 @@ class Background:
         return error
 
     def close(self) -> None:
-        """End the thread once everything is done."""
+        """End the thread once all tasks are done."""
         if self._thread is not None:
             self._given.put(None)
             self._thread = None
@@ -219,7 +219,7 @@ class Background:
                 try:
                     if self._error is None:
                         act()
-                except BaseException as error:  # the main thread raises it
+                except BaseException as error:  # the main thread raises this error
                     self._error = error
                     if self._give_up is not None:
                         self._unheard = threading.Timer(UNHEARD_S, self._give_up)

@@ -35,11 +35,11 @@ from trainspec_cli.run.folder.generations import read_secret
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _stores: list[dist.Store] = []
-"""References that keep stores alive, because process groups only refer to their C++ part."""
+"""Keeps the Python part of stores alive, because process groups refer only to the C++ part."""
 
 
 def join_processes(device_type: str) -> torch.device:
-    """Join the other ranks of this generation, and return the device of this rank."""
+    """Join the other ranks of this start, and return this rank's device."""
     device = enter(device_type)
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -65,8 +65,8 @@ def leave_processes() -> NoReturn:
 
     Gloo's threads need the interpreter lock to release the tensors of finished work. A thread that requests it during
     finalisation aborts the process (pytorch/pytorch#179291), and the run would appear to fail at its very end.
-    Destroying the groups stops only the threads of groups without references. An accelerator may still be sending data
-    that only another rank reads.
+    Destroying the groups stops only the threads of groups without references. Wait for the accelerator first, which may
+    still be sending data to another rank.
     """
     if started_kind() is not None:
         torch.accelerator.synchronize()
@@ -90,7 +90,7 @@ NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)
 
 
 class PrivateRendezvous(RendezvousHandler):
-    """A rendezvous with known members: the number of each node and the number of nodes are fixed."""
+    """A rendezvous with known members: the number of nodes and each node's rank are fixed."""
 
     def __init__(self, parameters: RendezvousParameters):
         self._node = parameters.get_as_int("node", 0) or 0
@@ -152,7 +152,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
 """Time limit for connecting: long enough for a restart of the server."""
 ANSWER_TIMEOUT_S = 60.0
-"""Time limit for an answer, which the server sends immediately. If it waits for a key, that wait's timeout is added."""
+"""Time limit for an answer. The server answers immediately, except when waiting for a key; that wait's timeout is
+added."""
 
 
 def connect() -> JsonClient:
@@ -163,11 +164,11 @@ def connect() -> JsonClient:
 class RendezvousStore(dist.Store):
     """A store for torch.distributed; each thread has its own connection, so that one can wait while another writes.
 
-    Process groups only refer to the C++ part, so their creator must keep a reference to this object.
+    Process groups refer only to its C++ part, so their creator must keep a reference to this object.
     """
 
     timeout: timedelta
-    """The time limit for waiting for a key; a property of the C++ part."""
+    """The time limit for waiting for a key. It overrides a property of the C++ part."""
 
     def __init__(self, timeout: timedelta):
         super().__init__()
@@ -229,7 +230,7 @@ class RendezvousStore(dist.Store):
         return read_record(messages.KeyValues, answer).values
 
     def _ask(self, request: messages.KeyRequest, kind: type[T]) -> T:
-        """Return the value in the server's answer, which must be a `kind`."""
+        """Return the value in the server's answer, which must have the type `kind`."""
         value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
         if not isinstance(value, kind):
             raise dist.DistNetworkError(f"the job's rendezvous server answered {value!r}, no {kind.__name__}")
@@ -250,7 +251,7 @@ class RendezvousStore(dist.Store):
 
 
 def _as_text(value: str | bytes | Sequence[int]) -> str:
-    """Map each byte to the character with the same code."""
+    """Convert bytes to text, each byte to the character with the same code."""
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 

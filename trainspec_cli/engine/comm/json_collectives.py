@@ -1,7 +1,7 @@
-"""Collectives over JSON: ranks exchange small values and errors as UTF-8 text in byte tensors.
+"""Collectives for JSON: ranks exchange small values and errors as UTF-8 text in byte tensors.
 
-Data from peers is never unpickled. A reader converts the parsed JSON to the caller's type, and rejects everything else.
-The tensors are on the CPU, because every process group includes gloo.
+Data from peers is never unpickled. A reader function converts the parsed JSON to the caller's type and rejects anything
+else. The tensors are on the CPU, because every process group includes gloo.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from trainspec_cli.recipe.records import from_plain, to_plain
 T = TypeVar("T")
 
 MAX_BYTES = 2**26
-"""Maximum size of a rank's message in bytes. The list of a rank's parts takes a few MiB for a very large model."""
+"""Maximum size of a rank's message in bytes. For a very large model, the list of a rank's parts takes a few MiB."""
 REFUSALS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, TrainspecError)
 """Errors that a reader raises for a malformed message."""
 
 
 def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks in `group` (None: all ranks) on each of them, in the group's order.
+    """Return, on every rank of `group` (None: all ranks), the values of its ranks, in the group's order.
 
     Called collectively by all ranks of the group. `read` converts the output of `json.loads`, which contains no tuples,
     no bytes, and only string keys. Raises the same WorkerError on every rank if a message is too long, not JSON, or
@@ -50,8 +50,7 @@ def gather_json(value: Any, read: Callable[[Any], T], group: dist.ProcessGroup |
 
 def broadcast_json(value: Any, read: Callable[[Any], T], src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the value of rank `src` (a global rank) on every rank of `group`. The values of other ranks are ignored.
-
-    Otherwise the same as `gather_json`.
+    Works like `gather_json` otherwise.
     """
     own = _encode(value if dist.get_rank() == src else None)
     length = torch.tensor([own.numel()])
@@ -92,17 +91,18 @@ def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-# Errors of one rank, shared so that all ranks end with the same message
+# Share one rank's errors, so that all ranks end with the same message
 
 
 def agree_on_error(error: TrainspecError | None) -> TrainspecError | None:
-    """Return, on every rank, the error of the first rank that has one. Called collectively by all ranks."""
+    """Return, on every rank, the error of the first rank that had one; None if no rank had an error. Called
+    collectively by all ranks."""
     shared = error and to_plain(SharedError(error.exit_code, error.problems))
     return next(filter(None, gather_json(shared, _read)), None)
 
 
 def raise_together(error: TrainspecError | None) -> None:
-    """Raise on every rank the error of the first rank that has one."""
+    """Raise, on every rank, the error of the first rank that had one."""
     if found := agree_on_error(error):
         raise found from error
 
@@ -121,7 +121,7 @@ def errors_together() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SharedError:
-    """A rank's error in the form in which other ranks receive it."""
+    """A rank's error in the form in which it is sent to other ranks."""
 
     exit_code: int
     problems: tuple[Problem, ...]

@@ -1,1 +1,1 @@
-"""Batches, from token shards or samples to tensors on the device."""
+"""Load batches: from token shards or samples to tensors on the device."""

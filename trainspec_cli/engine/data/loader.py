@@ -1,4 +1,4 @@
-"""Read a run's batches. A thread reads this rank's samples ahead, as micro-batches on the device."""
+"""Read a run's batches. A thread prefetches this rank's samples, as micro-batches on the device."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trainspec_cli.engine.accelerators import host_work, make_current, on_chip
 from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.run.recovery.watch import READING_THREAD
 
-# Stage batches to the device, in reused memory.
+# Copy batches to the device, in reused memory.
 #
 # On a GPU, a batch is assembled in pinned host memory and copied on a separate stream, several steps before it is
-# needed. The computation waits for the copy on the device, and the host never waits. On a CPU, nothing is copied.
+# needed. Only the device waits for the copy, not the host. On a CPU, nothing is copied.
 #
 # States of a slot: free -> filled by the loader's thread -> read by a step -> free when the next batch is read.
 
 
 PREFETCHED_STEPS = 2
 SLOTS = PREFETCHED_STEPS + 1
-"""Slots for the prefetched batches and the one in use."""
+"""Number of slots: the prefetched batches, and the one in use."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Traffic:
     """Number of buffers allocated on the host and the device. It stops growing once every slot has held the largest
     batch."""
     attended: int = 0
-    """Sum of the squared lengths of the sequences within which tokens attend to one another, counted on the host."""
+    """Sum of squared lengths of the sequences (or documents) that attention is limited to, counted on the host."""
 
     def add(self, other: Traffic) -> None:
         self.h2d_copies += other.h2d_copies
@@ -53,7 +53,8 @@ class Traffic:
 
 
 def count_attended(micro_batch: MicroBatch) -> int:
-    """Return `Traffic.attended` of a micro-batch on the host, because reading it from a device would wait for it."""
+    """Return `Traffic.attended` of a micro-batch on the host. Reading it from a device would require waiting for that
+    device."""
     tokens, *others = micro_batch
     if len(others) < 2:
         return tokens.numel() * tokens.shape[-1]
@@ -76,7 +77,7 @@ class Slot:
         self.traffic = Traffic()
 
     def fill(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Fill the slot, on a GPU in the copy stream after the copy of the last batch has finished."""
+        """Fill the slot. On a GPU, wait for the slot's last copy, and copy in the copy stream."""
         self.traffic = Traffic()
         if self.on_gpu:
             self.copied.synchronize()
@@ -114,7 +115,8 @@ class Slot:
 
 
 class Staging:
-    """Stages one rank's batches. The loader's thread calls `stage`; the training thread calls everything else."""
+    """Copies one rank's batches to the device. The loader's thread calls `stage`; the training thread calls all other
+    methods."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -151,15 +153,15 @@ class Staging:
         self._free.put(slot)
 
     def cut(self) -> Traffic:
-        """Return the traffic of the batches taken since the last `cut`."""
+        """Return the counts for the batches taken since the last call."""
         traffic = self._traffic
         self._traffic = Traffic()
         return traffic
 
 
 def positions_of(own: OwnSamples) -> np.ndarray:
-    """Return the positions to read for `own`, one micro-batch after another. For a rank without samples, return one
-    position, whose sample determines the shapes of the empty micro-batches."""
+    """Return the positions to read for `own`, one micro-batch after another. A rank without samples gets one position,
+    whose sample determines the shapes of its empty micro-batches."""
     runs = [np.arange(start, start + size, dtype=np.int64) for start, size in zip(own.starts, own.sizes, strict=True)]
     return np.concatenate(runs) if own.samples else np.array(own.starts[:1])
 
@@ -184,7 +186,7 @@ def to_tensors(rows: Sequence[Row]) -> MicroBatch:
 
 
 class BatchReader:
-    """Moves this rank's micro-batches to the device, and reads the most likely next ones ahead."""
+    """Moves this rank's micro-batches to the device, and prefetches those that will most likely follow."""
 
     def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
         self._read = read
@@ -227,7 +229,7 @@ MAX_READERS = 16
 
 
 class SampleLoader:
-    """Reads samples in order, with several threads (at most `MAX_READERS`)."""
+    """Reads samples with up to `MAX_READERS` threads, and returns them in order."""
 
     def __init__(self, samples: LabelledSamples, seed: int, num_readers: int):
         self.samples = samples
@@ -253,7 +255,8 @@ class SampleLoader:
             yield images, labels, int((wanted < self.num_heldout).sum())
 
     def _read(self, indices: np.ndarray, positions: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """Return images (B, C, ...) in fp32 and labels in int64; held-out samples if there are no positions."""
+        """Return images (B, C, ...) in fp32 and labels in int64, at these positions or, without positions, from the
+        held-out samples."""
         if positions is None:
             read = self._readers.map(self.samples.heldout, indices.tolist())
         else:

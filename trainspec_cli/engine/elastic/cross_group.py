@@ -42,23 +42,23 @@ from trainspec_cli.engine.shares import Share
 
 HEAL_TAG = 0
 LARGE_BYTES = 2**20
-"""Tensors of at least this size are summed individually; smaller ones are sent together, in packets of this size."""
+"""Size in bytes from which tensors are summed individually. Smaller ones are combined into packets of this size."""
 LOOK_S = 0.05
 """Seconds between two checks of the peers' connections while a device is working."""
 SHORTEST_PAUSE_S = 2e-5
 LONGEST_PAUSE_S = 1e-3
-"""The longest pause in seconds between two checks of whether the device has finished. Each pause is twice as long as
-the previous one."""
+"""The longest pause in seconds between two checks of whether the device has finished. Pauses double up to this
+length."""
 
 
 def exchange_backend(device_type: str) -> str:
-    """Return the backend for tensors on such devices between replica groups: torch's default for this kind of device,
+    """Return the backend that replica groups use for tensors on such devices: torch's default for this kind of device,
     or gloo if this version of torch has none."""
     try:
         name = dist.get_default_backend_for_device(device_type)
     except ValueError:  # no plug-in has registered a backend
         return "gloo"
-    exchanges_nothing = name == "fake"  # the backend that torch's test tools register for kinds without a plug-in
+    exchanges_nothing = name == "fake"  # torch's test tools register this backend for kinds without a plug-in
     return "gloo" if exchanges_nothing or not dist.is_backend_available(name) else name
 
 
@@ -75,7 +75,7 @@ class CrossGroupComm:
         self._timeout_s = timeout_s
         self._device_type = device.type
         self._own: Any = None
-        """The process group of the device's backend; None if gloo is used for everything."""
+        """The process group that uses the device's backend; None if gloo is used for everything."""
         self.staged_because = ""
         """The reason why the device's tensors are copied through host memory; empty if they are not."""
         self._store = RendezvousStore(
@@ -131,9 +131,9 @@ class CrossGroupComm:
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:
-        """End all exchanges, including those in other threads, and close the connections. Peers that wait on them
-        detect this immediately. Raises RuntimeError if the device's backend cannot end its collectives; this process
-        must then end."""
+        """End all exchanges, including those in other threads, and close the connections, which waiting peers detect
+        immediately. Raises RuntimeError if the device's backend cannot end its collectives; the process must then
+        end."""
         own = self._own
         self._own = None
         self._host = None  # first, so that a thread waiting for aborted work learns that the result is invalid
@@ -146,7 +146,7 @@ class CrossGroupComm:
         return self._host
 
     def _own_group(self, tensor: Tensor) -> Any:
-        """Return the process group for the tensor's device; None if the tensor is sent through the host."""
+        """Return the process group for the tensor's device; None if the tensor must be copied to the host first."""
         return self._own if tensor.device.type == self._device_type else None
 
     def _finish(self, work: Any) -> None:
@@ -155,7 +155,7 @@ class CrossGroupComm:
         looked_s = started_s
         pause_s = SHORTEST_PAUSE_S
         while not work.is_completed():
-            self._host_group()  # if another thread has closed this, stop waiting
+            self._host_group()  # stop waiting if another thread has closed the connections
             now_s = time.monotonic()
             if now_s - started_s > self._timeout_s:
                 self.close()
@@ -168,7 +168,7 @@ class CrossGroupComm:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._host_group()  # aborted work counts as completed
-        work.wait()  # raises the error of a failed collective; the current stream continues after the collective
+        work.wait()  # raises a failed collective's error; the current stream continues after the collective
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over all peers, in place."""
@@ -226,7 +226,7 @@ class CrossGroupComm:
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors that are exchanged together. Tensors in a packet have the same dtype."""
+    """Yield, for each packet, the indices of the tensors that are exchanged together. They have the same dtype."""
     small: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
@@ -261,7 +261,7 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
 @dataclass(frozen=True)
 class Packet:
     number: int
-    """Position of the packet in the order of the model."""
+    """The packet's position, counted in the model's order of parameters."""
     shares: tuple[Share, ...]
 
     @property
@@ -270,9 +270,9 @@ class Packet:
 
 
 def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Collection[str]) -> list[Packet]:
-    """Return the trained part of `shares` in packets, roughly in the order that a backward pass finishes them. The
-    last block is finished first, then parameters `outside` of the blocks, and those in `late`, by name, only after all
-    passes."""
+    """Divide the trained shares into packets, roughly in the order in which a backward pass finishes their gradients.
+    The last block is finished first. Parameters `outside` the blocks follow, and then those named in `late`, which are
+    finished only after all passes."""
     trained = [share for share in shares if share.is_trained]
     made = [
         Packet(number, tuple(trained[place] for place in places))
@@ -289,7 +289,7 @@ def packets_in_order(shares: Sequence[Share], outside: Collection[str], late: Co
 
 
 def names_outside_blocks(parts: Iterable[Any]) -> set[str]:
-    """Return the names of the stages' parameters that are not in blocks: embeddings, heads and the norm before them."""
+    """Return the names of the stages' parameters that are not in blocks: embeddings, heads and final norms."""
     names: set[str] = set()
     for part in parts:
         of_blocks = {id(parameter) for block in part.block_modules() for parameter in block.parameters()}
@@ -298,8 +298,8 @@ def names_outside_blocks(parts: Iterable[Any]) -> set[str]:
 
 
 class GradientPackets:
-    """The packets of one train state. Each step calls `begin`, runs backward passes, and then calls `finish` or
-    `abandon`."""
+    """Sends the gradients of one train state in packets. Each step calls `begin`, runs backward passes, and then calls
+    `finish` or `abandon`."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class GradientPackets:
         self._left: dict[int, int] = {}
         """Number of exchanges within the group that each share's gradient is still waiting for; empty between steps."""
         self._next = len(ordered)
-        """The next packet to send."""
+        """Index of the next packet to send."""
         self._hooks = [
             share.parameter.register_post_accumulate_grad_hook(self._noting(share))
             for share in shares
@@ -328,8 +328,8 @@ class GradientPackets:
         ]
 
     def begin(self, exchanges: int) -> None:
-        """Begin a step with `exchanges` exchanges of each gradient within the group. If 0, packets are held back until
-        `finish`."""
+        """Begin a step in which each gradient is exchanged `exchanges` times within the group. If 0, packets are held
+        back until `finish`."""
         self._beside.wait()  # exchanges of an abandoned step may still arrive
         self._next = 0
         self._left = {id(share): exchanges for packet in self._packets for share in packet.shares if exchanges}
@@ -343,7 +343,7 @@ class GradientPackets:
         self._beside.wait()
 
     def abandon(self) -> bool:
-        """Stop sending packets of this step. Return whether any have been sent."""
+        """Stop sending this step's packets. Return whether any packet has been sent."""
         sent = self._next
         self._next = len(self._packets)
         self._left = {}

@@ -1,9 +1,9 @@
-"""The replica groups that take part in a step. They are agreed on before the step, and a vote after it decides whether
-it counts.
+"""Decide which replica groups take part in a step. They agree on this before the step, and vote after it on whether it
+counts.
 
 Rank 0 of a group asks the job's rendezvous server for the quorum and sends it to the other ranks of the group. At the
-first error in an exchange between groups, its connections are closed immediately. Healing copies plain tensors in
-place, and nothing is unpickled.
+first error in an exchange between groups, its connections are closed immediately. A group heals by copying plain
+tensors in place; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainspec_cli.run.recovery.reliability import plan_healing
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0
-"""Time in seconds that a quorum waits for groups that are alive but busy (writing, evaluating)."""
+"""Time in seconds that a quorum waits for groups that are alive but busy (writing a checkpoint or evaluating)."""
 
 
 @dataclass(frozen=True)
 class GroupRank:
-    """A process and its position among all replica groups."""
+    """A process's position among all replica groups."""
 
     group: int
     rank: int
@@ -45,17 +45,17 @@ class GroupRank:
 
 @dataclass(frozen=True)
 class Participation:
-    """This group's part in the next step."""
+    """The quorum of the next step, and this group's position in it."""
 
     groups: tuple[int, ...]
     """The groups that take part, in order."""
     rank: int
-    """This group's position among them."""
+    """This group's position among these groups."""
     step: int
     """Number of updates made by the run. If it is more than this group had made, the state was healed."""
     healed: bool
     names: frozenset[str]
-    """Names of the groups and their current starts; a restarted group has a new name."""
+    """The groups' names, which identify their current starts; a restarted group has a new name."""
 
     def changes_since(self, before: Participation) -> list[tuple[str, int | None]]:
         """Return ("left", group) for each group that is no longer present, and ("joined", group) for each new one."""
@@ -71,11 +71,11 @@ def _group_of(name: str) -> int:
 
 
 class HealFailedError(RuntimeError):
-    """The state is a mixture of the states of two groups, so this process must end."""
+    """Healing was interrupted, so the state is a mixture of two groups' states, and this process must end."""
 
 
 class Membership:
-    """Every method is called collectively by all ranks of a group."""
+    """One group's membership in the quorum. Every method is called collectively by all ranks of the group."""
 
     def __init__(
         self, own: GroupRank, state: Callable[[], Sequence[Tensor]], exchange_timeout_s: float, device: torch.device
@@ -98,7 +98,7 @@ class Membership:
         self._name = broadcast_json(f"{own.group:05d}:{uuid.uuid4()}", str)
         self._client: QuorumClient | None = None
         """Rank 0's connection to the server, opened by the first `agree`. From then on, the other groups wait for this
-        group, so slow work must be done before."""
+        group, so slow work must be done earlier."""
 
     def agree(self, step: int) -> Participation:
         """Wait for the quorum and connect to its groups. Heal from a group that has made more updates than `step`."""
@@ -167,7 +167,7 @@ class Membership:
         return committed
 
     def fail(self, reason: str) -> None:
-        """Make the step fail in all groups, because the other groups cannot get the data that they are waiting for."""
+        """Make the step fail in all groups, because this group cannot send the data that others are waiting for."""
         self._drop(RuntimeError(reason))
 
     def leave(self) -> None:
@@ -176,8 +176,8 @@ class Membership:
             self._client.close()
 
     def _connect(self, quorum: FormedQuorum, place: int) -> None:
-        """Connect to the other groups of the quorum, unless already connected. The name under which they rendezvous
-        contains all counters that start again if the server restarts."""
+        """Connect to the other groups of the quorum, unless already connected. The name of their rendezvous contains
+        all counters that are reset if the server restarts."""
         members = hashlib.sha256("\n".join(quorum.names).encode()).hexdigest()[:12]
         name = f"groups/{quorum.quorum}-{max(quorum.steps)}-{members}/{self.own.rank}"
         peers = f"{quorum.quorum}-{members}"
@@ -251,7 +251,7 @@ class QuorumClient:
             try:
                 self._send(connection, GroupBeat(self._name))
             except OSError:
-                with contextlib.suppress(OSError):  # `join` raises the error
+                with contextlib.suppress(OSError):  # `join` will raise the error
                     self._replace(connection)
 
     def _replace(self, broken: JsonClient) -> None:

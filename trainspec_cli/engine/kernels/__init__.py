@@ -1,2 +1,2 @@
-"""Alternative kernels for operations of models and the optimizer, which are plain functions equivalent to the
-defaults."""
+"""Alternative kernels for operations of models and the optimizer: plain functions that are equivalent to the default
+ones."""

@@ -2,7 +2,7 @@
 `optim.optimizer.fused`.
 
 All variants have the same state (`step`, `exp_avg`, `exp_avg_sq` for each parameter), so a run can resume with a
-different one.
+different variant.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Groups = Sequence[dict[str, Any]]
 def looped(groups: Groups, lr: float, betas: tuple[float, float], eps: float, foreach: int) -> torch.optim.AdamW:
     """Update one parameter at a time or, with `foreach`, many in one call."""
     kinds = {parameter.device.type for group in groups for parameter in group["params"]}
-    # On an accelerator that can keep the update count, the host does not wait for it.
+    # If the accelerator can keep the update count, the host does not have to wait for it.
     capturable = any(KINDS[kind].capturable for kind in kinds & KINDS.keys())
     return GuardedAdamW(groups, lr=lr, betas=betas, eps=eps, foreach=bool(foreach), capturable=capturable)
 

@@ -1,4 +1,4 @@
-"""Attention with a specific torch kernel; by default, torch chooses among them.
+"""Attention with a specific torch kernel; by default, torch chooses the kernel.
 
 Shapes: B samples, H heads, K key-value heads, S queries, T keys, E head size. Like `models.attention.attention`, all
 kernels are causal if there is no mask.
@@ -37,7 +37,7 @@ cudnn = partial(_by, SDPBackend.CUDNN_ATTENTION)
 
 
 def expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Copy keys and values for each query head, for kernels without grouped-query support."""
+    """Repeat keys and values for each query head, for kernels without grouped-query support."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return _fused(q, k, v, mask, scale)
 

@@ -15,7 +15,7 @@ from trainspec_cli.engine.digest import IGNORED_TARGET
 
 
 def full(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None) -> Tensor:
-    """Compute all logits together, first in the format of x and then again in fp32."""
+    """Compute all logits together, in the format of x, and then convert them to fp32."""
     logits_TV = F.linear(x_TD, weight_VD)
     wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return F.cross_entropy(wide_TV, targets_T, ignore_index=IGNORED_TARGET, reduction="sum")

@@ -14,7 +14,7 @@ from trainspec_cli.engine.digest import IGNORED_TARGET
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Normalise by RMS. The gradient does not overwrite dy, which the residual stream also needs."""
+    """Normalise by RMS. The backward pass does not overwrite dy, which the residual stream also needs."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -28,8 +28,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate a copy, together with unused keys of one head, because Liger rotates queries and keys in place in one
-    kernel.
+    """Rotate a copy of x, along with dummy keys of one head, because Liger's kernel rotates queries and keys together
+    and in place.
 
     All samples share the tables of cosines and sines.
     """

@@ -1,1 +1,1 @@
-"""Models as plain modules. They publish their blocks as data and do not depend on layouts."""
+"""Models, as plain modules that declare their blocks and do not depend on layouts."""

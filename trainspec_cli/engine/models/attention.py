@@ -32,14 +32,14 @@ class CausalCore(nn.Module):
     """Scores, softmax and values: the part of attention that mixes tokens along the sequence.
 
     With a window, a token attends to itself and the W - 1 tokens before it. The sequence is then divided into blocks of
-    W tokens, and the queries of a block attend to the keys of this block and the one before. So the cost per token is
-    proportional to the window and not to the sequence.
+    W tokens, and a block's queries attend to the keys of the same block and the previous one. So the cost per token is
+    proportional to the window, not to the sequence.
     """
 
     attention = staticmethod(attention)
 
     def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
-        """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks`, queries contain the sink logit of their
+        """`scale` multiplies the scores; None means 1 / sqrt(E). With `sinks`, queries contain the sink logit of their
         head."""
         super().__init__()
         self.window = window
@@ -52,7 +52,7 @@ class CausalCore(nn.Module):
         k = k_BSKE.transpose(1, 2)
         v = v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
-        if value_size < q.shape[-1]:  # the fused kernels need equal head sizes
+        if value_size < q.shape[-1]:  # the fused kernels need heads of equal size
             v = F.pad(v, (0, q.shape[-1] - value_size))
         if mask_B1SS is not None and self.window is not None:
             row = torch.arange(q.shape[2], device=q.device)
@@ -60,12 +60,14 @@ class CausalCore(nn.Module):
         if mask_B1SS is None and self.window is not None and self.window < q.shape[2]:
             mixed = self._windowed(q, k, v, self.window)
         else:
-            # Positions do not have to restart at each document of a row, because attention depends only on distances.
+            # Positions do not need to restart at each document, because attention depends only on the distances between
+            # positions.
             mixed = self._attend(q, k, v, mask_B1SS)
         return mixed[..., :value_size].transpose(1, 2)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Attend block by block. The first block is plain causal attention; the others become separate samples."""
+        """Attend block by block. The first block is plain causal attention; the other blocks become separate
+        samples."""
         batch = q.shape[0]
         seq_len = q.shape[2]
         first = self._attend(q[:, :, :window], k[:, :, :window], v[:, :, :window], None)
@@ -80,7 +82,7 @@ class CausalCore(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attend in one kernel call. Sinks are represented by an additional first key, whose logit comes from the
-        queries, with a value of zeros."""
+        queries and whose value is zero."""
         if not self.sinks:
             return self.attention(q, k, v, mask, self.scale)
         in_front = (0, 0, 1, 0)
@@ -91,7 +93,8 @@ class CausalCore(nn.Module):
         v = F.pad(v, in_front)
         if mask is not None:
             return self.attention(q, k, v, F.pad(mask, (1, 0), value=True), self.scale)
-        # An additional first query preserves the kernel's causal order, in which query i attends to keys 0 to i.
+        # An additional first query keeps queries and keys aligned for the kernel's causal mask, where query i attends
+        # to keys 0 to i.
         return self.attention(F.pad(q, in_front), k, v, None, self.scale)[:, :, 1:]
 
 
@@ -141,7 +144,7 @@ class Attention(nn.Module):
 class MultiHeadLatentAttention(nn.Module):
     """Latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-    A part of each head is rotated. All heads share the rotated part of the keys.
+    Only a part of each head is rotated. All heads share the rotated part of the keys.
     """
 
     rope = staticmethod(apply_rope)
@@ -165,7 +168,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.out = nn.Linear(heads * mla.v_head_dim, inputs, bias=False)
 
     def forward(self, x_BSD: Tensor, cos_SR: Tensor, sin_SR: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
-        # Two separate functions, so that intermediate results of the projections are freed before attention runs.
+        # Queries, and keys with values, come from separate functions, so that the projections' intermediate results are
+        # freed before attention.
         q_BSHE = self._queries(x_BSD, cos_SR, sin_SR)
         k_BSHE, v_BSHV = self._keys_values(x_BSD, cos_SR, sin_SR)
         return self.out(self.core(q_BSHE, k_BSHE, v_BSHV, mask_B1SS).flatten(2))

@@ -1,6 +1,6 @@
 """Convolutional networks: residual image classifiers, and U-Nets that classify every pixel or voxel.
 
-Shapes: B samples, C channels, K classes, H rows, W columns; volumes have a depth dimension before these.
+Shapes: B samples, C channels, K classes, H rows, W columns; volumes have a depth dimension before H and W.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ConvNet(PublishedModel):
     """Maps images (B, C, ...) to the summed loss for their labels (scalar, fp32), or to predictions if there are no
     labels.
 
-    Ranks divide only the samples among themselves.
+    Only the samples are split over ranks.
     """
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -58,7 +58,7 @@ class ConvNorm(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """A bottleneck block: narrow, mix and widen, in parallel with a shortcut."""
+    """A bottleneck block: 1x1, 3x3 and 1x1 convolutions, in parallel with a shortcut."""
 
     def __init__(self, channels_in: int, width: int, stride: int, model: ConvModel):
         super().__init__()
@@ -76,7 +76,7 @@ class BottleneckBlock(nn.Module):
 class ResNet(ConvNet):
     """An image classifier built from bottleneck blocks (arXiv:1512.03385); the loss is the cross-entropy of each image.
 
-    Version 1.5: the stride is in the 3x3 convolution and not in the 1x1 convolution before it.
+    As in version 1.5, the stride is in the 3x3 convolution, not in the 1x1 convolution before it.
     """
 
     def __init__(self, model: ConvModel):
@@ -108,7 +108,7 @@ class ResNet(ConvNet):
         return list(self.blocks)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initialise a block so that it acts as its shortcut: the scale of the last norm is 0 (arXiv:1706.02677,
+        """Make a block initially equal to its shortcut, by setting the scale of its last norm to 0 (arXiv:1706.02677,
         section 5.1)."""
         if name.endswith("widen.norm.weight"):
             full.zero_()
@@ -210,7 +210,8 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
     """Return 2 |A and B| / (|A| + |B|), averaged over all classes except the background: weights (B, K, ...) -> (B,).
 
-    A class that is neither present nor predicted counts as 1. `smooth` voxels in both terms keep the gradient finite.
+    A class that is neither present nor predicted counts as 1. `smooth` voxels are added to both terms to keep the
+    gradient finite.
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)

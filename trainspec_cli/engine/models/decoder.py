@@ -43,8 +43,8 @@ def dense_feed_forward(model: DecoderModel) -> FeedForward:
 
 
 class Decoder(LanguageModel):
-    """A decoder. Queries and keys are rotated by their positions; learned positions are added to the embedding
-    instead."""
+    """A decoder. Queries and keys are rotated by position, or learned position embeddings are added to the token
+    embedding."""
 
     cos_SE: Tensor
     sin_SE: Tensor

@@ -21,11 +21,11 @@ from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 
 class SortedTokens(NamedTuple):
-    """Copies of tokens sorted by expert; copies without an expert come last."""
+    """Copies of tokens, sorted by expert. Dropped copies come last."""
 
     x_MD: Tensor
     counts_E: Tensor
-    """Number of copies for each expert, int64. The sum is M minus the number of dropped copies."""
+    """Number of copies for each expert, int64. The counts sum to M minus the number of dropped copies."""
     source_M: Tensor
     """The index (token * K + choice) of the copy in each row."""
     place_M: Tensor
@@ -55,8 +55,8 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """x[rows] (M, D). The copies of row t are at copies_M[t * M/T : (t + 1) * M/T], which makes the backward pass a
-    gather instead of a scatter."""
+    """Gathers x[rows], (M, D). The copies of row t are at copies_M[t * M/T : (t + 1) * M/T], which makes the backward
+    pass a gather instead of a scatter."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, rows_M: Tensor, copies_M: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class _Take(torch.autograd.Function):
 
 
 def grouped_matmul(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Return (M, F): the rows of each expert times its matrix. Rows beyond the counts are undefined."""
+    """Return (M, F): each expert's rows times its matrix. Rows beyond the counts are undefined."""
     if x_MD.dtype == torch.float64:  # the grouped kernels do not support fp64
         return matmul_in_turn(x_MD, weight_EDF, counts_E)
     if x_MD.device.type == "cpu" or x_MD.dtype != torch.bfloat16:
@@ -89,7 +89,7 @@ _grouped_mm_eagerly = torch.compiler.disable(_grouped_mm)
 
 @torch.compiler.disable
 def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
-    """Compute the same result with one product after another. The host waits for the counts."""
+    """Compute the same result with one product per expert. The host waits for the counts."""
     counts = counts_E.tolist()
     parts = x_MD.split([*counts, len(x_MD) - sum(counts)])
     return torch.cat([part @ weight for part, weight in zip(parts, [*weight_EDF, weight_EDF[0]], strict=True)])
@@ -98,7 +98,8 @@ def matmul_in_turn(x_MD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor
 class Experts(GatedActivation):
     """The feed-forward layers of the routed experts, on sorted rows. Rows beyond the counts become zeros.
 
-    `up` contains the columns of the gate, followed by those of the linear half; without a gate, only the latter.
+    `up` contains the columns of the gate, followed by those of the linear half. Without a gate, it contains only the
+    latter.
     """
 
     grouped_matmul = staticmethod(grouped_matmul)
@@ -128,13 +129,13 @@ class Experts(GatedActivation):
         return self._without_dropped(y_MD, counts_E)
 
     def _inner(self, x_MF: Tensor) -> Tensor:
-        """Apply the activation. Both halves are freed on return, before the second product, unless the backward pass
+        """Apply the activation. On return, before the second product, both halves are freed unless the backward pass
         needs them."""
         gate_MF, up_MF = x_MF.chunk(2, dim=-1) if self.gated else (None, x_MF)
         return self.activate(gate_MF, up_MF)
 
     def _without_dropped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Set rows without an expert to zero, forward and backward, because grouped kernels leave them undefined."""
+        """Set rows without an expert to zero in both passes, because grouped kernels leave them undefined."""
         if not self.drops:
             return x_MD
         taken_M1 = torch.arange(len(x_MD), device=x_MD.device)[:, None] < counts_E.sum()
@@ -146,7 +147,7 @@ def _add_bias(y_MF: Tensor, bias_EF: Tensor | None, expert_M: Tensor | None) -> 
 
 
 def dispatch_here(x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """Dispatch for experts that are all on this rank."""
+    """The dispatch of tokens if all experts are on this rank."""
     copies = sort_by_expert(x_TD, indices_TK, experts.up.shape[0])
     return copies.combine(experts(copies.x_MD, copies.counts_E), weights_TK)
 
@@ -182,7 +183,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert_E", counter, persistent=False)
         self.register_buffer("loss_scale", torch.empty((), dtype=torch.float32), persistent=False)
         self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
-        """Converts the counts for this rank's part of each sequence to counts for the full sequence."""
+        """A function that converts counts for this rank's part of each sequence to counts for the full sequence."""
 
     def init_buffers(self) -> None:
         self.tokens_per_expert_E.zero_()
@@ -191,12 +192,13 @@ class Router(nn.Module):
             self.balance_bias_E.zero_()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (experts (B, S, K) int64, where E marks a dropped choice; their weights (B, S, K), at least fp32)."""
+        """Return (expert indices (B, S, K) int64, where E marks a dropped choice; their weights (B, S, K), at least
+        fp32)."""
         logits_BSE = F.linear(x_BSD, self.weight, self.bias)
         scores_BSE = self.score(precise(logits_BSE))
         indices_BSK = self._choose(scores_BSE.detach())
         weights_BSK = scores_BSE.gather(-1, indices_BSK)
-        if self.spec.normalise_weights:  # all sigmoid scores may have been rounded to 0
+        if self.spec.normalise_weights:  # avoid dividing by 0: all sigmoid scores may have been rounded to 0
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
         weights_BSK = weights_BSK * self.spec.weight_scale
         if torch.is_grad_enabled():
@@ -230,8 +232,8 @@ class Router(nn.Module):
         return (frequency_BE * summed_BE).sum() * self.spec.balance_loss * self.loss_scale
 
     def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the highest weights of each expert in a sequence. The other choices become `num_experts` with weight
-        0."""
+        """Limit the tokens per expert and sequence, keeping the highest weights. Dropped choices get the index
+        `num_experts` and weight 0."""
         experts = self.spec.num_experts
         factor = self.spec.capacity_factor or 0.0
         choices_BM = indices_BSK.flatten(1)
@@ -250,7 +252,7 @@ class Router(nn.Module):
     def update_balance(self, counts_E: Tensor) -> None:
         """Adjust the bias after a step, using the counts of the global batch, and reset the counter.
 
-        Recomputed forward passes count twice, which does not change the order of the experts.
+        With recomputation, tokens count twice, which does not change the order of the experts.
         """
         if self.balance_bias_E is not None:
             counts_E = counts_E.float()

@@ -25,7 +25,8 @@ MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
 
 
 class HybridBlock(nn.Module):
-    """x + mixer(norm(x)), with one mixer: Mamba-2, attention without positions, a feed-forward layer or experts."""
+    """A block: x + mixer(norm(x)). The mixer is Mamba-2, attention without positions, a feed-forward layer or
+    experts."""
 
     def __init__(self, model: HybridModel, letter: str):
         super().__init__()
@@ -38,7 +39,7 @@ class HybridBlock(nn.Module):
 
 
 class Hybrid(LanguageModel):
-    """A hybrid model. Neither state-space layers nor the layers between them need positions."""
+    """A hybrid model. Its layers do not need position embeddings."""
 
     writes_per_layer: ClassVar[int] = 1
 

@@ -28,9 +28,10 @@ class PublishedModel(nn.Module):
     may be split."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {}
-    """The dim along which tensor parallelism splits each parameter. The first matching pattern applies."""
+    """Maps name patterns to the dim along which tensor parallelism splits a parameter. The first matching pattern
+    applies."""
     tensor_partial: ClassVar[tuple[str, ...]] = ()
-    """Parameters inside regions that are not split. Their gradient on a rank is a partial sum."""
+    """Parameters that are inside regions but not split, so a rank's gradient is only a partial sum."""
     seed: int = 0
     """The run's seed, for initial values that are generated for several parameters together."""
 
@@ -47,14 +48,13 @@ class PublishedModel(nn.Module):
         return self.all_of(BatchNorm)
 
     def region_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose matrices tensor parallelism splits; they have the full input and a summed output.
-
-        Routed experts are not included: they are spread without being split, and each rank routes its own tokens.
+        """Return the modules whose matrices tensor parallelism splits; these need the full input, and their outputs are
+        summed. Routed experts are not included: they are spread over ranks without being split.
         """
         return self.all_of(Attention, MultiHeadLatentAttention, FeedForward, Mamba2)
 
     def attention_modules(self) -> Sequence[nn.Module]:
-        """Return the modules whose `core` mixes tokens along the sequence."""
+        """Return the attention modules, whose `core` mixes tokens along the sequence."""
         return self.all_of(Attention, MultiHeadLatentAttention)
 
     def expert_modules(self) -> Sequence[nn.Module]:
@@ -67,8 +67,8 @@ class PublishedModel(nn.Module):
     def balance_modules(self) -> Sequence[Router]:
         """Return the routers.
 
-        Each router counts `tokens_per_expert_E` since its last `update_balance(counts_E)`, to which the counts of the
-        global batch are passed. `loss_scale` (1 / global tokens) must be set before a step.
+        Each router counts `tokens_per_expert_E` until `update_balance(counts_E)` is called with the global batch's
+        counts. `loss_scale` (1 / global tokens) must be set before a step.
         """
         return self.all_of(Router)
 
@@ -77,7 +77,7 @@ class PublishedModel(nn.Module):
 
 
 class LanguageModel(PublishedModel):
-    """Maps token IDs to the summed cross-entropy of the next tokens (or to logits, to generate text).
+    """Maps token IDs to the summed cross-entropy of the next tokens (or to logits, for generation).
 
     A pipeline stage holds some of the layers. The first stage embeds tokens; the others take hidden states. The last
     stage returns the loss; the others return hidden states.
@@ -182,7 +182,7 @@ class LanguageModel(PublishedModel):
         if leaf.endswith("bias") or leaf == "lora_b":
             full.zero_()
         elif leaf == "lora_a":
-            # Uniform with variance 1 / 3D for D inputs, as in published adapters.
+            # Uniform with variance 1 / 3D for D inputs, as in other LoRA implementations.
             bound = 1 / math.sqrt(full.shape[1])
             full.uniform_(-bound, bound, generator=generator)
         elif full.dim() == 1 and leaf != "sinks":

@@ -33,7 +33,7 @@ def precise(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "relu2": lambda x: F.relu(x).square(),  # arXiv:2109.08668
+    "relu2": lambda x: F.relu(x).square(),  # squared ReLU (arXiv:2109.08668)
 }
 
 
@@ -56,7 +56,7 @@ class GatedActivation(nn.Module):
         if gate is None:
             return self.activation(up)
         if self.gate_limit is not None:
-            # gpt_oss's variant of SwiGLU: both halves are clamped, and 1 is added to the linear one.
+            # gpt_oss's variant of SwiGLU: both halves are clamped, and 1 is added to the linear half.
             gate = gate.clamp(max=self.gate_limit)
             up = up.clamp(-self.gate_limit, self.gate_limit)
             return gate * torch.sigmoid(1.702 * gate) * (up + 1)
@@ -65,7 +65,7 @@ class GatedActivation(nn.Module):
 
 
 class FeedForward(GatedActivation):
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+    """A feed-forward layer: down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
     def __init__(self, hidden_size: int, ffn_size: int, *, gated: bool, activation: Activation):
         super().__init__(activation)
@@ -83,8 +83,8 @@ class BatchNorm(nn.Module):
     """Normalises by the statistics of the batch in training, and by their running means in evaluation
     (arXiv:1502.03167).
 
-    In every layout, statistics equal those of a single process with the micro-batches of all ranks. They are computed
-    in fp32. Shapes: B samples, C channels, then the spatial dimensions.
+    In every layout, the statistics equal those of a single process that computes all ranks' micro-batches. They are
+    computed in fp32. Shapes: B samples, C channels, then the spatial dimensions.
     """
 
     running_mean: Tensor
@@ -150,7 +150,7 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tens
 
 
 def _scale(x: Tensor, scale_C: Tensor, shift_C: Tensor) -> Tensor:
-    """Scale and shift in fp32, rounded once to the format of x."""
+    """Scale and shift in fp32, and round once to the format of x."""
     return torch.addcmul(_along(shift_C, x), precise(x), _along(scale_C, x)).to(x.dtype)
 
 

@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.training import LoraSpec
 
 
 class QuantisedLinear(nn.Module):
-    """Computes W x + b with W stored in NF4. Its tensors are buffers, which FSDP2 neither shards nor casts."""
+    """Computes W x + b with W stored in NF4. The tensors of W are buffers, which FSDP2 neither shards nor casts."""
 
     nf4_codes: Tensor
     nf4_magnitudes: Tensor
@@ -75,7 +75,7 @@ def _weight(held: tuple[Tensor, ...], place: Place, dtype: torch.dtype) -> Tenso
 
 
 class _Adapted(nn.Module):
-    """Adds (alpha / R) B A x to a linear layer. The sum is initially unchanged, because B starts at zero."""
+    """A linear layer plus (alpha / R) B A x. Initially, the output is unchanged, because B starts at zero."""
 
     def adapt(self, linear: nn.Linear, spec: LoraSpec) -> None:
         self.lora_a = nn.Parameter(torch.empty(spec.rank, linear.in_features, device="meta"))

@@ -20,9 +20,9 @@ from trainspec_cli.engine.models.layers import precise
 from trainspec_cli.recipe.keys.model import CONV_TAPS, SCAN_BLOCK, HybridModel
 
 STEP_RANGE = (1e-3, 0.1)
-"""Initial values of the step dt, log-uniform."""
+"""Range of initial values of the step dt, log-uniform."""
 DECAY_RANGE = (1.0, 16.0)
-"""Initial values of -a, uniform."""
+"""Range of initial values of -a, uniform."""
 
 
 def selective_scan(
@@ -36,13 +36,14 @@ def selective_scan(
     x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
     decay_log = (dt * a_H).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)  # B C G R Q
     x = (x * dt[..., None].to(x.dtype)).unflatten(3, (groups, -1))  # B C Q G R P
-    # Two separate functions, so that the scores are freed before states are computed.
+    # In separate functions, so that the scores are freed before states are computed.
     y = _within_blocks(x, decay_log, b, c) + _from_earlier_blocks(x, decay_log, b, c)
     return y.flatten(1, 2)[:, :seq_len].flatten(2, 3)
 
 
 def _into_blocks(tensor: Tensor, block: int) -> Tensor:
-    """Split (B, S, ...) into (B, C, Q, ...), padded with zeros, because a step of 0 does not change the state."""
+    """Split (B, S, ...) into (B, C, Q, ...), padded with zeros, which do not change the state, because their step dt is
+    0."""
     padding = (*(0, 0) * (tensor.dim() - 2), 0, -tensor.shape[1] % block)
     return F.pad(tensor, padding).unflatten(1, (-1, block))
 
@@ -61,8 +62,8 @@ def _from_earlier_blocks(x: Tensor, decay_log: Tensor, b: Tensor, c: Tensor) -> 
     """Return the contribution of the state at the beginning of each block to the block's tokens: (B, C, Q, G, R, P)."""
     to_end = (decay_log[..., -1:] - decay_log).exp().permute(0, 1, 4, 2, 3)[..., None]
     added = torch.einsum("bcqgn,bcqgrp->bcgrpn", b, x * to_end.to(x.dtype))
-    # Entry (..., c, z) of `weights` is the decay of block z's state when block c begins; 0 for z >= c. It is a sum over
-    # the blocks between the two, because differences of cumulative sums would lose precision.
+    # Entry (..., c, z) of `weights` is the decay of block z's state when block c begins; 0 for z >= c. Its logarithm is
+    # a sum over the blocks in between, because differences of cumulative sums would lose precision.
     total_C = decay_log[..., -1].permute(0, 2, 3, 1)
     blocks = total_C.shape[-1]
     between = torch.ones(blocks, blocks, dtype=torch.bool, device=total_C.device).tril(-1)
@@ -90,8 +91,8 @@ class CausalConv(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """The mixer of one layer. Each part has a separate matrix and convolution, so that heads and groups can be split
-    over ranks. The numbers of heads and groups follow from the matrices."""
+    """The mixer of one layer. Each projection has a separate matrix and convolution, so that heads and groups can be
+    split over ranks. The numbers of heads and groups follow from the matrices."""
 
     ssd_scan = staticmethod(selective_scan)
 

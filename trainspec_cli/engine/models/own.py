@@ -54,7 +54,8 @@ class OwnLanguageModel(LanguageModel):
             return super().forward(tokens_or_x, targets_BS, documents_BS)
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Initialise a block's parameter with the block's code, and all others as in every language model."""
+        """A user-defined block's parameters get the values from its code; all others are initialised as in any language
+        model."""
         if not name.startswith(PREFIX):
             super().init_parameter(name, full, generator)
             return
@@ -76,7 +77,7 @@ class OwnLanguageModel(LanguageModel):
 
 
 class BlockMaker:
-    """Calls the recipe's code and checks its result. Raises RecipeError."""
+    """Calls the recipe's function that creates blocks, and checks the result. Raises RecipeError."""
 
     def __init__(self, model: OwnModel):
         (self.extension,) = BLOCK.named(model.block, model.options)

@@ -21,7 +21,9 @@ def rope_angles(
     if scaling is not None:
         # Divide the frequencies of long waves by the factor, keep those of short waves, and interpolate linearly in
         # between.
-        if scaling.kind == "llama3":  # the bounds are wavelengths; interpolate in the turns within the original length
+        if (
+            scaling.kind == "llama3"
+        ):  # Llama 3: the bounds are wavelengths; interpolate in the number of turns within the original length
             turns = scaling.original_seq_len * frequencies / (2 * math.pi)
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             kept = kept.clamp(0, 1)

@@ -1,1 +1,1 @@
-"""Observation of a run: step times, device, memory, hangs, and trackers."""
+"""Observe a run: step times, device, memory, hangs, and trackers."""

@@ -43,8 +43,8 @@ def union(intervals: Iterable[tuple[Bounds, Bounds]]) -> list[tuple[Bounds, Boun
 
 
 def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) -> tuple[float, float]:
-    """Return (seconds with at least one exchange in progress, seconds of these without compute); intervals may overlap
-    and be in any order."""
+    """Return (seconds with at least one exchange in progress, seconds of that time without compute). Intervals may
+    overlap and be in any order."""
     going_on_s, both_s, busy_s = (
         sum(end - begin for begin, end in union(intervals))
         for intervals in (exchanges, [*exchanges, *computing], computing)
@@ -60,7 +60,7 @@ LINE_BYTES = 80
 
 
 class ProcessorClock:
-    """Opened by the process that it measures; a forked process opens its own. On systems other than Linux, and
+    """A process can only measure itself; a forked process needs a new instance. On systems other than Linux, and
     without `counts`, all values are 0."""
 
     def __init__(self, *, counts: bool = True) -> None:
@@ -86,8 +86,8 @@ class ProcessorClock:
 
 COMPUTING = ("forward", "backward", "optimizer")
 LEAST_AHEAD_S = 2e-4
-"""A host that is ahead of its device by less than this does not keep the device busy, because the two clocks agree only
-to about 50 us."""
+"""If the host is ahead of its device by less than this, it counts as not keeping the device busy, because the two
+clocks agree only to about 50 us."""
 LEAST_AHEAD = 0.1
 """The same, as a fraction of the step part's duration. If the host is further ahead, the device itself is the
 bottleneck."""
@@ -103,12 +103,12 @@ class QueuedTime(NamedTuple):
 
 
 BLOCKED_S = 1e-3
-"""A host that has waited for an event for this long continues when the device reaches it, within some 50 us."""
+"""A host that has waited this long for an event continues within about 50 us after the device reaches it."""
 
 
 class UnixClock:
-    """The Unix time of a moment on the device: the last known Unix time of a moment, plus the time between the two
-    moments. It is renewed in each step, because clocks drift and CUDA counts the time between events in fp32."""
+    """Converts moments on the device to Unix time, by adding the time since a moment whose Unix time is known. That
+    reference is renewed in each step, because clocks drift and CUDA measures the time between events in fp32."""
 
     def __init__(self, moment: Mark, now: Callable[[], float] = time.time):
         """`now` returns the time on the clock that moments are converted to."""
@@ -117,7 +117,7 @@ class UnixClock:
         self._known = moment, now()
 
     def of(self, moment: Mark) -> float:
-        """The device must have reached `moment`."""
+        """Return the Unix time of `moment`, which the device must have reached."""
         known, unix_s = self._known
         return unix_s + elapsed_s(known, moment)
 
@@ -133,7 +133,7 @@ class UnixClock:
 
 
 class StepClock:
-    """Measures on the device's current stream, which is the compute stream of the training."""
+    """Measures times in the device's current stream, which is the compute stream of training."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -175,8 +175,8 @@ class StepClock:
 
     @contextmanager
     def collective(self, _sent_bytes: float | None = None) -> Iterator[bool]:
-        """Count the block as exposed communication, or in a stream other than the compute stream as an exchange that
-        overlaps with other work; its bandwidth is not measured."""
+        """Count the block as exposed communication or, outside the compute stream, as an exchange that overlaps with
+        other work. Its bandwidth is not measured."""
         if self._stream is not None:
             if torch.accelerator.current_stream(self.device) == self._stream:
                 with self.part("exposed_comm"):
@@ -193,16 +193,16 @@ class StepClock:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Count the block, the small exchange that ends a step, as exposed communication, and record it as the step's
-        agreement."""
+        """The block is the small exchange that ends a step. Count it as exposed communication, and record it as the
+        step's agreement."""
         began = self.mark()
         with self.collective():
             yield
         self._agreed = began, self.mark()
 
     def note_beside(self, begin_s: float, end_s: float) -> None:
-        """Record an exchange that overlapped with the parts, on the host's clock, which shows nothing about the parts
-        on an accelerator. Any thread may call it."""
+        """Record an exchange that overlapped with the parts, in host time (ignored on an accelerator, whose parts are
+        in device time). Any thread may call this."""
         if not self.on_gpu:
             self._beside.append((begin_s, end_s))
 
@@ -236,10 +236,10 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Segments:
-    """The marks of a step; their times are read from the device later."""
+    """The marks of a step, whose times are read from the device later."""
 
     marks: list[tuple[str, Mark]]
-    """Each mark, with the part that started there."""
+    """Each mark, with the part that started at it."""
     end: Mark
     beside: Sequence[Span]
     queued: QueuedTime

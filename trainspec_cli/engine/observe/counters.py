@@ -44,7 +44,7 @@ PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Sums the processor time of this interpreter's garbage collection. The time of other processes is not included."""
+    """Sums the processor time of garbage collection in this process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -61,7 +61,7 @@ class GarbageClock:
             self.runs += 1
 
     def cut(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the garbage collection time since the last call, in seconds."""
         since_s = self.seconds - self._cut_s
         self._cut_s = self.seconds
         return since_s
@@ -92,7 +92,7 @@ class Counts:
 
 @dataclass
 class Window:
-    """The steps since the counters were last read."""
+    """The window of steps since the counters were last read."""
 
     before: Counts
     began_s: float
@@ -101,7 +101,7 @@ class Window:
     tokens: int = 0
     attended: int = 0
     agreed_s: float = math.inf
-    """The shortest duration of the exchange that ends each step."""
+    """The shortest duration of the exchanges that ended the window's steps."""
     own_s: float = 0.0
     queued_s: float = 0.0
     starved_s: float | None = None
@@ -113,7 +113,7 @@ class StepCounters:
     def __init__(self, device: torch.device):
         self._device = device
         self._is_emulated = host_is_emulated(device)
-        """True if the host is emulated, so that the system's counters do not describe it."""
+        """True if the host is emulated. The system's counters are then meaningless."""
         self.garbage = GarbageClock()
         self._connections = ConnectionCounter()
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -178,7 +178,7 @@ class StepCounters:
         if self._is_emulated:
             return Counts(allocator_retries=retries)
         ticks = _read("/proc/stat").partition("\n")[0].split()
-        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # pressure: stalls of any process on the node
+        stalls = _read("/proc/pressure/memory").partition("\n")[0]  # memory stalls of any process on the node
         dynamo = sys.modules.get(
             "torch._dynamo.utils"
         )  # do not import a module only for this, because that takes seconds
@@ -200,8 +200,8 @@ class StepCounters:
 
 
 def window_steps(step_s: float) -> int:
-    """Return the number of steps between readings. It is a power of two, so that ranks with slightly different step
-    times end most of their windows at the same step."""
+    """Return the number of steps between readings. It is a power of two, so that most windows end at the same step on
+    all ranks, even if step times differ slightly."""
     steps = 1
     while 2 * steps * step_s <= WINDOW_S and steps < 1024:
         steps *= 2
@@ -270,8 +270,8 @@ def _read(path: Path | str) -> str:
 TIMEOUTS_OFFSET = 240
 """`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""
 NEEDLESS_OFFSET = 216
-"""`tcpi_dsack_dups`, since Linux 4.19: segments that had already arrived when they were retransmitted, because a
-process that is not scheduled acknowledges them too late."""
+"""`tcpi_dsack_dups`, since Linux 4.19: segments retransmitted although they had arrived, because a process that is not
+scheduled acknowledges them too late."""
 FIELDS = struct.Struct("=68xI28xI52xI8xQ24xQQ")
 """From `struct tcp_info`: round-trip time in us, retransmitted segments, data segments, busy time in us, bytes sent,
 bytes retransmitted."""
@@ -369,10 +369,10 @@ ten in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
-"""Number of rounds for each size, and minimum duration of a round in seconds. The best round counts."""
+"""Number of rounds for each size, and minimum duration of a round in seconds. The fastest round counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after this many seconds, and sizes whose product takes longer are not measured, because a CPU without
-native bf16 achieves only about 1 GFLOP/s in this format."""
+"""No round begins after this many seconds, and larger sizes are skipped once a product takes longer: a CPU without
+native bf16 achieves only about 1 GFLOP/s in that format."""
 
 
 @dataclass(frozen=True)
@@ -380,7 +380,7 @@ class Peak:
     flops: float
     """FLOP/s of one device."""
     source: str
-    """The source of the value, which is shown with every MFU."""
+    """The source of the value, for display next to every MFU."""
 
 
 def device_name(device: torch.device) -> str:
@@ -397,7 +397,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
         rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
         products = (products[rates.index(max(rates))],)
         best = max(best, *rates)
-        if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # the next size is twice as large
+        if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # the next size takes 8 times as long
             break
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
@@ -419,9 +419,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds per call in the fastest round, after one warm-up call. A round makes calls for `round_s`
-    seconds, and at least one, so that load from other programs has little effect. Only the first round may begin after
-    `limit_s`."""
+    """Return the seconds per call in the fastest round, after one warm-up call. A round consists of calls for `round_s`
+    seconds, at least one. Taking the fastest round limits the effect of load from other programs. After `limit_s`, no
+    further round begins."""
 
     def reached() -> Mark:
         now = mark(on_gpu=on_chip(device))
@@ -446,7 +446,7 @@ def quickest_s(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory in bytes that this process may still allocate: on a GPU all free memory, on a host this
+    """Return the memory in bytes that this process may still allocate: on a GPU, all free memory; on a host, this
     process's part of it."""
     if on_chip(device):
         return float(device_memory(device).available)
@@ -482,7 +482,7 @@ class MemoryWatch:
         self._first_step = first_step + SETTLING_STEPS
         self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
         self._readings = defaultdict[str, deque[tuple[int, float]]](lambda: deque(maxlen=WINDOW))
-        """(step, bytes used) by kind of memory."""
+        """Readings (step, bytes used), by kind of memory."""
         self._sizes = set[int]()
         self._process = psutil.Process()
 
@@ -508,7 +508,7 @@ class MemoryWatch:
                 slope = slope_per_step(steps, used)
                 return (
                     f"{kind} memory grows by {format_bytes(slope)} per step and will be full at about step "
-                    f"{step + left:.0f}, before the last one ({self._last_step}): memory that should be freed is kept"
+                    f"{step + left:.0f}, before the last step ({self._last_step}): memory that should be freed is kept"
                 )
         return None
 

@@ -1,6 +1,6 @@
-"""Profile this rank for a few steps (a deeper look) when the supervisor requests it because a diagnosis has a new
-verdict. A thread waits for the request without slowing down the steps. During the profile, torch's profiler runs over
-complete steps, and the thread samples the stack; the result is an event, and a trace in the run folder.
+"""Profile this rank for a few steps (a "deeper look") when the supervisor requests it because of a new diagnosis. A
+thread waits for the request without slowing down the steps. During the profile, torch's profiler runs over complete
+steps, and the thread samples the stack. The result is an event, and a trace in the run folder.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class Operation(NamedTuple):
 
 
 def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime, ...]:
-    """Return the operations with the most self time: operations of the device if there are any, otherwise of the
-    host."""
+    """Return the operations with the most self time: device operations if there are any, otherwise host operations."""
     on_device = any(one.on_device for one in operations)
     own_ns = defaultdict[str, int](int)
     calls = defaultdict[str, int](int)
@@ -85,8 +84,7 @@ def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime
 
 
 def own_times(operations: Iterable[Operation]) -> list[tuple[Operation, int]]:
-    """Return each operation with its self time in ns (excluding the operations that it calls), ordered by start
-    time."""
+    """Return each operation with its self time in ns (without the operations that it calls), ordered by start time."""
     open_of = defaultdict[int, list[int]](list)
     found: list[tuple[Operation, int]] = []
     for one in operations:
@@ -146,8 +144,8 @@ COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "st
 
 
 class StepsInView:
-    """Runs torch's profiler over the profiled steps. The training thread creates it and adds the steps; the sampling
-    thread waits for the last one."""
+    """Runs torch's profiler over a few steps. The training thread creates this object and adds the steps; the sampling
+    thread waits for the last step."""
 
     def __init__(self, device: torch.device):
         began_s = time.perf_counter()

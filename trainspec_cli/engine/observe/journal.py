@@ -1,4 +1,4 @@
-"""A worker's journal: its events and, on rank 0, also the recipe's trackers."""
+"""A worker's journal: writes its events and, on rank 0, passes them to the recipe's trackers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALARS = {
     "step": ("loss", "grad_norm", "lr", "step_time_s"),
     "eval": ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""The tracked fields of an event, by event type."""
+"""The fields that are sent to trackers, by event type."""
 
 
 def scalars_of(event: Event) -> dict[str, float]:
@@ -58,7 +58,7 @@ NO_REPORTS = {
     "wandb": {"WANDB_ERROR_REPORTING": "false"},
     "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
 }
-"""Variables that disable the trackers' usage reports to their vendors."""
+"""Environment variables that stop trackers from sending usage reports to their vendors."""
 
 
 def _send_no_reports(tracker: str) -> None:
@@ -91,7 +91,8 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """Logs offline in the run folder unless WANDB_MODE is set. A resumed run continues under the ID in its folder."""
+    """Logs to Weights & Biases: offline, into the run folder, unless WANDB_MODE is set. A resumed run keeps the ID
+    stored in its folder."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
         _send_no_reports("wandb")
@@ -146,11 +147,11 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
     "wandb": WandbLog,
     "mlflow": MlflowLog,
 }
-"""Trackers by their key in `tracking`."""
+"""Maps keys of `tracking` to trackers."""
 
 
 class Journal:
-    """The events of one rank, in a separate file. Rank 0's file is the run's log, and its events also go to the
+    """One rank's events, each rank in a separate file. Rank 0's file is the run's log, and its events also go to the
     trackers.
 
     With several replica groups, each process writes to a file of its group, and rank 0 of the leading group also writes
@@ -211,7 +212,7 @@ class Journal:
                 self._log.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
 
     def events_of(self, rank: int) -> Path:
-        """Return the event file of a rank, within the same group if there are several."""
+        """Return the event file of a rank; with several replica groups, of that rank in this group."""
         return self._run_dir.events(rank) if self._group is None else self._run_dir.group_events(self._group, rank)
 
     def _close_log(self) -> None:

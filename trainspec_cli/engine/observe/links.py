@@ -1,12 +1,12 @@
 """Time exchanges by mesh axis. Only the transfer is timed, not the wait for the last rank to arrive.
 
-In a sampled step, the ranks of an exchange first wait at a barrier. A rank's waiting time shows how much earlier it
-arrived than the last rank, which waits least. Then all ranks start the transfer at the same time. If every rank
-finished with the last byte, no barrier would be needed: the shortest time of any rank in the complete exchange would
-suffice. But on gloo a rank with a slow outgoing link finishes first, because the kernel buffers what it sends.
+In a sampled step, the ranks of an exchange first wait at a barrier. Then all ranks start the transfer at the same time.
+A rank's waiting time shows how much earlier it arrived than the last rank, which waits least. If every rank finished
+with the last byte, no barrier would be needed: the shortest time of any rank would be that of the transfer. But on gloo
+a rank with a slow outgoing link finishes first, because the kernel buffers what it sends.
 
-On an accelerator, the barrier is a sum of one number in the exchange's stream, and times are measured with events in
-that stream. So neither the host nor another stream waits for a sample.
+On an accelerator, the barrier is an all-reduce of one number in the exchange's stream, and events in that stream
+measure the times. So sampling delays neither the host nor other streams.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainspec_cli.engine.digest import Span, elapsed_s
 from trainspec_cli.engine.observe.clock import StepClock
 
 GROUPS = "groups"
-"""The axis of replica groups."""
+"""The axis name for exchanges between replica groups."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class LinkTimer:
     @contextmanager
     def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
         """Count the block as exposed communication. Yields whether it is timed; if so, the exchange must be complete at
-        the end of the block. Whether it is timed must not depend on the number of bytes, which differs between ranks
-        with experts."""
+        the end of the block. This decision must not depend on the number of bytes, which differs between ranks if there
+        are experts."""
         with self._clock.collective():
             if sent_bytes is not None:
                 self._calls += 1
@@ -110,7 +110,7 @@ class LinkTimer:
         self._meeting = None
 
     def end(self) -> GroupSample:
-        """End a step, and set the stride so that the next sampled step times the intended number of exchanges."""
+        """End a step. Set the stride so that the next sampled step times about the intended number of exchanges."""
         self._is_sampled = False
         self._stride = max(1, -(-self._calls // TIMED_EXCHANGES))
         return GroupSample(self._timed, self._meeting, self._is_hidden)
@@ -118,7 +118,7 @@ class LinkTimer:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """The timed exchanges of a step. On an accelerator, they are read once the device has finished the step."""
+    """The timed exchanges of a step. On an accelerator, times are read once the device has finished the step."""
 
     groups: Sequence[tuple[str, GroupSample]]
     """(axis, sample) for each process group."""
@@ -155,8 +155,8 @@ class LinkTimers:
         self._across = Transfer()
         self._held_back_bytes = Counter[str]()
         self.is_due: Callable[[int], bool] = lambda _step: False
-        """Given the number of updates, returns True if the next step is sampled. Asked in advance, to notify other
-        replica groups."""
+        """Given the number of updates, returns True if the next step is sampled. Called ahead of that step, to notify
+        other replica groups."""
 
     def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
         """Return the timer for the exchanges of `group`, one of this rank's groups along `axis`; always the same

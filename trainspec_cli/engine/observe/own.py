@@ -1,7 +1,7 @@
 """User-defined callbacks and trackers: classes that receive a run's events but cannot change its results.
 
-They get the same events as the run folder, but not the model. The state of the random generators is restored after each
-call. So the results of a run are bitwise identical with and without them.
+They get the same events as the run folder, but have no access to the model. The state of the random generators is
+restored after each call. So the results of a run are bitwise identical with and without them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.paths import RunDir
 
 CALLBACK_METHODS = {kind: f"on_{kind}" for kind in ("start", "step", "eval", "checkpoint", "sample", "warning", "end")}
-"""Methods of a callback, by event type."""
+"""Maps an event type to the callback method that receives it."""
 TRACKER_METHODS = ("record", "close")
 
 
@@ -46,7 +46,7 @@ class RunFacts:
 
 
 class OwnWatcher:
-    """Passes events to the methods of a user-defined object."""
+    """Passes events to a user-defined callback or tracker."""
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
         """`methods`: names of the methods to call, by event type; "" means all types."""
@@ -128,7 +128,7 @@ def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) ->
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """Restore the random generators of Python, numpy and torch after the block to their state before it."""
+    """After the block, restore the random generators of Python, numpy and torch to their state before it."""
     numpy: Any = sys.modules.get("numpy")
     kind = started_kind()
     devices = range(torch.accelerator.device_count()) if kind else ()

@@ -1,4 +1,4 @@
-"""Samples of a thread's stack, and the lines of code that most samples have in common.
+"""Sample a thread's stack, and find the lines of code that most samples have in common.
 
 The process samples itself, so a thread that holds the interpreter lock in native code is sampled only when it releases
 the lock. If py-spy is installed (the extra `sampling`), it samples the process from outside.
@@ -38,7 +38,7 @@ DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 SPY_RATE = 100
 SPY_S = 1
 SPY_ENDS_S = 10.0
-"""py-spy is abandoned if it has not ended this many seconds after the expected time."""
+"""Time in seconds after its expected end at which py-spy is killed."""
 _SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 
 
@@ -75,10 +75,9 @@ def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]
 
 
 def is_in_exchange(files: Sequence[str]) -> bool:
-    """Return whether a stack is in an exchange with other ranks, judging by the files of its frames, outermost first.
-
-    Only calls made by the innermost line outside of libraries count, because the outer frames of every stack contain
-    torch's launcher, the parent of a forked worker.
+    """Return whether a stack is in an exchange with other ranks, judging by its frames' files, outermost first. Only
+    calls made from the innermost line outside of libraries count, because every forked worker's outer frames contain
+    torch's launcher.
     """
     inner = list(takewhile(_is_library, reversed(files)))
     own = files[-1 - len(inner)] if len(inner) < len(files) else ""
@@ -119,7 +118,7 @@ def _shown(file: str) -> str:
 
 
 class PySpy:
-    """Runs py-spy for a second, without pausing this process; py-spy writes its output to `folder`."""
+    """Runs py-spy for a second without pausing this process. Its output goes to `folder`."""
 
     def __init__(self, program: str, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +157,7 @@ class PySpy:
 
 
 def read_stacks(text: str, thread: int) -> list[StackSample]:
-    """Return the stacks of a thread in py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
+    """Parse the stacks of a thread from py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
     samples = []
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")

@@ -1,8 +1,8 @@
-"""A thread that detects a hung step. Each rank reports where it hangs, and one rank ends the run.
+"""Detect hung steps, in a thread. Each rank reports where it hangs, and one rank ends the run.
 
 A report holds the Python stack and the last collectives that the rank entered (torch's flight recorder, if enabled by
-TORCH_FR_BUFFER_SIZE). A rank that is stopped, or stuck in native code that holds the interpreter lock, cannot report
-and is recognised by its silence. If it is stuck, `faulthandler` still writes its stack to the log.
+TORCH_FR_BUFFER_SIZE). A rank cannot report if it is stopped, or stuck in native code that holds the interpreter lock;
+its silence identifies it. If it is stuck, `faulthandler` still writes its stack to the log.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ counted."""
 REMEMBERED_STEPS = 100
 STACK_FRAMES = 30
 OTHERS_S = 5.0
-"""All ranks report a hang within this many seconds, because they learned their deadlines from the same steps."""
+"""All ranks report a hang within this many seconds of one another, because they learned their deadlines from the same
+steps."""
 
 
 class StepWatch(threading.Thread):
@@ -68,7 +69,8 @@ class StepWatch(threading.Thread):
         first_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """If `floor_s` is None, a step may take any amount of time; if `first_s` is None, only the first steps may."""
+        """`floor_s`: the shortest deadline; None if a step may take any amount of time. `first_s`: the deadline of the
+        first steps; None for no limit."""
         super().__init__(name="watch", daemon=True)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
@@ -103,8 +105,8 @@ class StepWatch(threading.Thread):
 
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
-        """Apply the long limit during the block, for example for an evaluation, whose duration is not learned from
-        steps. With `for_ever` there is no limit, because the duration depends on other groups or runs."""
+        """Apply the deadline of the first steps during the block, for example for an evaluation, whose duration steps
+        do not show. With `for_ever` there is no limit, because the duration depends on other groups or runs."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()
@@ -198,7 +200,7 @@ class StepWatch(threading.Thread):
 
 @dataclass(frozen=True)
 class StackPosition:
-    """The position of a thread in its code and in its collectives."""
+    """Where a thread is, in its code and in its sequence of collectives."""
 
     waiting: bool
     """True while the thread is in a collective, or waits for the device to finish one."""
@@ -237,7 +239,7 @@ def whereabouts(thread: int) -> StackPosition:
 DATA = "its data"
 """The value of `waits_in` while a rank waits for its next batch."""
 _LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
-"""The file with the function `take`, which waits for the thread that reads batches."""
+"""The file whose function `take` waits for the thread that reads batches."""
 
 
 def innermost_line(stack: str) -> str:
@@ -251,7 +253,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
 def recorded_collectives() -> Iterator[Any]:
-    """Yield the entries of torch's flight recorders for gloo and NCCL; nothing if they are off."""
+    """Yield the entries of torch's flight recorders for gloo and NCCL. Yield nothing if these are off."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
         return
     c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
@@ -271,8 +273,8 @@ def describe(
     at_data = [rank for rank, event in reports.items() if event.waits_in == DATA and not event.waiting]
     if at_data:
         line = innermost_line(reports[at_data[0]].stack)
-        who += f"; rank {', '.join(map(str, at_data))} waits for its data, and the thread that reads it is at {line}"
-    others = f"; the others wait in {waits_in}" if late and waits_in else ""
+        who += f"; rank {', '.join(map(str, at_data))} waits for its data; the thread that reads the data is at {line}"
+    others = f"; the other ranks wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: it has taken {waited_s:.1f} s (limit: {deadline_s:.1f} s); {who}{others}"
     stacks = [f"rank {rank} ({event.host}) was at\n{event.stack}" for rank, event in sorted(reports.items())]
     silent = [f"rank {rank} reported nothing" for rank in range(world_size) if rank not in reports]

@@ -1,1 +1,1 @@
-"""Optimizers, which update the parameters."""
+"""Optimizers, including trainspec's implementations of 8-bit AdamW and Muon."""

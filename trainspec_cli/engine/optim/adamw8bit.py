@@ -1,9 +1,8 @@
 """AdamW with both moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), in plain torch operations.
 
-A moment is stored as a code for each value, using the paper's dynamic map, and an fp32 scale for each block of a row,
-which is the block's largest magnitude. Blocks do not cross rows, so each block is on one rank, regardless of how rows
-are distributed. Every ZeRO layout has the same blocks, computes the same updates, and can read the checkpoints of
-others.
+A moment is stored as codes from the paper's dynamic map, one per value, and fp32 scales, one per block of a row. A
+scale is the block's largest magnitude. Blocks do not cross rows, so each block is on one rank, however rows are
+distributed. All ZeRO layouts have the same blocks, compute the same updates, and can read one another's checkpoints.
 
 Shapes: R rows, C values per row, N blocks per row, K values per block.
 """
@@ -44,8 +43,8 @@ def row_dim(shape: torch.Size) -> int:
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 values of the 8-bit dynamic tree, in order (arXiv:2110.02861, section 1.3).
 
-    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. The values within a power
-    of ten are the codes' bits after the exponent; unsigned maps have one such bit more. 0 and 1 are added.
+    Each power of ten from 1e-7 to 1 has twice as many evenly spaced values as the one below. These values encode a
+    code's bits after the exponent; unsigned maps have one such bit more. 0 and 1 are added.
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
@@ -62,7 +61,7 @@ class Codebook:
 
     values: Tensor
     borders: Tensor
-    """The borders between neighbouring values. Above a border, the upper value is nearer."""
+    """The midpoints between neighbouring values: above a midpoint, the upper value is nearer."""
     signed: bool
 
     @staticmethod
@@ -73,8 +72,8 @@ class Codebook:
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes_RC of uint8, scales_RN). The code of a value is that of the nearest value in the map.
 
-        An unsigned map holds the second moment, by whose root the first one is divided. So values become 0 only in a
-        block of zeros.
+        With an unsigned map (for the second moment), values become 0 only in a block of zeros, because the first moment
+        is divided by the second one's root.
         """
         blocks_RNK = _blocks(values_RC)
         scales_RN = blocks_RNK.abs().amax(-1)
@@ -95,7 +94,7 @@ def _blocks(x_RC: Tensor) -> Tensor:
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Trains the groups that have a rule with 8-bit moments, and all other groups with plain AdamW."""
+    """Trains parameter groups that have a rule with 8-bit moments, and all other groups with plain AdamW."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr, betas, eps)
@@ -130,7 +129,7 @@ class AdamW8bit(GuardedOptimizer):
                 self._update_rows(chunk, state["step"], group, guard)
 
     def _update_rows(self, rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
-        """Update some rows of the weight and its moments in place, in fp32, as in arXiv:1711.05101."""
+        """Update some rows of the weight and of its moments in place, with AdamW in fp32 (arXiv:1711.05101)."""
         beta1, beta2 = group["betas"]
         gradient = rows["gradient"] / guard.scale
         first_book, second_book = self.books

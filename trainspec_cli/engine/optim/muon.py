@@ -4,8 +4,8 @@ The momentum of each matrix inside a block is orthogonalised by Newton-Schulz st
 the root mean square of a typical AdamW update. All other parameters are trained with AdamW, with the same learning rate
 and weight decay. Newton-Schulz steps need full matrices. If matrices are split over ranks, each rank gathers some full
 matrices, and later sends their parts back. Stacked experts count as separate matrices. Small matrices of the same shape
-are multiplied as one stack: six layers of 256 x 704 take 42 ms on a core with AMX, compared with 55 ms one by one. The
-steps are computed in bf16 on a GPU, and in the run's format on a CPU; in fp32 they take 180 ms.
+are multiplied as one stack: on a core with AMX, six layers of 256 x 704 take 42 ms, compared with 55 ms one by one. The
+steps are computed in bf16 on a GPU, and in the run's format on a CPU (in fp32, the example takes 180 ms).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RMS = 0.2
 
 
 def is_hidden_matrix(share: Share) -> bool:
-    """Return whether a parameter is a matrix inside a block, or a stack of matrices. Convolution taps, which do not mix
-    channels, and stacked biases do not count."""
+    """Return whether Muon trains a parameter: a matrix inside a block, or a stack of matrices. Convolution taps, which
+    do not mix channels, and stacked biases do not count."""
     *owner, leaf = share.name.split(".")
     depthwise = any(part.startswith("conv_") for part in owner)
     return owner[:1] == ["blocks"] and len(share.full_shape) in (2, 3) and not leaf.endswith("bias") and not depthwise
@@ -52,7 +52,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates the groups that have this rule with Muon. `shares`: the shares of these groups' parameters, in order."""
+    """Updates the parameter groups that have this rule with Muon. `shares`: the shares of these groups' parameters, in
+    order."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Muon(GuardedOptimizer):
 
 
 def _splits_of_matrix(share: Share) -> tuple[Split, ...]:
-    """Return the splits that divide individual matrices; others only divide a stack."""
+    """Return the splits that divide individual matrices, without those that only divide a stack."""
     return tuple(split for split in share.splits if split.dim >= len(share.full_shape) - 2)
 
 

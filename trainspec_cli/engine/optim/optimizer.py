@@ -1,5 +1,5 @@
-"""The optimizer of an OptimSpec, and a guarded update: gradients are clipped by the global norm, and the update is
-skipped if anything is not finite.
+"""Create the optimizer of an OptimSpec, and update with a guard: gradients are clipped by the global norm, and the
+update is skipped if anything is not finite.
 
 Both happen inside the fused kernel, through the two tensors that it accepts for mixed precision: `grad_scale` divides
 every gradient, and `found_inf` makes the update (and its step count) a no-op. So the host never has to wait.
@@ -24,7 +24,8 @@ from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """Return AdamW in one kernel for all parameters, including clipping and the guard (`guarded_update`)."""
+    """Return AdamW that updates all parameters in one kernel, which includes clipping and the guard
+    (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
@@ -42,8 +43,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer. Weight decay applies to matrices, but not to norms and biases.
 
-    `moment_like` creates a parameter's state from a tensor with its shape and dtype. `time` is called around the
-    exchanges of an update. `compute` is the format of the run's matrix products, including Muon's.
+    `moment_like` creates a parameter's state, given a tensor with its shape and dtype. `time` is the timer of the
+    update's exchanges. `compute` is the format of the run's matrix products, including Muon's.
     """
     betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:
@@ -101,8 +102,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """Return this rank's share of the gradients' squared Euclidean norm (fp64), which is the sum of all ranks' shares.
-    Each part counts once, regardless of the number of ranks that hold it."""
+    """Return this rank's share of the gradients' squared Euclidean norm (fp64). The shares of all ranks sum to the
+    norm: each part counts once, regardless of how many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:

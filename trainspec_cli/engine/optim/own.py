@@ -26,10 +26,9 @@ from trainspec_cli.recipe.user_code import OPTIMIZER, Extension, arguments, load
 Entry = Tensor | int | float | bool
 Make = Callable[..., torch.optim.Optimizer]
 STARTED = "trainspec_started"
-"""The entry of each parameter's state that shows whether the other entries are in use; it is 1 after the first
-update."""
+"""The entry of each parameter's state that shows whether the other entries are in use: 1 after the first update."""
 OWN_TO_THE_ENGINE = ("params", "lr")
-"""The entries of a parameter group that the engine changes."""
+"""The settings of a parameter group that the engine changes."""
 
 TRIAL_UPDATES = 3
 TRIAL_SIDE = 6
@@ -40,7 +39,7 @@ kernels round the ends of tensors differently."""
 
 @dataclass(frozen=True)
 class StateForm:
-    """The form of an entry of a parameter's state."""
+    """The form of one entry of a parameter's state."""
 
     shaped: bool
     """True if the entry has the parameter's shape; otherwise it is a number, or a tensor with one number."""
@@ -60,8 +59,8 @@ class StateForm:
 def build_own_optimizer(
     shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> OwnOptimizer:
-    """Create the recipe's optimizer after a trial. `zeros` allocates the memory of the state. Raises RecipeError if the
-    code is wrong or cannot train parts of parameters."""
+    """Try out the recipe's optimizer, and then create it. `zeros` allocates memory for the state. Raises RecipeError if
+    the code is wrong or cannot train parts of parameters."""
     extension = OPTIMIZER.named(spec.optim.name, spec.optim.options)[0]
     optim = spec.optim
     call = load(extension)
@@ -92,7 +91,7 @@ def build_own_optimizer(
     state_bytes = float(sum(shaped))
     if optim.state_bytes != state_bytes:
         path = "optim.state_bytes"
-        found = f"{extension.text} keeps {state_bytes:g} bytes per parameter"
+        found = f"{extension.text} needs {state_bytes:g} bytes of state per parameter"
         message = f"`{path}` is {optim.state_bytes:g}, but {found}"
         raise RecipeError(Problem("contradiction", message, path, f"set {path}={state_bytes:g}"))
     groups = parameter_groups(shares, optim)
@@ -110,8 +109,8 @@ def build_own_optimizer(
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """Makes updates with the user-defined optimizer. `state` contains the saved entries, as tensors. `forms`: the
-    entries of its state in the trial, by the number of dimensions of the parameter."""
+    """Wraps the user-defined optimizer. `state` contains the entries to save, as tensors. `forms`: the forms of the
+    state's entries in the trial, by the parameter's number of dimensions."""
 
     def __init__(
         self,
@@ -162,7 +161,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], grad_scale)
         for parameter in parameters:
-            # The saved state, which may have been loaded; nothing before the first update.
+            # Give the optimizer the saved state, which may have been loaded; no state before the first update.
             saved = self.state[parameter]
             own = self._inner.state[parameter]
             if saved[STARTED].item():
@@ -187,10 +186,10 @@ class OwnOptimizer(torch.optim.Optimizer):
             for name, value in _kept(self._inner.state[parameter]).items():
                 shape = value.shape if isinstance(value, Tensor) else torch.Size()
                 if forms.get(name) != StateForm.of(value) or (forms[name].shaped and shape != parameter.shape):
-                    raise self._refuse(f"keeps `{name}` in a different form than in its first updates", name)
+                    raise self._refuse(f"stores `{name}` in a different form than in its first updates", name)
                 saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             if lost := forms.keys() - saved.keys():
-                raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
+                raise self._refuse(f"no longer stores `{min(lost)}`", min(lost))
             self.state[parameter] = saved
 
     def _refuse(self, what: str, name: str) -> WorkerError:
@@ -257,7 +256,7 @@ def _train(
                 raise RecipeError(Problem("unsupported", message, extension.path))
             entries[name] = StateForm.of(value)
         if update and entries != found:
-            message = f"`{extension.path}`: {extension.text} changes its entries of state between updates"
+            message = f"`{extension.path}`: {extension.text} changes which state entries exist between updates"
             hint = "create all of them in the first update"
             raise RecipeError(Problem("unsupported", message, extension.path, hint))
         found = entries

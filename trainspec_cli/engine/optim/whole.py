@@ -1,7 +1,7 @@
 """Assemble each full matrix on one rank from its parts on several ranks, and later send the parts back.
 
-If n ranks hold parts of n matrices, each rank gets one full matrix. So the work is divided among the ranks, and each
-rank receives the same amount of data as it sends.
+If n ranks hold parts of n matrices, each rank gets one full matrix, so all ranks share the work, and each receives as
+much data as it sends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainspec_cli.engine.shares import Split
 def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective) -> list[Tensor]:
     """Return this rank's full matrices, assembled from every rank's `parts`.
 
-    `splits[i]`: how matrix i is split, innermost first; the groups are the same for all matrices. Matrices are assigned
-    to the ranks of a group round robin. Called collectively by all ranks of the groups.
+    `splits[i]`: how matrix i is split, innermost first; the groups are the same for all matrices. A group's ranks get
+    matrices round robin. Called collectively by all ranks of the groups.
     """
     if not splits or not splits[0]:
         return list(parts)
@@ -48,7 +48,7 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
 def scatter_own(
     wholes: Sequence[Tensor], like: Sequence[Tensor], splits: Sequence[Sequence[Split]], time: TimeCollective
 ) -> list[Tensor]:
-    """Return this rank's parts, shaped like `like`, of the matrices that `gather_own` has returned on all ranks."""
+    """The inverse of `gather_own`: return this rank's parts, shaped like `like`, of all ranks' full matrices."""
     if not splits or not splits[0]:
         return list(wholes)
     group = splits[0][0].group
@@ -83,8 +83,8 @@ def _swap(
     group: dist.ProcessGroup,
     time: TimeCollective,
 ) -> list[list[Tensor]]:
-    """Send `sent[r]` to rank r. Return the tensors from each rank, which have `shapes`, all in the format of `like`. A
-    rank may have nothing to send."""
+    """Send `sent[r]` to rank r. Return the tensors received from each rank, with these `shapes` and the format of
+    `like`. A rank may have nothing to send."""
     out = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
     out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     in_sizes = [sum(math.prod(shape) for shape in of_rank) for of_rank in shapes]
@@ -97,7 +97,7 @@ def _swap(
     ]
 
 
-# Common parts of trainspec's optimizers: the guard of `guarded_update`, and AdamW for the other parameters.
+# Code shared by trainspec's optimizers: the guard of `guarded_update`, and AdamW for parameters without a special rule.
 
 
 Group = dict[str, Any]
@@ -118,7 +118,8 @@ class Guard:
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """Updates the groups that have a `rule` with `update_group`, and all others with AdamW in one kernel."""
+    """Updates parameter groups that have a `rule` with `update_group`, and all other groups with AdamW in one
+    kernel."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "rule": ""})

@@ -1,9 +1,8 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention crosses the parts.
-
-Ring attention (arXiv:2310.01889) with the zigzag order of Llama 3 (arXiv:2407.21783): the sequence is cut into 2n
-chunks and rank r holds chunks r and 2n-1-r, so that causal attention costs the same on every rank. Keys and values
-travel around the ring; each block's result is merged using its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all
-turns parts of the sequence into parts of the heads, plain attention runs, and another all-to-all reverses this.
+"""Context parallelism: each rank holds a part of every sequence, and attention spans all parts. Ring attention
+(arXiv:2310.01889) with the zigzag order of Llama 3 (arXiv:2407.21783): the sequence is split into 2n chunks, and rank r
+holds chunks r and 2n-1-r, so that causal attention costs the same on every rank. Keys and values travel around the
+ring; each result is merged using its log-sum-exp. Ulysses (arXiv:2309.14509): an all-to-all turns parts of the sequence
+into parts of the heads, plain attention runs, and another all-to-all reverses this.
 
 Shapes: B samples, S tokens on this rank, H heads, K key-value heads, E head size.
 """
@@ -46,13 +45,13 @@ class UlyssesCore(nn.Module):
         return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
 
     def _sequence_to_heads(self, x_BSHE: Tensor) -> Tensor:
-        """(B, S, H, E) -> (B, n S, H / n, E)."""
+        """Swap sequence parts for heads: (B, S, H, E) -> (B, n S, H / n, E)."""
         n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
         sent = x_BSHE.view(batch, seq, n, heads // n, size).permute(2, 0, 1, 3, 4).contiguous()
         return self._all_to_all(sent).transpose(0, 1).reshape(batch, n * seq, heads // n, size)
 
     def _heads_to_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """(B, n S, H / n, E) -> (B, S, H, E)."""
+        """Swap heads for sequence parts: (B, n S, H / n, E) -> (B, S, H, E)."""
         n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
         sent = x_BSHE.reshape(batch, n, seq // n, heads, size).transpose(0, 1).contiguous()
         return self._all_to_all(sent).permute(1, 2, 0, 3, 4).reshape(batch, seq // n, n * heads, size)
@@ -65,7 +64,7 @@ class UlyssesCore(nn.Module):
 
 
 class RingCore(nn.Module):
-    """Causal attention of a zigzag part of the sequence over the full sequence."""
+    """Causal attention of a rank's zigzag part of the sequence to the full sequence."""
 
     def __init__(self, core: nn.Module, peers: Peers):
         super().__init__()
@@ -80,7 +79,8 @@ class RingCore(nn.Module):
 
 
 class ChunkPair(NamedTuple):
-    """The queries that attend to a peer's keys and values, as slices over the rank's two chunks."""
+    """One pair of a rank's queries and a peer's keys and values: which of them attend to each other, as slices over the
+    two chunks."""
 
     queries: slice
     keys: slice
@@ -91,7 +91,7 @@ def _pair_of(rank: int, source: int, seq: int) -> ChunkPair:
     whole = slice(0, seq)
     if source == rank:
         return ChunkPair(whole, whole, causal=True)
-    if source < rank:  # both of this rank's chunks come after the source's first, and before its second
+    if source < rank:  # both of this rank's chunks come after the source's first chunk and before its second
         return ChunkPair(whole, slice(0, seq // 2), causal=False)
     return ChunkPair(slice(seq // 2, seq), whole, causal=False)
 
@@ -143,7 +143,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Passage:
-    """A send to the next rank of the ring and a receive from the previous one, overlapping with computation."""
+    """A send to the next rank of the ring and a receive from the previous one, which overlap with computation."""
 
     def __init__(self, x: Tensor, peers: Peers):
         self._peers, self._sent, self._received = peers, x, torch.empty_like(x)
@@ -171,11 +171,11 @@ class _Passage:
 
 
 def _precise(x: Tensor) -> torch.dtype:
-    """Return the dtype for sums over blocks: at least fp32."""
+    """Return the dtype in which blocks' results are summed: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-# Run one pair on the fused kernels that return the log-sum-exp
+# Compute one pair with the fused kernels that return the log-sum-exp
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
@@ -191,7 +191,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pair: ChunkPair, scale: float | Non
     if q.device.type == "cpu":
         attend = aten._scaled_dot_product_flash_attention_for_cpu
         return attend(q, k, v, 0.0, pair.causal, attn_mask=None, scale=scale)
-    if q.dtype == torch.float32:  # the flash kernel supports only 16 bits
+    if q.dtype == torch.float32:  # the flash kernel supports only 16-bit formats
         part = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, pair.causal, scale=scale)
     else:
         part = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, pair.causal, False, scale=scale)
@@ -230,8 +230,9 @@ def _attend_backward(
 
 # Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss.
 #
-# A model declares which dimension of each parameter may be split, and which modules are regions. Here, the parameters
-# become smaller plain tensors, and hooks exchange the inputs and outputs of regions; the model's code is unchanged.
+# A model declares which dimension of each parameter may be split, and which modules are regions. Here, each parameter
+# is replaced by a smaller plain tensor, and hooks exchange the inputs and outputs of regions. The model's code is
+# unchanged.
 
 
 def apply_tensor_parallel(
@@ -306,8 +307,8 @@ def _leave(
 
 def _overlap_exchanges(model: Any, turns: dict[nn.Module, Turns], cuts: dict[str, Cut]) -> None:
     """Compute the gradients of a region's weights while the gradient of its input is summed over the ranks. If the
-    block has a region before this one, one of them is computed while the gradient of that region's output is gathered.
-    The same products are computed, so results are bitwise identical.
+    block has a region before this one, one weight gradient is computed while the gradient of that region's output is
+    gathered. The same products are computed, so results are bitwise identical.
 
     Nothing is computed later than the block's backward pass, at the end of which its gradients are reduced. In all
     regions of a block except the first, the last product is not delayed: it would keep the gathered gradient of the
@@ -323,7 +324,7 @@ def _overlap_exchanges(model: Any, turns: dict[nn.Module, Turns], cuts: dict[str
             for linear in region.modules():
                 cut = cuts.get(f"{names[linear]}.weight")
                 is_last = cut is not None and cut.dim == 1
-                # Subclasses may do more than multiply by a weight parameter.
+                # Skip subclasses, which may do more than multiply by a weight.
                 if type(linear) is not nn.Linear or (is_last and before is not None):
                     continue
                 linear.__class__ = RegionLinear
@@ -340,7 +341,7 @@ class RegionLinear(nn.Linear):
     turns_before: Turns | None
     """The turns of the block's previous region, if its exchange is to be hidden."""
 
-    # A compiler would compute both gradients in one graph.
+    # A compiler would compute both gradients in one graph, without overlap.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         turn = self.turns.entered
@@ -366,8 +367,8 @@ class _Product:
 
 
 class _LateGradient(torch.autograd.Function):
-    """The parameters' part of a linear layer: computes their gradients from that of the layer's output. The result of
-    the forward pass has the output's shape but no values; it connects the two parts."""
+    """The parameters' part of a linear layer: computes their gradients from the gradient of the layer's output. The
+    result of the forward pass has the output's shape but no values; it connects the two parts."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, rows: int, product: _Product) -> Tensor:
@@ -413,7 +414,7 @@ class VocabularyCutChunk(nn.Module):
         counted_C = targets_C != IGNORED_TARGET
         mine_C = (targets_C >= self.cut.start) & (targets_C < self.cut.start + self.cut.size)
         index_C1 = torch.where(mine_C, targets_C - self.cut.start, 0)[:, None]
-        # In place: one tensor per operation would need 17 bytes per logit and move about 80.
+        # In place, because with one tensor per operation, it would need 17 bytes per logit and move about 80.
         softmax_CV = logits_CV.to(_precise(logits_CV))
         peak_C = self.peers.maximum_(softmax_CV.amax(dim=-1))
         target_C = torch.where(mine_C, softmax_CV.gather(1, index_C1)[:, 0], 0.0)

@@ -1,10 +1,9 @@
-"""Data parallelism: FSDP2 over the shard axes, and an all-reduce over replicas in a hook.
-
-One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 is plain FSDP, and everything
-else is HSDP. The hook makes it possible to time, compress or replace the all-reduce. `comm.gradients` compresses both
-exchanges (`comm/compressed.py`). With NCCL they run on FSDP2's streams, and with gloo in a thread (`gradient_sums.py`).
-Gradients are sums, never means. The loss is divided by the global number of tokens before the backward pass, so it is
-exact for any division of the samples over ranks.
+"""Data parallelism: FSDP2 over the shard axes, and an all-reduce over replicas in a hook. The same mechanism serves
+every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 is plain FSDP, and everything else is HSDP. The hook
+makes it possible to time, compress or replace the all-reduce. `comm.gradients` compresses both exchanges
+(`comm/compressed.py`). With NCCL they run on FSDP2's streams, and with gloo in a thread (`gradient_sums.py`). Gradients
+are sums, never means. The loss is divided by the global number of tokens before the backward pass, so the sum is exact
+for any division of samples over ranks.
 """
 
 from __future__ import annotations
@@ -58,16 +57,16 @@ class DataParallel:
     """A timer that is entered around each wait of the compute stream for FSDP2's exchanges."""
     noise: NoiseProbe
     held: Mapping[str, Held]
-    """How each parameter's gradient is stored, by parameter name."""
+    """How each parameter's gradient is distributed over ranks, by parameter name."""
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
-    """The format of gathered parameters; None for the compute format."""
+    """The format in which parameters are gathered; None for the compute format."""
     sums: GradientSums | None = None
     """The gradient sums on gloo; None if FSDP2 and its hooks compute them."""
     routes: Mapping[str, Route | None] = field(default_factory=dict)
     """Routes of `sums` by shard axis (dp_shard or expert_shard); None if one rank holds everything."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """The errors of the modules' compressed exchanges; each module adds its errors here when it is sharded."""
+    """The errors of compressed exchanges, by module. Each module adds an entry when it is sharded."""
     name: str = "stage0"
     """A name that distinguishes the exchanges of this module from those of other modules on the same rank."""
 
@@ -75,7 +74,7 @@ class DataParallel:
 def apply_data_parallel(
     model: Any, experts: Sequence[nn.Module], shard: DeviceMesh, expert_shard: DeviceMesh | None, how: DataParallel
 ) -> None:
-    """Shard `model` (on meta) in place. If `experts` are spread over ranks, shard them over the remaining axes."""
+    """Shard `model` (on meta) in place. `experts` that are spread over ranks are sharded over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
             # If the few experts cannot be divided evenly over the ranks, the rows of each expert are divided.
@@ -204,8 +203,8 @@ def _gather_compressed(
 
 
 def _keep_for_this_stream(buffer: Tensor) -> None:
-    """Keep `buffer` until this stream has read it. On a GPU, casts and offloading may still be reading it when FSDP2
-    frees it."""
+    """Keep `buffer` in memory until this stream has read it. On a GPU, casts and offloading may still be reading it
+    when FSDP2 frees it."""
     if on_chip(buffer.device):
         buffer.record_stream(torch.accelerator.current_stream(buffer.device))
 
@@ -217,7 +216,7 @@ class _TimedCollective:
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: the collective also encodes values, so its time does not show the speed of a link."""
+        """`encodes`: whether the collective also encodes values, so that its time does not show a link's speed."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look
@@ -235,14 +234,14 @@ class _TimedCollective:
 
 
 class _NothingToReduce:
-    """A reduction over one rank. FSDP2 copies the gradients into one input buffer, and later the result to its
-    destination. Here, input and output are the same buffer, so the second copy does nothing."""
+    """The reduction if there is only one rank. FSDP2 copies the gradients into one input buffer, and later the result
+    to its destination. Here, input and output are the same buffer, so the second copy does nothing."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer for FSDP2: at the first call the input, and then the output."""
+        """Allocate a buffer for FSDP2: in the first call for the input, in the second for the output."""
         if self._input is not None:
             output = self._input
             self._input = None
@@ -303,12 +302,12 @@ def abandon_passes(model: Any) -> None:
                 module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
 
 
-# FSDP2's internal records, for which there are no public calls. This is how it copies gradients into one buffer as of
-# torch 2.13.
+# FSDP2's internal records, for which there are no public calls (as of torch 2.13).
 
 
 def _groups_of(module: Any) -> list[Any]:
-    """Return the parameter groups that `module` shards itself. torch 2.11 has one; a stage may have none."""
+    """Return FSDP2's parameter groups that belong to `module` itself. In torch 2.11 there is at most one; a stage may
+    have none."""
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
@@ -321,7 +320,8 @@ def _sharded(module: nn.Module) -> list[Any]:
 def _time_waits(module: FSDPModule, time_wait: TimeCollective) -> None:
     """Let the compute stream wait for FSDP2's exchanges slightly earlier than FSDP2 does, inside `time_wait`: for
     parameters before they are copied out, for an earlier module's gradients before the next gradients are reduced, and
-    for all gradients at the end of the backward pass. With FSDP2's hooks, the time would include its copies."""
+    for all gradients at the end of the backward pass. In FSDP2's own hooks, the measured time would include its
+    copies."""
 
     def after_waiting(proceed: Callable[..., None], events: Callable[[], list[torch.Event | None]]) -> Any:
         def wait_and_proceed(*arguments: Any) -> None:
@@ -361,9 +361,9 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
     """Make FSDP2 exchange the parameters and gradients of all pipeline stages of a rank in the same streams.
 
     Each stage is a root module of FSDP2, which creates streams for it in its first forward pass. The caching allocator
-    keeps the buffers of each stream in a pool that other streams cannot use. torch's `share_comm_ctx` shares more than
-    streams: the first pass of the next stage would reset the lists of exchanges in progress and of the backward order
-    (as of torch 2.13).
+    keeps the buffers of each stream in a pool that other streams cannot use. torch's `share_comm_ctx` shares too much:
+    the next stage's first pass would reset the lists of exchanges in progress and of the backward order (as of torch
+    2.13).
     """
     streams: dict[str, torch.Stream] = {}
 
@@ -382,7 +382,7 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
 
 
 def trained(module: nn.Module) -> list[Any]:
-    """Return FSDP2's records of the parameters that `module` shards itself and trains."""
+    """Return FSDP2's records of the trained parameters that belong to `module` itself."""
     return [parameter for parameter in _sharded(module) if parameter.sharded_param.requires_grad]
 
 
@@ -399,12 +399,12 @@ def _columns(parameter: Any, ranks: int) -> int:
     return -(-size[0] // ranks) * size[1:].numel()
 
 
-# The errors of a module's compressed exchanges, stored as shares of its parameters, because this form suits any layout.
+# The errors of a module's compressed exchanges can be stored as shares of its parameters, a form that suits any layout.
 #
 # Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
 # one layout. The sum of these errors over the ranks is missing from the gradient sums and has the shape of the
-# gradients. So a rank's share of it can be moved to another layout like a moment. In the new layout, the rank keeps the
-# share for its own row, which is not encoded in an exchange over shards.
+# gradients. So a rank's share of it can be moved to another layout like a moment. In the new layout, each rank keeps
+# the errors of its own row, which an exchange over shards does not encode.
 
 
 @dataclass(frozen=True)
@@ -434,7 +434,7 @@ class ModuleLosses:
 
     @torch.no_grad()
     def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
-        """Replace the errors of each parameter by equal parts of the result of `share_of`, one for each replica."""
+        """Replace each parameter's errors with the result of `share_of`, divided equally among the replicas."""
         parts = []
         for parameter, columns in zip(_parameters(self.module), self._sizes, strict=True):
             share = share_of(parameter).float().flatten() / self.replicas.size()

@@ -28,8 +28,8 @@ from trainspec_cli.recipe.keys.run import Recompute
 
 
 def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut]:
-    """Keep only this rank's experts of `model` (on meta), in place. Return the position of each split parameter in the
-    full one."""
+    """Keep only this rank's experts in `model` (on meta). Return each split parameter's position in the full
+    parameter."""
     cuts: dict[str, Cut] = {}
     names = {module: name for name, module in model.named_modules()}
     for mixture in model.expert_modules():
@@ -62,7 +62,7 @@ class SpreadDispatch(nn.Module):
     def forward(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor, experts: nn.Module) -> Tensor:
         copies = self.sort(x_TD, indices_TK, self.num_experts)
         counts_nL = copies.counts_E.view(self.peers.size, -1)
-        came_nL = torch.empty_like(counts_nL)  # number of copies from each rank for each expert held here
+        came_nL = torch.empty_like(counts_nL)  # number of copies from each rank for each of this rank's experts
         with self.peers.time():
             dist.all_to_all_single(came_nL, counts_nL.contiguous(), group=self.peers.group)
         sent, came = self.read_splits(counts_nL, came_nL, len(copies.x_MD))
@@ -106,14 +106,14 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
 # Linear layers that multiply in fp8, using torchao (extra `float8`): inputs and weights are rounded to e4m3, output
 # gradients to e5m2, with one scale per tensor and sums in fp32 (arXiv:2209.05433).
 #
-# Parameters are unchanged, so sharding, checkpoints and the optimizer are not affected. A rank's scales are computed
-# from its parts of the tensors. On a CPU, the rounding is exact and the product is computed in fp32, which is correct
-# but slow.
+# The parameters themselves keep their format, so sharding, checkpoints and the optimizer are not affected. A rank's
+# scales are computed from its parts of the tensors. On a CPU, the rounding is exact and the product is computed in
+# fp32, which is correct but slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
-    """Replace every linear layer of the blocks (on meta) in place. The grouped products of experts and the head are
-    unchanged."""
+    """Replace every linear layer of the blocks (on meta) in place. The grouped products of experts, and the head, keep
+    their format."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -160,8 +160,8 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
     for block in blocks:
         forward = block.forward
         if compiled and recompute == "full":
-            # A compiler skips an activation checkpoint entirely if it cannot capture its content in one graph, as with
-            # tp, ep or a split backward pass. In this case only the modules inside the checkpoint are compiled.
+            # torch.compile skips an activation checkpoint entirely if it cannot capture its content in one graph, as
+            # with tp, ep or a split backward pass. In this case only the modules inside the checkpoint are compiled.
             # Otherwise, the checkpoint is compiled as a whole, as without recomputation.
             forward = torch.compile(forward)
         block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
@@ -175,15 +175,15 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 
 
 def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return contexts for both passes. torch's contexts require that every operation is repeated, but operations in
-    FSDP2's hooks inside a block are not."""
+    """Return contexts for both passes. torch's own contexts require that every operation is repeated, but the
+    operations in FSDP2's hooks inside a block are not."""
     kept: deque[Any] = deque()
     return _Costly(kept, recalls=False), _Costly(kept, recalls=True)
 
 
 class _Costly(TorchDispatchMode):
-    """In the first pass, keeps the results of costly operations. In the second pass, returns them, because the
-    operations come in the same order."""
+    """In the first pass, stores the results of costly operations. In the second pass, which runs the operations in the
+    same order, returns the stored results."""
 
     def __init__(self, kept: deque[Any], *, recalls: bool):
         super().__init__()

@@ -1,9 +1,9 @@
-"""Gradient sums over data-parallel ranks that run during the backward pass (gloo).
+"""Sum gradients over data-parallel ranks during the backward pass (gloo).
 
 On a CPU, FSDP2 waits for every collective. Here, an exchange returns to FSDP2 as soon as the module's gradients are in
-a bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass computes
-the gradients of the previous blocks. The step waits for the last bucket. Each value is summed in rank order, so the
-result is bitwise identical with and without the thread, and for any bucket size.
+a bucket. A thread sums the buckets one after another, over separate process groups, while the backward pass continues
+with earlier blocks. The step waits for the last bucket. Each value is summed in rank order, so the result is bitwise
+identical with and without the thread, and for any bucket size.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ memory of queued gradients."""
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The ranks that sum a module's gradients: first the ranks of the shards, each of which keeps a row, and then the
-    replicas."""
+    """The ranks over which a module's gradients are summed: first the shard ranks, each of which keeps one row, and
+    then the replicas."""
 
     shards: Peers | None
     replicas: Peers | None
@@ -50,8 +50,7 @@ class Summand:
     rows_RN: Tensor
     """The gradients: a row for each shard rank, in the exchange format."""
     sum_N: Tensor
-    """Memory for the sum of this rank's row. It is the memory of `rows_RN` if there is only one row with this
-    format."""
+    """Memory for the sum of this rank's row; the memory of `rows_RN` if that has a single row in the same format."""
     earlier_N: Tensor | None
     """The sum over the step's previous backward passes, which is added to this one."""
     over_shards: CompressedSum | None
@@ -118,20 +117,20 @@ class Bucket:
 
 
 class GradientSums:
-    """The gradient sums of one train state. Each step calls `add` in the backward passes, and then `finish`."""
+    """Sums the gradients of one train state. Each step calls `add` in the backward passes, and then `finish`."""
 
     def __init__(self, time_wait: TimeCollective, note_beside: Callable[[float, float], None]):
         """`note_beside` is called with the times at which an exchange in the thread began and ended."""
         self._time_wait = time_wait
         self._beside = Background(torch.device("cpu"), note_beside, MOST_WAITING, give_up=end_connections)
         self._bucket, self._sent = Bucket(), Bucket()
-        """The bucket that is being filled, and the last one that was passed to the thread."""
+        """The bucket that is being filled, and the last bucket that was passed to the thread."""
         self._sent.summed.set_result(None)
         self.modules = list[ModuleSums]()
         self.bucket_bytes = 0
         """A bucket is summed once it has this many bytes. If 0, each module's gradients are summed separately."""
         self.holds_back = False
-        """True if every exchange is awaited immediately, so that the step measures the links. An exchange of encoded
+        """True if every exchange is awaited immediately, because the step measures the links. An exchange of encoded
         gradients measures no link and runs as usual."""
         self.sizes_bytes = list[int]()
         """Sizes of the gradients summed in the last step, for each module after each backward pass, in order."""
@@ -168,10 +167,10 @@ class GradientSums:
         self._send()
         self._wait_in(self._beside.wait)
         for module in self.modules:
-            module.earlier = None  # the sum is complete; the next step starts a new one
+            module.earlier = None  # the next step starts a new sum
 
     def take_error(self) -> BaseException | None:
-        """Return the first error of an exchange, which is the cause of other errors in the step."""
+        """Return the first error of an exchange, which caused the step's other errors."""
         return self._beside.take_error()
 
     def await_added(self) -> Callable[[], object]:
@@ -196,8 +195,8 @@ class GradientSums:
 
 
 class ModuleSums:
-    """The exchanges of one module, as FSDP2 calls them: its reduce-scatter over several shards, and a hook that gets
-    the sum over shards. Both return before anything is summed."""
+    """The exchanges of one module in the form that FSDP2 calls: a reduce-scatter over several shards, and a hook that
+    gets the sum over shards. Both return before anything is summed."""
 
     def __init__(
         self,
@@ -221,8 +220,8 @@ class ModuleSums:
         sums.modules.append(self)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer for FSDP2: at the first call the input, in the exchange format, and then the output. FSDP2
-        would cast the output to the parameters' format too early, so it has this format from the start."""
+        """Allocate a buffer for FSDP2: at the first call the input, in the exchange format, and then the output. The
+        output has the parameters' format from the start, because FSDP2 would cast it too early otherwise."""
         held = self._trained()[0].dtype
         if self._input is None:
             self._input = torch.empty(*size, dtype=dtype, device=device)
@@ -232,7 +231,7 @@ class ModuleSums:
         return torch.empty(*size, dtype=held, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_options: Any) -> None:
-        """Replaces the reduce-scatter; `add` already has the input."""
+        """Replaces FSDP2's reduce-scatter. Does nothing, because `add` already has the input."""
 
     def add(self, output: Tensor) -> None:
         """Sum FSDP2's copied gradients into `output`."""

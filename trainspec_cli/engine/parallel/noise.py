@@ -1,4 +1,4 @@
-"""Measure the squared gradient norms of parts of a step's samples, for the gradient noise scale.
+"""Measure the squared norms of the gradients of parts of a step's samples, for the gradient noise scale.
 
 A part consists of the samples that one data-parallel rank processes between two exchanges: a micro-batch, or all its
 samples in the step. Its gradient G is read just before it is summed with those of other parts. If the part is a
@@ -22,9 +22,9 @@ from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
 
 Held = Literal["own", "copied", "partial", "twin"]
-"""own: no other rank of tp has this part of the parameter. copied: every rank of tp has the full gradient. partial: the
-full gradient is the sum of the ranks' gradients. twin: for a tied embedding, it is the sum of the gradients at the two
-ends of the pipeline."""
+"""How tp ranks hold a parameter's gradient. own: no other tp rank has this part. copied: every tp rank has the full
+gradient. partial: the full gradient is the sum over tp ranks. twin (a tied embedding): it is the sum over the two ends
+of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class SampleParts:
     """Number of samples in each micro-batch, over all ranks whose tokens this rank's experts get; empty without ep."""
 
     def weights(self, micro_batch: int | None) -> tuple[float, float]:
-        """Return the fraction of the step that a micro-batch represents (None: all micro-batches together), as (for
-        everything except experts, for experts)."""
+        """Return the fraction of the step's samples that is in a micro-batch (None: in all micro-batches), as (for all
+        parameters except experts, for experts)."""
         taken = slice(None) if micro_batch is None else slice(micro_batch, micro_batch + 1)
         return sum(self.own[taken]) / self.step_samples, sum(self.expert[taken]) / self.step_samples
 
@@ -59,7 +59,7 @@ def parts_of(division: Division, mesh: Mesh, samples: int, step_samples: int) ->
 
 @dataclass(frozen=True)
 class Columns:
-    """The positions of an FSDP2 group's gradients in the reduced buffer, which has a row for each rank and contiguous
+    """The positions of an FSDP2 group's gradients in the buffer to reduce, which has a row for each rank and contiguous
     columns for each parameter."""
 
     ranks: int
@@ -70,8 +70,8 @@ class Columns:
 
 
 class NoiseProbe:
-    """Sums |G|^2 / w over the parts that this rank computes, alone or with other ranks. The total is the sum over all
-    ranks."""
+    """Sums |G|^2 / w over the parts that this rank computes, alone or with other ranks. Adding up all ranks' sums gives
+    the total."""
 
     def __init__(self, device: torch.device, cp: Peers, tp: Peers, ends: Peers):
         self._cp = cp
@@ -117,7 +117,7 @@ class NoiseProbe:
         self.sums[0] += self._squared_norm(rows, columns) / weight
 
     def _squared_norm(self, rows: Tensor, columns: Columns) -> Tensor:
-        """Return this rank's share of the squared norm, excluding twins."""
+        """Return this rank's share of the squared norm, without twins."""
         if set(columns.held) <= {"own"}:
             return _square(rows)
         by_kind: dict[Held, list[Tensor]] = {}

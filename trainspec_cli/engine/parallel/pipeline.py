@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline, and weight gradients that are delayed until a stage would otherwise wait.
+"""Send messages between pipeline stages, and delay weight gradients until a stage would otherwise wait.
 
 The sender, receiver and order of messages follow from the schedule, which every rank knows completely. So a receiver
 posts its receives in the sender's order, and messages do not need tags (NCCL has none).
@@ -32,14 +32,14 @@ class Hidden:
     dtype: torch.dtype
 
     def like(self, tokens_BS: Tensor) -> Tensor:
-        """Return an empty tensor of this shape for the batch, on meta."""
+        """Return an empty tensor on meta with this shape, for a batch."""
         batch, seq_len = tokens_BS.shape[:2]
         shape = (batch, seq_len // self.sequence_parts, self.hidden_size)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
 
 Schedule = Sequence[Sequence[Action]]
-"""Each rank's actions."""
+"""Each rank's actions, in order."""
 
 
 class Message(NamedTuple):
@@ -61,8 +61,8 @@ def message_after(layout: Layout, action: Action) -> Message | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """Two groups for messages, one to higher and one to lower ranks, so that messages in one direction do not wait for
-    those in the other."""
+    """Two process groups for messages, one to higher ranks and one to lower ranks, so that one direction does not wait
+    for the other."""
 
     up: dist.ProcessGroup
     down: dist.ProcessGroup
@@ -76,7 +76,7 @@ class Lines:
 
 
 class Mailbox:
-    """The messages of one rank during one run of a schedule."""
+    """Sends and receives one rank's messages during one run of a schedule."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Mailbox:
         like: Sequence[Tensor],
         time_collective: TimeCollective,
     ):
-        """`like`: for each micro-batch, a tensor (on meta) with the shape and dtype of its messages."""
+        """`like`: a tensor on meta for each micro-batch, with the shape and dtype of its messages."""
         self.layout = layout
         self.lines = lines
         self.like = like
@@ -140,8 +140,8 @@ class Mailbox:
 
 
 class WeightQueue:
-    """Weight gradients that a split schedule computes later. While `holding` is set, the backward pass of a linear
-    layer computes the gradient of its input and puts the product for the weight into the queue."""
+    """The queue of weight gradients that a split schedule computes later. While `holding` is set, the backward pass of
+    a linear layer computes the gradient of its input and puts the product for the weight into the queue."""
 
     def __init__(self) -> None:
         self.holding: list[Callable[[], None]] | None = None
@@ -155,9 +155,9 @@ class WeightQueue:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        # A compiler traces the backward pass together with the forward pass, before anything is delayed, so the product
-        # for the weight would become a fixed part of it. The compiler would also reuse the memory of `x` and `dout`,
-        # which the queue keeps.
+        # A compiler traces the backward pass together with the forward pass, before anything is delayed, so the
+        # weight's product would always be part of the backward pass. The compiler would also reuse the memory of `x`
+        # and `dout`, which the queue keeps.
         @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
@@ -203,7 +203,7 @@ class _SplitLinear(torch.autograd.Function):
 
 @torch.no_grad()
 def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
-    """Compute a delayed weight gradient outside of autograd, which would record a graph of `x` and keep `dout`."""
+    """Compute a delayed weight gradient without autograd, which would record a graph of `x` and keep `dout`."""
     return dout.flatten(0, -2).T @ x.flatten(0, -2)
 
 
@@ -257,8 +257,8 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks (sender in the forward direction, receiver) in the order that they are
-    timed: first the pairs that have no rank in common."""
+    """Return the pairs of neighbouring pipeline ranks (lower, higher) in the order in which they are timed: first every
+    second pair, since those have no rank in common."""
     pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
     goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
     return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])
@@ -280,7 +280,7 @@ def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[Span |
         dist.recv(tensor, group=lines.coming_from(sender), group_src=sender)
 
     def send_timed(receiver: int) -> Span:
-        receive(receipt, receiver)  # the peer is ready and waiting
+        receive(receipt, receiver)  # wait until the peer is ready
         started = mark(on_gpu=on_gpu)
         send(message, receiver)
         receive(receipt, receiver)

@@ -1,5 +1,5 @@
-"""The run's checkpoints. They are started when due, postponed while another one is being written, and awaited at the
-end."""
+"""Write a run's checkpoints. They are started when due, postponed while another one is being written, and awaited at
+the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Checkpoints:
     all ranks have agreed on."""
 
     def __init__(self, run: TrainingRun, pace: Callable[[], BatchPace | None] = lambda: None):
-        """`pace` returns the state of a batch size that follows the gradient noise."""
+        """`pace` returns the state of a batch-size schedule that follows the gradient noise; None for any other
+        schedule."""
         self._run = run
         self._spec = run.plan.spec.checkpoint
         self._pace = pace
@@ -76,8 +77,8 @@ class Checkpoints:
 
     @property
     def _saver(self) -> Saver:
-        """The saver of the current state. A change of layout waits until no checkpoint is being written. Afterwards,
-        the ranks agree again on which rank writes which parts."""
+        """The saver of the current state. A change of layout, which waits until no checkpoint is being written,
+        replaces it, and the ranks agree again on which rank writes which parts."""
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
@@ -111,12 +112,12 @@ class Checkpoints:
             self._saver.prepare()
 
     def agree(self) -> None:
-        """Agree on the parts that each rank writes in `save_independently`."""
+        """Agree on which parts each rank writes in `save_independently`."""
         self._saver.agree()
 
     def save_independently(self, step: int, samples: int, kept: Mapping[str, Tensor]) -> None:
         """Write this rank's part of the state after `step`, unless a checkpoint of this step has started, and wait
-        until the part is written. Each rank does so independently. `kept`: as in `Saver.save_alone`."""
+        until the part is written. Each rank does so independently. `kept`: see `Saver.save_alone`."""
         if self._saved_step == step:
             self._saver.wait()
         else:
@@ -131,7 +132,7 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """True while this rank is writing a checkpoint; each step shares this with the other ranks."""
+        """True while this rank is writing a checkpoint; each step sends this to the other ranks."""
         return self._saver.busy
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
@@ -141,8 +142,8 @@ class Checkpoints:
         if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            # In that step, every rank reported that it was not writing. So all ranks have finished, and end the
-            # checkpoint at the same step without another exchange.
+            # No rank was writing in that step. So all ranks know that the checkpoint has ended, and handle this at the
+            # same step, without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
             assert finished is not None, "no rank is writing"
@@ -226,8 +227,8 @@ class Checkpoints:
             self._run.journal.write(chosen)
 
     def _report(self, saved: Saved, waited_s: float = 0.0) -> None:
-        """Record a checkpoint. If it failed, this is a warning, and training continues. `waited_s`: time spent waiting
-        outside of steps."""
+        """Record a checkpoint's result. A failure is only a warning, and training continues. `waited_s`: time spent
+        waiting outside of steps."""
         self._newest = saved
         step = saved.about.step
         if saved.error:
@@ -259,7 +260,7 @@ class Cadence:
         self._plan = plan
         self._failures = 0
         self._earlier_s = 0.0
-        """Running time of the earlier starts."""
+        """Running time of the earlier starts, in seconds."""
         self._launched_at: float | None = None
         for mark in marks:
             if isinstance(mark, LaunchMark):
@@ -279,8 +280,8 @@ class Cadence:
         self._last_due = step
 
     def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
-        """Record the time of a step. For `auto`, return the step of the first checkpoint once, based on rank 0's
-        measurements. Called collectively by all ranks."""
+        """Record the time of a step. For `auto`, once the step time is known, return the step of the first checkpoint,
+        based on rank 0's measurements. Called collectively by all ranks."""
         if not self._is_auto:
             return None
         (self._beside_s if writing else self._usual_s).append(step_time_s)
@@ -303,7 +304,7 @@ class Cadence:
     def learn(self, saved: Saved) -> CadenceEvent | None:
         """Choose the interval for `auto`, based on how long the newest checkpoint blocked training and how long it took
         to write, unless it failed. Return the interval and the reasons for it if it has changed. Called collectively by
-        all ranks; rank 0's measurements count."""
+        all ranks; it is based on rank 0's measurements."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))
@@ -325,7 +326,7 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # The marks do not show whether all replica groups failed. Only such a failure causes a rollback.
+        # The marks do not show whether all replica groups failed at once, which alone causes a rollback.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)

@@ -38,17 +38,17 @@ class StepSamples:
     micro_batches: list[MicroBatch]
     """This rank's samples, on the device."""
     own: OwnSamples
-    """Positions of these samples in the run."""
+    """The positions of these samples in the run."""
     division: Division
-    """The division of the group's samples over its ranks."""
+    """The division of the replica group's samples over its ranks."""
     global_tokens: int
     """Number of targets with a loss, over all replica groups. The step's loss is the mean over them."""
     step_samples: int
     """Number of samples in the step, over all replica groups."""
     group_samples: int
-    """Number of samples of this group."""
+    """Number of samples in the step, in this replica group."""
     lr_factor: float = 1.0
-    """Factor on the learning rate."""
+    """Factor by which the learning rate is multiplied."""
     group: int | Absent = ABSENT
     """The number of this replica group, if there are several."""
     groups: tuple[int, ...] | Absent = ABSENT
@@ -59,8 +59,8 @@ class StepSamples:
 
 class Coordinator:
     """The coordinator of a run with one replica group, which does not wait for or communicate with other groups.
-    Coordinators of other runs override methods. All methods are called collectively by all ranks of the replica group,
-    in this order for each step.
+    Coordinators of other runs override methods. All ranks of the replica group call the methods collectively, for each
+    step in the order below.
     """
 
     restores_at_start = True
@@ -90,13 +90,12 @@ class Coordinator:
 
     @property
     def stop_flag(self) -> bool:
-        """True if this rank sends a request to stop to the other ranks in the step's exchange."""
+        """True if this rank reports a request to stop in the step's exchange."""
         return self._run.stop.requested
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
-        """Wait until the step can be made, and heal this group if it is behind.
-
-        `restore` loads the newest checkpoint if no replica group holds the state any more.
+        """Wait until the step can start, and heal this group if it is behind. `restore` loads the newest checkpoint;
+        called if no replica group holds the state any more.
         """
         return StepStart(progress)
 
@@ -130,20 +129,20 @@ class Coordinator:
         """Begin a step's passes. From now on, gradients may be exchanged as soon as they are final."""
 
     def abandon_passes(self, state: TrainState) -> None:
-        """Abandon passes that an error has interrupted. The step fails if gradients were exchanged."""
+        """Abandon passes that an error has interrupted. The step fails if any gradients were already exchanged."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         """Sum the gradients, `loss` and the experts' token counts over the replica groups, in place."""
 
     def commit(self) -> bool:
-        """Return whether every replica group has made the step. If not, it is repeated."""
+        """Return whether the step succeeded in every replica group. If not, it is repeated."""
         return True
 
     def note_step(self, step: int, step_time_s: float) -> None:
         """Record the results of the step that made update `step`."""
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Exchange the remaining data after all steps have been made. A second call does nothing."""
+        """After all steps, exchange the data that remains to be exchanged. A second call does nothing."""
 
     def merged(self) -> AbstractContextManager[None]:
         """Return a context that puts the run's final weights into the model for evaluation."""

@@ -23,7 +23,7 @@ BY_SUPERVISOR = ("lighthouse",)
 
 
 class InjectedFault(RuntimeError):  # noqa: N818 - a fault, not an error of trainspec
-    """Raised by `fault=exception(...)`."""
+    """The error raised by `fault=exception(...)`."""
 
 
 class Faults:
@@ -71,7 +71,7 @@ class Faults:
         return inject_between_buckets
 
     def _is_first(self, number: int, fault: Fault) -> bool:
-        """Mark the fault as injected. Called before the fault, because the process may not survive it."""
+        """Record that the fault was injected. Called before the fault, because the process may not survive it."""
         self._folder.mkdir(exist_ok=True)
         try:
             (self._folder / f"{number}_{fault.kind}").touch(exist_ok=False)
@@ -107,16 +107,17 @@ def inject(kind: str, state: TrainState | None = None) -> None:
 
 
 def _limit_files(largest_bytes: int) -> None:
-    """Make writes beyond this size fail (EFBIG), as on a full disk, for this process only."""
+    """Make writes beyond this file size fail (EFBIG), as on a full disk, in this process only."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, hard))
 
 
-# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag, which the next step sends to all ranks.
+# Handle requests to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag, which the next step sends to all ranks.
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""Batch systems send SIGUSR2 as a warning. SIGUSR1 is used by NCCL itself."""
+"""Signals that request a stop. Batch systems send SIGUSR2 as a warning; SIGUSR1 cannot be used, because NCCL uses
+it."""
 
 
 class StopRequest:

@@ -1,4 +1,4 @@
-"""Forward and backward over a step's micro-batches, in the order of the pipeline's schedule.
+"""Run forward and backward passes over a step's micro-batches, in the order of the pipeline's schedule.
 
 Without a pipeline, the schedule alternates forward and backward, and the same code runs it.
 """
@@ -19,7 +19,8 @@ from trainspec_cli.planner.pipeline import Action, Kind
 
 
 class PipelineRun:
-    """Runs a schedule once. `loss` is the sum over this rank's micro-batches, zero on ranks without the last stage."""
+    """Runs a schedule once. `loss` is summed over this rank's micro-batches; it is zero on ranks without the last
+    stage."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class PipelineRun:
         entering = self._inputs.pop(_place(action), None)
         if entering is not None:
             # At the end of a backward pass, FSDP2 makes the compute stream wait for the sums of the stage's gradients.
-            # A message sent after that also waits, and so do all earlier stages.
+            # A message sent after that would also wait, and with it all earlier stages.
             entering.register_post_accumulate_grad_hook(lambda own: self._send(action, own.grad))
         if action.stage == self._last:
             leaving.backward()

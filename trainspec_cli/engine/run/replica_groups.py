@@ -1,8 +1,8 @@
-"""The coordinator of one replica group among several.
+"""The coordinator for runs with several replica groups; each group has one.
 
 Before each step, the groups agree on which of them take part. A group that is behind heals from one that is up to date.
-Each group reads its portion of the samples, and gradients are summed over the groups. The step counts if no exchange
-has failed; otherwise the remaining groups repeat it.
+Each group reads its portion of the samples, and gradients are summed over the groups. If no exchange fails, the step
+counts; otherwise the remaining groups repeat it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Recovery
 from trainspec_cli.run.recovery.recovery import enough_groups
 
 WAIT_S = 0.1
-HEALS_WITHOUT_LOST = "no other replica group has the compression errors of this one: error feedback starts from zero"
-STAGED = "replica groups exchange through the hosts' memory, over gloo, which predictions do not include: "
+HEALS_WITHOUT_LOST = "no other replica group has this group's compression errors: error feedback starts from zero"
+STAGED = "replica groups exchange data through host memory, over gloo, which predictions do not include: "
 USUAL_STEPS = 20
-"""A stall is the amount by which a step's time exceeds the median of this many previous steps."""
+"""Number of previous steps; a stall is the amount by which a step's time exceeds their median."""
 
 
 class ReplicaGroups(Coordinator):
@@ -57,7 +57,7 @@ class ReplicaGroups(Coordinator):
         self.leads = False
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
-        """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
+        """`TrainProgress.samples` as a tensor, so that a healing group copies it with the state."""
         self._rates: tuple[float, ...] = ()
         """Each group's speed in samples per second; 0 if unknown."""
         self._weights: tuple[float, ...] = ()
@@ -84,7 +84,7 @@ class ReplicaGroups(Coordinator):
         """Number of groups that the supervisor expects, as last reported. Smaller if some groups are not expected to
         join."""
         self._tenure_steps = 0
-        """True if this group leads, as the group that has taken part for the longest time."""
+        """Number of steps that this group has taken part in. The group with the most steps leads."""
 
     @property
     def stop_flag(self) -> bool:
@@ -129,8 +129,8 @@ class ReplicaGroups(Coordinator):
         self._samples.fill_(progress.samples)
 
     def _call_roll(self) -> tuple[bool, bool]:
-        """Agree with all groups on the next step. Return (whether the connected groups can make the step, whether any
-        rank was asked to stop). A run that has not made a step yet waits for all groups that its supervisor expects."""
+        """Agree with all groups on the next step. Return (whether the connected groups can take the step, whether any
+        rank was asked to stop). Before its first step, a run waits for all groups that its supervisor expects."""
         present = len(self._taking_part.groups)
         resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
@@ -157,7 +157,7 @@ class ReplicaGroups(Coordinator):
         return (has_stepped or is_complete) and enough_groups(resilience, present), stop
 
     def _compare_digests(self) -> None:
-        """Raise WorkerError in every group if the parameters of any group differ."""
+        """Raise WorkerError in every group if any group's parameters differ from the others'."""
         diverging = diverging_groups(self._membership.gather(local_digest(self._run.state.shares)))
         found = torch.zeros(self._run.plan.replica_groups)
         for place in diverging:
@@ -185,7 +185,7 @@ class ReplicaGroups(Coordinator):
         portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         self._note_weights(weights, taken)
-        following = (portion.start + taken, portion.samples)  # prefetch for the case that the groups stay the same
+        following = (portion.start + taken, portion.samples)  # the following step, if the groups stay the same
         own, micro_batches = self.read((portion.start, portion.samples), following)
         return StepSamples(
             micro_batches,
@@ -201,7 +201,7 @@ class ReplicaGroups(Coordinator):
         )
 
     def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
-        """Record that the groups' sample shares have changed; only the leading group does so."""
+        """If the groups' sample shares have changed, record this in the leading group."""
         before = self._weights
         self._weights = weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
@@ -262,7 +262,7 @@ class ReplicaGroups(Coordinator):
         state.wire.release(self._membership.connections)
 
     def _packets_of(self, state: TrainState) -> GradientPackets:
-        """Return the packets of `state`, which a change of layout replaces."""
+        """Return the gradient packets for `state`. A change of layout replaces them."""
         if self._packets is None or self._packets[0] is not state:
             if self._packets is not None:
                 self._packets[1].detach()
@@ -293,7 +293,7 @@ class ReplicaGroups(Coordinator):
         return committed
 
     def note_step(self, step: int, step_time_s: float) -> None:
-        """Record which groups have left or joined since the last step, and the cost of these changes."""
+        """Record which groups have left or joined since the last step, and how much time these changes cost."""
         now = time.perf_counter()
         before = self._committed
         self._committed = self._taking_part

@@ -1,8 +1,7 @@
-"""How a run ends: done with finite results, stopped on request, or diverged.
+"""Determine how a run ended: done with finite results, stopped on request, or diverged.
 
-Steps whose loss or gradients are not finite do not update anything; a few of them are harmless. A run is done if its
-last loss, its held-out loss and its weights are finite, and the steps skipped in a row at its end are fewer than half
-of all steps.
+Steps whose loss or gradients are not finite update nothing; a few of them are harmless. A run is done if its last loss,
+held-out loss and weights are finite, and fewer than half of all steps were skipped in a row at its end.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from trainspec_cli.run.folder.record import RunResult
 WIRE_PURPOSES = ("gradients", "parameters", OTHER)
 EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
 Steps = Sequence[StepEvent]
-"""`step` events, in order."""
+"""The `step` events, in order."""
 
 
 @dataclass
@@ -52,7 +51,7 @@ class RunTally:
 
 
 class Divergence:
-    """Ends a run that has diverged. Every rank calls it at the same steps, and all ranks raise the same WorkerError."""
+    """Ends a run that has diverged. All ranks make the same calls at the same steps, and raise the same WorkerError."""
 
     def __init__(self, run_dir: RunDir, max_skipped_steps: int):
         self._run_dir = run_dir
@@ -60,14 +59,14 @@ class Divergence:
         self._skipped_in_a_row = 0
 
     def note_step(self, step: int, *, skipped: bool) -> None:
-        """Raise if the allowed number of consecutive skipped updates has been reached."""
+        """Raise the error if the allowed number of consecutive skipped updates has been reached."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row == self._max_skipped_steps:
             what = "the loss or the gradients were not finite"
             self._raise([f"{what} for {self._max_skipped_steps} steps in a row, up to step {step}"], step)
 
     def check_end(self, step: int, tally: RunTally, held: Held) -> None:
-        """Raise if the run has made all its steps, up to `step`, but its model is not usable."""
+        """Raise the error if the run has made all its steps, up to `step`, but the model is not usable."""
         events = tally.steps
         if all(
             event.skipped for event in events
@@ -109,7 +108,7 @@ class Divergence:
 
 
 def _is_finite(value: float | None) -> bool:
-    """Return whether a value is finite. Events contain null for non-finite values."""
+    """Return whether an event's value is finite; non-finite values are stored as null."""
     return value is not None and math.isfinite(value)
 
 
@@ -127,7 +126,7 @@ def write_result(
     memory = torch.tensor(peak_memory_bytes(state.device), dtype=torch.int64, device=state.device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
     wire_bytes: dict[str, int] | Absent = ABSENT
-    if not state.clock.on_gpu:  # NCCL's traffic cannot be counted
+    if not state.clock.on_gpu:  # bytes sent by NCCL cannot be counted
         own = state.wire.totals()
         summed = torch.tensor([own.get(purpose, 0) for purpose in WIRE_PURPOSES], dtype=torch.int64)
         dist.all_reduce(summed)

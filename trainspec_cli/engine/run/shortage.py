@@ -1,10 +1,8 @@
-"""Save the state from the beginning of a step when a rank runs out of memory within the step.
-
-The step's update needs an exchange that this rank does not reach. So no rank has made the update, and together they
-still hold the state from the beginning of the step. The other ranks may wait in any collective, forever. So the failed
-rank notifies them through the supervisor, a thread on each rank receives the note, and each rank writes its piece
-without any exchange. Once the last piece has been written, the pieces form an ordinary checkpoint, from which the run
-continues.
+"""When a rank runs out of memory within a step, save the state from the beginning of the step. The step's update needs
+an exchange that this rank does not reach, so no rank has made the update: together, they still hold the state from the
+beginning of the step. The other ranks may be stuck in any collective. So the failed rank notifies them through the
+supervisor. On each rank, a thread receives the note and writes the rank's piece without any exchange. Once the last
+piece has been written, the pieces form an ordinary checkpoint, from which the run continues.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_r
 
 POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""Time limit for the pieces of the other ranks: this many seconds, plus this many times the duration of this rank's
-piece."""
+"""Time limit for the other ranks' pieces: the first number in seconds, plus the second number times the time that this
+rank's piece took."""
 
 
 class Emergency:
-    """One rank's part of the emergency checkpoint. The main thread calls `begin_step` before each step."""
+    """Writes one rank's part of an emergency checkpoint. The main thread calls `begin_step` before each step."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch):
         self._run_dir = run.run_dir
@@ -72,7 +70,7 @@ class Emergency:
             threading.Thread(target=self._await_notes, name="emergency", daemon=True).start()
 
     def begin_step(self, progress: TrainProgress) -> None:
-        """Begin a step. Until its update, the state is that of `progress`."""
+        """Begin a step. Until its update, the state remains that of `progress`."""
         self.kept = {f"model.{name}": buffer.clone() for name, buffer in self.buffers}
         self._mark = self._state.clock.mark()
         self._progress = progress
@@ -102,7 +100,7 @@ class Emergency:
         self._closed.set()
 
     def _await_notes(self) -> None:
-        """Wait for notes. A note may concern the step after the one that this rank is still in."""
+        """Wait for notes from failed ranks. A note may be about the step after the one that this rank is in."""
         notes: list[ShortageNote] = []
         while not self._closed.wait(POLL_S):
             notes += self._supervisor.receive(ShortageNote)
@@ -128,14 +126,14 @@ class Emergency:
 
 
 OUT_OF_MEMORY = "out_of_memory"
-"""The code of the error."""
+"""The error code for running out of memory."""
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
     r"|CUDA(_ERROR| error:) ?(OUT_OF_MEMORY|out of memory)|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
     r"|Cannot allocate memory|std::bad_alloc",
     re.IGNORECASE,
 )
-"""Messages of errors that torch and its libraries raise as plain RuntimeErrors."""
+"""Messages of out-of-memory errors that torch and its libraries raise as plain RuntimeErrors."""
 
 
 class OutOfMemory(WorkerError):  # noqa: N818 - the field's term
@@ -150,12 +148,12 @@ class PassesOutOfMemory(Exception):  # noqa: N818 - as above
     """A rank ran out of memory in a forward or backward pass, so no rank can have made the step's update."""
 
     def __init__(self, samples: int):
-        super().__init__(f"out of memory in the forward or backward of {samples} samples at a time")
+        super().__init__(f"out of memory in the forward or backward pass of {samples} samples at a time")
         self.samples = samples
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation has failed, on a device or on the host."""
+    """Return whether the error means that an allocation failed, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
@@ -193,12 +191,12 @@ def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOf
     return OutOfMemory(shortage, message, hint)
 
 
-# Handle steps that run out of memory: repeat them with smaller micro-batches, or save the state for a restart.
+# Handle steps that run out of memory: repeat a step with smaller micro-batches, or save the state for a restart.
 #
 # A rank that does not communicate with others repeats the step in place. Otherwise, the other ranks are waiting in
 # collectives that this rank has left. They save the state from the beginning of the step (`Emergency`), all processes
 # end, and the supervisor restarts them with the next setting of the plan's ladder (`run/recovery/memory.py`). With
-# replica groups, the others heal the group instead.
+# replica groups, the failed group heals from the others instead.
 
 
 Made = TypeVar("Made")
@@ -220,10 +218,11 @@ def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
 
 
 class MemoryRelief:
-    """Makes the steps of one layout. Called collectively by all ranks of the replica group."""
+    """Takes steps in one layout, and handles running out of memory. Called collectively by all ranks of the replica
+    group."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):
-        """`limit` sets the maximum number of samples that a rank processes at a time from now on."""
+        """`limit` is called to set the maximum number of samples that a rank may process at a time."""
         self._run = run
         self._limit = limit
         self._log = DirectiveLog(run.run_dir, run.journal)
@@ -234,7 +233,7 @@ class MemoryRelief:
             self._emergency = Emergency(run, checkpoints, watch)
 
     def make_step(self, progress: TrainProgress, attempt: Callable[[], Made]) -> Made:
-        """Return the result of `attempt`, which makes the step after `progress` and may be called several times.
+        """Return the result of `attempt`, which takes the step after `progress` and may be called several times.
 
         Raises OutOfMemory if a rank ran out of memory and these processes cannot continue.
         """
@@ -298,7 +297,7 @@ class MemoryRelief:
         raise out_of_memory(self._run.plan, shortage, cause)
 
     def _begin_anew(self) -> None:
-        """Undo the changes made by the passes."""
+        """Undo the changes that the step's passes have made."""
         for part in self._run.state.parts:
             abandon_passes(part)
         clear_gradients(self._run.state.shares)

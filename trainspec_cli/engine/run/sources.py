@@ -1,4 +1,4 @@
-"""The samples that a run is trained and evaluated on. The trainer accesses data only through them."""
+"""Sources of the samples that a run is trained and evaluated on. The trainer accesses data only through a source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainspec_cli.run.folder.event_types.events import EvalEvent, FirstTextEven
 from trainspec_cli.run.folder.record import RunResult
 
 MOST_PARTS, MOST_CHARS = 8, 600
-"""Maximum number of parts of the first text to keep, and of characters in each."""
+"""Maximum number of parts of a sample's text to keep, and of characters in each part."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DataSource(Protocol):
     """All methods except `summarise` are called collectively by all ranks."""
 
     staging: Staging
-    """Holds batches that have been read ahead."""
+    """The loader, which holds batches that have been read ahead."""
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         """Read the samples of `own` as micro-batches, on the host."""
@@ -50,7 +50,7 @@ class DataSource(Protocol):
         """Return the number of targets in the samples at `positions`. The loss is the mean over them."""
 
     def evaluate(self, step: int) -> EvalEvent | None:
-        """Measure the model after update `step` on held-out samples; None if none are held out."""
+        """Evaluate the model on held-out samples after update `step`; None if no samples are held out."""
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
         """Return `result` with the values of the last `evaluate`."""
@@ -114,7 +114,7 @@ class TokenSource:
 
     @property
     def _xz(self) -> float | None:
-        """Return the bits per byte of a single text compressed with xz; several texts are not compressed together."""
+        """Return the bits per byte of the held-out text compressed with xz, if there is only one text."""
         return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
@@ -147,7 +147,7 @@ class TokenSource:
         cuts = [0, *(np.flatnonzero(np.diff(learnt)) + 1)[: MOST_PARTS - 1].tolist(), len(ids)]
         parts = [ids[start:end].tolist() for start, end in pairwise(cuts)]
         folder = self.collection.tokenizer_folder
-        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs only when text is generated
+        if folder is None or self.spec.data.tokenizer.code:  # user-defined tokenizers run only when text is generated
             texts = [" ".join(map(str, part)) for part in parts]
         else:
             texts = decode_parts(folder, parts)

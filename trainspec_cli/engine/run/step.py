@@ -1,4 +1,5 @@
-"""One training step: forward and backward over the micro-batches, exchange over replica groups, commit, update."""
+"""Take one training step: forward and backward passes over the micro-batches, exchange over replica groups, commit,
+update."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class StepOutcome:
     wait."""
 
     loss: Tensor
-    """Mean over the global batch's tokens, in nats."""
+    """Mean loss over the global batch's tokens, in nats."""
     grad_norm: Tensor
     skipped: Tensor
     """1 if the update was skipped because a value was not finite."""
@@ -47,15 +48,15 @@ class StepOutcome:
     steps_to_sample: Tensor
     """The number of steps until the links are next sampled; 0 if no rank has set it."""
     noise: Tensor
-    """(5,): the sums of `NoiseProbe` over all ranks, and the part of |g|^2 of the step's full gradient that belongs to
-    experts spread by ep; zeros if the noise is not measured."""
+    """(5,): the sums of `NoiseProbe` over all ranks, and the part of the full gradient's |g|^2 that comes from experts
+    spread over ep; zeros if the noise is not measured."""
     figures: Tensor
     """(ranks, F): the parts of each rank's report; F is 0 if there are none."""
     own: StepReport
     """This rank's report, whose parts show how the rows of `reports` are read."""
 
     def reports(self) -> list[StepReport]:
-        """Return the parts reported by all ranks, by rank, after waiting for the device, or []."""
+        """Wait for the device, and return the parts reported by all ranks, by rank; [] if there are none."""
         return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:
@@ -79,10 +80,10 @@ def train_step(
     make_report: MakeReport = lambda: NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
-    """Make one update. Return None if the replica groups did not agree on the step; then nothing was updated.
+    """Make one update. Return None if the replica groups did not agree on the step; nothing is updated then.
 
-    `groups`: None if there is only one group. `make_report` returns this rank's report, which the step sends to all
-    ranks; it is called after an accelerator's passes have been queued. `parts`: set if the gradient noise is measured.
+    `groups`: None if there is only one group. `make_report` returns this rank's report, which is sent to all ranks; on
+    an accelerator, it is called once the passes have been queued. `parts`: set if the gradient noise is measured.
     """
     if groups is not None:
         groups.begin_passes(state, len(micro_batches))
@@ -178,11 +179,12 @@ def compute_gradients(
     )
     for late in state.late_sums:
         sum_late(late)
-    return loss / layout.tp  # all ranks of tp computed the same loss
+    return loss / layout.tp  # all tp ranks computed the same loss
 
 
 def sum_late(late: LateSum) -> None:
-    """Sum all gradients of `late` in one exchange, in place. Shares with the same name on this rank count as one."""
+    """Sum the gradients of `late` in one exchange, in place. Shares with the same name on this rank are summed as
+    one."""
     by_name: dict[str, list[Tensor]] = {}
     for share in late.shares:
         if share.gradient is not None:
@@ -208,11 +210,12 @@ class DoneStep:
     segments: Segments
     samples: StepSamples
     traffic: Traffic
-    """Copies of its batch to the device, and the number of buffer allocations, which is 0 after the first steps."""
+    """Counts for the copies of the step's batch to the device, including the number of buffer allocations: 0 after the
+    first steps."""
     noise_scale: float | None
     """The gradient noise scale up to this step, if the next batch depends on it."""
     garbage_s: float
-    """Seconds of garbage collection; 0 on a GPU, which computes in the meantime."""
+    """Garbage collection time in seconds; 0 on a GPU, which computes meanwhile."""
 
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
         """Return the step's event, after reading its results from the device. `noise_scale`: the gradient noise scale

@@ -1,7 +1,6 @@
-"""Each rank's report in a step. It is sent with the exchange that the step needs anyway for its loss.
-
-A separate exchange would add a collective to each step, which costs more than these few numbers. All ranks report the
-same parts in the same step, because they choose them from values known to all ranks.
+"""Each rank's report in a step. It is sent in the exchange that the step needs anyway for its loss: a separate
+collective in each step would cost more than these few numbers. All ranks report the same parts in the same step,
+because they choose them from values known to all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from trainspec_cli.balance.decisions.links import Transfer
 
 
 class SpeedFigures(NamedTuple):
-    """The speed of a rank. `StepScheduler` produces these values and learns from them."""
+    """One rank's speed. `StepScheduler` produces these values and learns from them."""
 
     fixed_s: float
     per_sample_s: float
@@ -24,7 +23,7 @@ class SpeedFigures(NamedTuple):
     last_s: float
     """The rank's compute time in its last step, in seconds."""
     waited_s: float
-    """Time that the rank waited for the exchanges of each micro-batch, in seconds."""
+    """Time that the rank waited for exchanges per micro-batch, in seconds."""
     proposal: float
     """The number of the supervisor's newest proposal, which only rank 0 knows."""
     shown_steps: float = 0.0
@@ -32,22 +31,22 @@ class SpeedFigures(NamedTuple):
     is_settled: float = 1.0
     """1 if there were enough steps for small speed differences to count, otherwise 0."""
     update_s: float = 0.0
-    """As in `Speed`."""
+    """Duration of the update, as in `Speed`."""
 
 
 class LinkFigures(NamedTuple):
-    """A sample of the links. `StepLinks` produces it and learns from it."""
+    """This rank's measurements in a sample of the links. `StepLinks` produces them and learns from them."""
 
     transfers: tuple[Transfer, ...]
     """One entry for each mesh axis and, in a pipeline, another for the backward direction."""
     cost_s: float
-    """The cost of the sample for this rank, in seconds."""
+    """The time that the sample cost this rank, in seconds."""
     step_s: float
     """The step time that the cost is compared with, in seconds."""
 
 
 class BucketFigures(NamedTuple):
-    """The result for a gradient bucket size. `StepBuckets` produces it and learns from it."""
+    """The measurements with one gradient bucket size. `StepBuckets` produces them and learns from them."""
 
     bucket_bytes: float
     waited_s: float
@@ -60,10 +59,8 @@ class BucketFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of one rank in a step.
-
-    Counts and requests are summed over the ranks. Parts are kept separately for each rank; a part that is None is
-    omitted on every rank.
+    """One rank's report in a step. Counts and requests are summed over the ranks; the other parts are gathered. A part
+    is None on all ranks or on none.
     """
 
     stop: bool = False
@@ -71,7 +68,7 @@ class StepReport:
     writing: bool = False
     """True if this rank is writing a checkpoint."""
     steps_to_sample: int = 0
-    """Number of steps until the links are next sampled. Only rank 0 sets it; 0 changes nothing."""
+    """Number of steps until the next sample of the links. Only rank 0 sets it; 0 means no change."""
     speed: SpeedFigures | None = None
     links: LinkFigures | None = None
     buckets: BucketFigures | None = None
@@ -83,7 +80,7 @@ class StepReport:
 
     @property
     def row(self) -> list[float]:
-        """Return the parts as numbers, which `like` reads."""
+        """Return the parts as a list of numbers, which `like` can read."""
         numbers = [*(self.speed or ())]
         if self.links is not None:
             for one in self.links.transfers:

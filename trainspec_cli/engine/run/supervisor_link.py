@@ -1,7 +1,7 @@
 """Report the run's speeds to the supervisor, and receive its proposals of other layouts.
 
-The number of the newest proposal is sent in the step's regular exchange (`step_report.py`), so that all ranks adopt it
-before the same step.
+The number of the newest proposal is sent in the step's regular exchange (`step_report.py`), so that all ranks learn of
+it before the same step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from trainspec_cli.run.channel.worker import SupervisorConnection
 
 
 class SupervisorLink:
-    """Called by every rank; only rank 0 exchanges messages with the supervisor."""
+    """Every rank makes the same calls, but only rank 0 exchanges messages with the supervisor."""
 
     def __init__(self, supervisor: SupervisorConnection):
         self._supervisor = supervisor
         self.writes = dist.get_rank() == 0
         self._reported: tuple[object, ...] = ()
         self.links: tuple[MeasuredLink, ...] = ()
-        """The links of the layout in force whose speeds are known. They are reported together with the ranks'
-        speeds."""
+        """Known link speeds in the layout in force, which are reported together with the ranks' speeds."""
         self._newest: Proposal | None = None
         self.received = 0
         """The number of the last proposal that the ranks have received."""
@@ -66,7 +65,7 @@ class SupervisorLink:
     # From the supervisor
 
     def newest_number(self) -> int:
-        """Return the number of the newest proposal; 0 if there is none, and on all ranks except rank 0."""
+        """Return the number of the newest proposal on rank 0; 0 if there is none, and on all other ranks."""
         for proposal in self._supervisor.receive(Proposal):
             self._newest = proposal
         return self._newest.number if self._newest else 0

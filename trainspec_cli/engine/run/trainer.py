@@ -50,7 +50,7 @@ from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, S
 class Trainer:
     """Trains according to a plan. Every rank runs the same code in lockstep.
 
-    The coordinator handles the differences between one replica group and several.
+    A coordinator handles the difference between one replica group and several.
     """
 
     def __init__(self, run: TrainingRun, source: DataSource, coordinator: Coordinator):
@@ -101,10 +101,10 @@ class Trainer:
         self.relief = MemoryRelief(run, self.checkpoints, self.watch, self.scheduler.limit)
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.allocated = device_allocations(run.state.device)
-        """Number of allocations on the device before this step."""
+        """Number of device allocations before this step."""
 
     def _restore(self) -> TrainProgress:
-        """Load the newest complete checkpoint. If there is none, the state stays as it is."""
+        """Load the newest complete checkpoint. If there is none, keep the state as it is."""
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
@@ -153,11 +153,11 @@ class Trainer:
             self.coordinator.leave()
         self.watch.close()
 
-    # One step after another
+    # The loop over steps
 
     def _make_steps(self) -> None:
         self.clock.restart()
-        # The run may have been killed or stopped between the checkpoint and the evaluation of the same step.
+        # Evaluate here if the run was killed or stopped between the checkpoint and the evaluation of the same step.
         lacks_evaluation = self._is_evaluation_due and self.heldout.last_step != self.progress.step
         if self.restored_from is not None and lacks_evaluation and not self._is_last_step:
             self._evaluate_between_steps()
@@ -185,8 +185,8 @@ class Trainer:
                 self.coordinator.bring_together(self.progress)
 
     def _step(self) -> DoneStep | None:
-        """Make one step. Return None if the run stops before it, if the replica groups did not agree on it, or if other
-        runs that train together with this one have made all steps in the meantime."""
+        """Take one step. Return None if the run stops before it, if the replica groups did not agree on it, or if other
+        runs that train together with this one have meanwhile taken all steps."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
         self.progress = start.progress
@@ -204,7 +204,7 @@ class Trainer:
         return None if outcome is None else self._count(outcome, lr, samples)
 
     def _attempt(self, step: int, lr: float) -> tuple[float, StepSamples, StepOutcome | None]:
-        """Make the step after update `step`; return (its learning rate, samples, outcome)."""
+        """Take the step after update `step`; return (its learning rate, samples, outcome)."""
         self.coordinator.division = self.scheduler.divide(step)
         samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
         lr *= samples.lr_factor
@@ -237,7 +237,7 @@ class Trainer:
         )
 
     def _follow_layout(self, step: int) -> None:
-        """Change the layout if a change is due. The time of the change is not counted in any step."""
+        """Change the layout if a change is due. No step's time includes the change."""
         decided = self.scheduler.decided_layers
         self.scheduler.decided_layers = None
         proposed = self.scheduler.is_proposed
@@ -275,7 +275,7 @@ class Trainer:
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
-        """Count the update. Any checkpoint that is due now belongs to this step."""
+        """Count the update, so that any checkpoint that is due now belongs to this step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
         step = self.progress.step
         noise_scale = None
@@ -393,7 +393,7 @@ class Trainer:
         self.clock.restart()
 
     def _evaluate(self) -> None:
-        """Measure the model on the held-out data."""
+        """Evaluate the model on the held-out data."""
         started = time.perf_counter()
         with self.coordinator.merged():
             evaluated = self.source.evaluate(self.progress.step)

@@ -17,8 +17,8 @@ from trainspec_cli.run.folder.paths import RunDir
 class TrainingRun:
     """The run's inputs, and its current plan and state.
 
-    Only the trainer sets `plan` and `state`, when the layout changes. Its helpers keep a reference to this object and
-    read both at each use, so no helper has to be notified of a change.
+    Only the trainer sets `plan` and `state`, when the layout changes. Helpers keep a reference to this object and read
+    both at each use, so they do not have to be notified of changes.
     """
 
     plan: Plan
@@ -35,7 +35,7 @@ class TrainingRun:
 
     @property
     def group_field(self) -> int | Absent:
-        """Return `group` in the form used in events."""
+        """Return `group` in the form used in events: absent if there is only one group."""
         return ABSENT if self.group is None else self.group
 
 

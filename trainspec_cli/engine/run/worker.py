@@ -1,4 +1,4 @@
-"""A worker, which joins the other workers, builds its part of the model, and trains it."""
+"""The work of a worker: join the other workers, build its part of the model, and train it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs that `trainspec certify` evaluates: plans trained on samples generated from their seed.
+"""Make the runs that `trainspec certify` evaluates: train plans on samples generated from their seed.
 
 Each run writes gradients.stage*.npz (every parameter's full gradient in the first step or, for a run of the trainer, in
 the step after the last one), weights.stage*.npz (every full parameter after the last step) and result.json (losses,
@@ -183,8 +183,7 @@ def own_samples(wanted: CertifyRun, state: TrainState, start: int, samples: int)
 
 
 def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Callable[[Share], Tensor | None]) -> None:
-    """Write the result of `tensor_of` for each parameter; each pipeline rank does so for its stages. A None result is
-    skipped."""
+    """Write the result of `tensor_of` for each parameter of this pipeline rank's stages. None results are skipped."""
     whole: dict[str, np.ndarray] = {}
     for share in unique_shares(state.shares):
         if (tensor := tensor_of(share)) is not None:
@@ -194,11 +193,11 @@ def write_parameters(state: TrainState, folder: Path, name: str, tensor_of: Call
     dist.barrier()
 
 
-# Runs of `trainspec certify` that use the trainer as in a launch, with layout changes, some of which fail or are
-# interrupted, and with ranks that run out of memory.
+# Make runs for `trainspec certify` that use the trainer as in a launch. They change layouts (some changes fail or are
+# interrupted), and ranks run out of memory.
 #
-# The processes serve many runs, so none of them may end. A kill is simulated by an exception on all ranks at the same
-# time, after which only the run folder is left. All ranks run out of memory in the same micro-batch. Then the run
+# The processes serve many runs, so they must not end. A kill is simulated by an exception on all ranks at the same
+# time, after which only the run folder remains. All ranks run out of memory in the same micro-batch. Then the run
 # restarts, as its supervisor would restart it.
 
 
@@ -208,7 +207,7 @@ interrupted."""
 
 
 class Killed(BaseException):
-    """Ends a start of the run on all ranks at the same time, as SIGKILL would."""
+    """Raised on all ranks at the same time, to end a start of the run as SIGKILL would."""
 
 
 class DrawnSource:
@@ -239,7 +238,7 @@ class DrawnSource:
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step whose gradients were computed completely."""
+    """A step that computed all its gradients."""
 
     taken: Taken
     layout: Layout
@@ -252,7 +251,7 @@ class Trail:
     """The record of a run over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
-    """Steps by the number of updates made before them. A repeated step replaces the first one."""
+    """Steps by the number of updates made before them. A repeated step replaces its first attempt."""
     losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0
@@ -260,7 +259,7 @@ class Trail:
 
 
 class WatchedGroup(Coordinator):
-    """The coordinator of one replica group, which records the steps that it makes."""
+    """A coordinator for one replica group that also records the steps taken."""
 
     def __init__(self, run: TrainingRun, source: DrawnSource, trail: Trail):
         super().__init__(run, source)
@@ -286,15 +285,15 @@ class WatchedGroup(Coordinator):
 
 
 def _bytes_on_disk(run_dir: RunDir) -> int:
-    """Return the size in bytes of the run folder without logs; 0 on all ranks except the first, which completes
-    checkpoints."""
+    """Return the size of the run folder without logs, in bytes, on rank 0, which completes checkpoints; 0 on all other
+    ranks."""
     if dist.get_rank() != 0:
         return 0
     return sum(path.stat().st_size for path in run_dir.root.rglob("*") if path.is_file() and path.suffix != ".jsonl")
 
 
 class LiveFaults(Faults):
-    """The recipe's faults, and a kill of all ranks when half of the state has been moved."""
+    """Injects the recipe's faults, and kills all ranks when half of the state has been moved."""
 
     def __init__(self, plan: Plan, run_dir: RunDir, killed_at: int | None):
         super().__init__(plan, run_dir)
@@ -312,7 +311,7 @@ class LiveFaults(Faults):
 
 
 class SharedAllowance(Allowance):
-    """A memory allowance that all ranks exceed. Each rank leaves the step once the other ranks have received its
+    """A memory limit that all ranks exceed. Each rank leaves the step only after the other ranks have received its
     messages."""
 
     def check(self, kind: Kind, samples: int) -> None:
@@ -326,7 +325,7 @@ class SharedAllowance(Allowance):
 def run_live(
     wanted: CertifyRun, run_dir: RunDir, device: torch.device, meshes: Meshes
 ) -> tuple[Trainer, TrainedSteps, LiveSteps]:
-    """Train to the last step, with as many starts as needed. Return (the trainer of the last start, the steps, the
+    """Train until the last step, in as many starts as needed. Return (the last start's trainer, the steps, the
     record)."""
     plan = wanted.plan
     killed_at = wanted.killed_at
@@ -339,7 +338,7 @@ def run_live(
             break
         except Killed:
             killed_at = None
-        except OutOfMemory as error:  # the next start follows the supervisor's rules
+        except OutOfMemory as error:  # choose the next setting as the supervisor would
             taken = next_setting(plan.memory_ladder, error.shortage.failed)
             if taken is None:
                 raise
@@ -373,7 +372,7 @@ def _start(
     return trainer
 
 
-# The samples of `trainspec certify` runs, which are generated from the seed, and the part that each rank has read.
+# Generate the samples of `trainspec certify` runs from the seed, and check which samples each rank has read.
 
 
 Taken = tuple[int, tuple[int, ...]]

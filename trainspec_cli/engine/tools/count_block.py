@@ -10,8 +10,8 @@ from trainspec_cli.recipe.results.tools import BlockCount, BlockRequest
 
 
 def run(request: BlockRequest) -> BlockCount:
-    """Create the first block, without memory for its values, and count its parameters. An error in its code becomes a
-    problem in the result."""
+    """Create the first block without allocating its parameters, and count them. An error in its code becomes a problem
+    in the result."""
     try:
         with torch.device("meta"):
             block = BlockMaker(request.model).make(0)

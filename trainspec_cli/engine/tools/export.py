@@ -1,7 +1,7 @@
 """Write a run's weights as the safetensors files of a Hugging Face folder, in a single process without a GPU.
 
-Parameters are read one file at a time, so a checkpoint may be larger than memory. If there are several files, an index
-lists them.
+Parameters are read and written file by file, so a checkpoint may be larger than memory. An index lists the files if
+there are several.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
 from trainspec_cli.run.folder.record import read_plan_file
 
 MEGATRON_COMMON = "common.pt"
-"""The file with everything that Megatron does not shard; its loader rejects a folder without it."""
+"""The file for everything that Megatron does not shard. Megatron's loader rejects a folder without it."""
 
 
 def run(request: ExportRequest) -> ExportResult:
@@ -183,7 +183,7 @@ def write_distributed(tensors: Sequence[OtherTensor], read: ReadTensor, dtype: t
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Plans one item for each box. A box is only read when it is written."""
+    """A save planner with one item per box. A box is read only when it is written."""
 
     def __init__(self, boxes: Sequence[WrittenBox], read: ReadTensor, dtype: torch.dtype):
         super().__init__()

@@ -39,14 +39,15 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import KernelRequest, KernelResult
 from trainspec_cli.recipe.rules.check import why_untried
 
-# The test of each operation: inputs with given shapes, random numbers similar to those of a run, and a reference.
+# How to test each operation: make inputs of given shapes, with random numbers similar to those of a run, and compute a
+# reference.
 
 Shape = tuple[int, ...]
 Call = tuple[Shape | float | None, ...]
 """An operation's arguments: a shape for each tensor, each number's value, and None for anything else."""
 
 CHECKED_TOKENS = 1024
-"""Number of tokens per sample in the comparison with fp64, which keeps all scores and logits in memory."""
+"""Number of tokens per sample in the comparison with fp64; it is small because all scores and logits are in memory."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def make_inputs(op: str, call: Any, dtype: torch.dtype, device: torch.device, ch
 
     if op == "attention":
         *heads, mask, scale = call
-        # Heads are adjacent in memory, as in the output of projections.
+        # Place heads next to one another in memory, as in the output of projections.
         q, k, v = (normal((batch, tokens, number, size)).transpose(1, 2) for batch, number, tokens, size in heads)
-        if mask is not None:  # causal up to the last query
+        if mask is not None:  # a causal mask, aligned to the last query
             row, column = (torch.arange(size, device=device) for size in mask[-2:])
             mask = (column <= row[:, None] + mask[-1] - mask[-2]).expand(mask)
         return Inputs((q, k, v, mask, scale), (0, 1, 2))
@@ -162,7 +163,7 @@ def reference(op: str, *arguments: Any) -> Tensor:
     return torch.einsum("bhqk,bkhp->bqhp", scores, x_BSHP * dt_BSH[..., None])
 
 
-# Shapes of the comparison with fp64
+# Reduce shapes for the comparison with fp64
 
 
 def _clip(shape: Any, *dims: int) -> Any:
@@ -173,7 +174,8 @@ def _clip(shape: Any, *dims: int) -> Any:
 
 
 def _two(shape: Any) -> Any:
-    """Reduce (samples, ...) to two samples. With only one, a kernel that mixes up samples would not be noticed."""
+    """Reduce a shape (samples, ...) to two samples. With only one, the check would not detect a kernel that mixes up
+    samples."""
     return (min(2, shape[0]), *shape[1:]) if isinstance(shape, tuple) and len(shape) > 2 else shape
 
 
@@ -198,7 +200,7 @@ def run(request: KernelRequest) -> KernelResult:
     rank = int(os.environ["RANK"])
     here = int(os.environ["WORLD_SIZE"])
     device = enter(plan.device)  # Triton launches kernels on the current device, even if their arguments are on another
-    # The processes of this node represent ranks from all over the run, including the first and the last rank. So every
+    # This node's processes represent ranks spread over the run, including the first and the last rank. So every
     # pipeline stage is tried, including the last one, which computes the loss.
     calls = calls_of(plan, rank * (plan.world_size - 1) // max(1, here - 1))
     trials = try_all(plan, calls, device)
@@ -252,7 +254,7 @@ def _describe(numbers: Counter[Any], show: Callable[[Any], str]) -> tuple[str, .
 
 @dataclass
 class Calls:
-    """The calls of one rank in a step with one micro-batch."""
+    """One rank's calls in a step with one micro-batch."""
 
     by_op: dict[str, Counter[Call]] = field(default_factory=dict)
     parameters: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -260,7 +262,7 @@ class Calls:
 
 
 def calls_of(plan: Plan, rank: int) -> Calls:
-    """Return the calls in a rank's step. Must be called before any process group is open."""
+    """Return the calls in a rank's step. Must be called before any process group is created."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec(), recompute="none")
     calls = Calls()
     with fake_world(rank, plan.group_size):
@@ -274,7 +276,7 @@ def calls_of(plan: Plan, rank: int) -> Calls:
                     for module in modules_with(part, op):
                         setattr(module, op, _noting(getattr(module, op), calls.by_op.setdefault(op, Counter())))
             calls.parameters.update(tuple(share.local.shape) for share in state.shares if share.is_trained)
-            # One micro-batch passes through all stages; the calls of the backward pass follow from it.
+            # Run one micro-batch forward through all stages; the calls of the backward pass follow from that.
             tokens, targets, *_ = fake_batch(plan, state)
             documents = [torch.zeros_like(tokens)] if plan.spec.data.masks_documents else []
             forward_only(state.stages, tokens, targets, *documents)
@@ -312,7 +314,7 @@ used up its budget."""
 TURN_S = 2e-3
 """Calls that take less than this many seconds are repeated for that time within a turn."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
-"""The allowed error of sums, which all formats accumulate in fp32."""
+"""The allowed error of sums. All formats accumulate sums in fp32."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,7 @@ class Workload:
 
 
 def try_kernels(kernels: Mapping[str, Kernel], workload: Workload) -> dict[str, KernelTrial]:
-    """Return the trials of `kernels`, which include torch's default. A kernel that raises an error has failed. A kernel
+    """Try all of `kernels`, which include torch's default. A kernel that raises an error counts as failed. A kernel
     with a wrong result is not timed."""
     default_error = workload.error_of(kernels[TORCH])
     allowed = max(torch.finfo(workload.dtype).eps + SUM_ERROR, 2 * default_error)
@@ -373,7 +375,7 @@ def operation(
 def call_error(
     op: str, kernel: Kernel, call: Call, dtype: torch.dtype, device: torch.device, chunk: Any = None
 ) -> float:
-    """Return the largest relative error of output and gradients, compared with the reference on the same numbers in
+    """Return the largest relative error of output and gradients. The reference is computed from the same numbers in
     fp64."""
     inputs = make_inputs(op, call, dtype, device, chunk)
     expected = _results(partial(reference, op), inputs.to(torch.float64).with_gradients())
@@ -388,7 +390,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _results(kernel: Kernel, inputs: Inputs) -> list[Tensor]:
-    """Return the output and the gradients for an upstream gradient that is the same for all kernels."""
+    """Return the output and the gradients, given an upstream gradient that is the same for all kernels."""
     out = kernel(*inputs.arguments)
     generator = torch.Generator(out.device).manual_seed(1)
     upstream = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
@@ -445,16 +447,16 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
 # AdamW updates of parameters with a run's shapes
 
 MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
-"""Maximum number of parameter elements to update for the measurement and for the check; the time is proportional to
-it."""
+"""Maximum number of parameter elements in the measurement and in the check. The time of an update is proportional to
+their number."""
 CHECKED_STEPS = 3
 GRAD_SCALE = 2.0
 WEIGHT_STD = 0.02
 
 
 def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: torch.device) -> Workload:
-    """Return the workload of the update. `parameters`: shapes with their counts; they are kept in fp32, regardless of
-    the run's format."""
+    """Return the workload of the update. `parameters`: parameter shapes with their counts. Parameters are kept in fp32,
+    regardless of the run's format."""
     few = _as_many(parameters, CHECKED_ELEMENTS)
     many = _as_many(parameters, MEASURED_ELEMENTS)
     shares = make_shares(many, torch.float32, device)
@@ -495,7 +497,7 @@ def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, devi
 
 
 def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device) -> list[Share]:
-    """Return shares with the same numbers in every format, including the gradients."""
+    """Return shares whose values and gradients are the same numbers in every format."""
     generator = torch.Generator(device).manual_seed(0)
     shares = []
     for number, shape in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""Measure the links between a job's processes: the times of all-reduces by size, and of messages between each pair of
+"""Measure the links between a job's processes: the duration of all-reduces, by size, and of messages, by pair of
 nodes."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pairs(device: torch.device) -> list[PairRate]:
 
 
 def ping(low: int, high: int, size: int, device: torch.device) -> PingRate:
-    """Time a message and its reply. The result is the same on all ranks."""
+    """Time a message and its reply. All ranks get the result."""
     values = torch.zeros(size // 4, device=device)
     seconds = torch.zeros(1, dtype=torch.float64, device=device)
     if dist.get_rank() in (low, high):

@@ -1,7 +1,7 @@
-"""The probe, which measures this machine while all its processes are busy. Results are means over the processes, so
-they include contention between processes. In addition to the curves of single operations, small decoders are trained as
-in a worker. Their steps include effects that single operations lack: waits for peers, caches filled by other
-operations, and load from other programs.
+"""Measure ("probe") this machine while all its processes are busy. Results are means over the processes, so they
+include contention between processes. In addition to the curves of single operations, small decoders are trained as in a
+worker. Their steps include effects that single operations lack: waits for peers, caches filled by other operations, and
+load from other programs.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6
-"""Number of first steps, which allocate memory; afterwards the heap hardly grows."""
+"""Number of initial steps, which allocate memory. Afterwards, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Number of reference steps, and of curves measured between them. Load that varies during the probe thus affects the
-references like a run."""
+"""Number of steps of each reference, and number of curves measured before the next such steps. Taking turns exposes the
+references to the load during the entire probe, like a run."""
 LONG_STEP_S = 1.0
-"""A reference whose steps take longer than this (in a format that the processor does not support) runs only a few."""
+"""A reference whose steps take longer than this, in seconds, runs only a few. That happens in formats that the
+processor does not support."""
 
 
 def run(request: ProbeRequest) -> MachineProbe:
@@ -66,7 +67,7 @@ def run(request: ProbeRequest) -> MachineProbe:
 
 
 def measure(compute: str) -> MachineProbe:
-    """Called collectively by all processes; returns the same result on all of them."""
+    """Measure the machine. Called collectively by all processes, which get the same result."""
     torch.manual_seed(0)
     processor = ProcessorClock()
     cpu_before_s, delay_before_s = processor.read()
@@ -75,7 +76,7 @@ def measure(compute: str) -> MachineProbe:
         for layers in (2, 6)
     )
     bare_bytes = float(psutil.Process().memory_info().rss)
-    # The large decoder runs before the small one, because memory has to grow.
+    # Run the large decoder before the small one, because memory has to grow.
     large = SmallRun(plan_of(DecoderModel(3, 256, 4, 2, 64, 704, 4096, tied_embeddings=True), 256, 4, compute))
     small = SmallRun(plan_of(DecoderModel(2, 128, 2, 1, 64, 352, 2048, tied_embeddings=True), 128, 1, compute))
     measured = {}
@@ -108,7 +109,7 @@ def measure(compute: str) -> MachineProbe:
 
 
 def operations(dtype: torch.dtype) -> Mapping[str, Callable[[], Any]]:
-    """Return the functions that measure the curves of a `MachineProbe`, by field name."""
+    """Return functions that measure the curves of a `MachineProbe`, by field name."""
     small_head, large_head = PROBED_HEAD_SIZES
     return {
         "matmul": partial(measure_matmul, dtype),
@@ -141,8 +142,8 @@ def average(value: Any) -> Any:
 
 
 class SmallRun:
-    """A decoder that is trained on random data, a few steps at a time, so that load during the entire probe affects
-    it."""
+    """A small decoder that is trained on random data, a few steps at a time, so that its steps are spread over the
+    entire probe."""
 
     def __init__(self, plan: Plan):
         before_bytes = own_bytes()
@@ -174,7 +175,7 @@ class SmallRun:
         train_step(self.state, [(self.tokens, self.tokens)], global_tokens=self.plan.tokens_per_step, clip_norm=1.0)
 
     def parts_s(self) -> dict[str, float]:
-        """Return the parts of the mean step, excluding the slowest tenth of the steps, where other programs
+        """Return the mean step time by part, without the slowest tenth of the steps, in which other programs
         interfered."""
         steps = sorted(self.steps, key=lambda parts: sum(parts.values()))
         kept = steps[: max(1, len(steps) * 9 // 10)]
@@ -218,7 +219,7 @@ CPU = torch.device("cpu")
 ROUNDS = 3
 ROUND_S = 0.004
 ROTATED_BYTES = 16 * 2**20
-"""Operands rotate through this many bytes of memory, so that small operands do not stay in the innermost cache."""
+"""Operands cycle through this many bytes of memory, so that small operands do not stay in the innermost cache."""
 ELEMENTS = (64, 2**14, 2**17, 2**20)
 MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
@@ -241,7 +242,7 @@ def call_s(runs: Sequence[Run]) -> float:
 
 
 def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_each: int = 8) -> Curve:
-    """Measure a curve. `bytes_each`: number of bytes that a run accesses per unit of size."""
+    """Measure a curve of time by size. `bytes_each`: number of bytes that a call accesses per unit of size."""
     seconds: list[float] = []
     for size in sizes:
         copies = min(16, max(1, ROTATED_BYTES // (size * bytes_each)))
@@ -261,7 +262,7 @@ def longest_s(own_s: float) -> float:
 def measure_passes(
     make_runs: Callable[[int], tuple[Run, ...]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
-    """`make_runs` returns the forward and the backward pass for a size."""
+    """Measure curves of both passes. `make_runs` returns the forward and the backward pass for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),
@@ -273,7 +274,8 @@ def measure_single(operation: str, dtype: torch.dtype) -> Curve:
 
 
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
-    """Return the forward and the backward pass. The graph is kept, so that the backward pass can be called again."""
+    """Return functions for the forward and the backward pass. The graph is kept, so that the backward pass can be
+    repeated."""
     out = forward(*inputs)
     gradient = torch.randn_like(out)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -290,8 +292,8 @@ def rows(elements: int) -> tuple[int, int]:
 
 
 def runs_of(operation: str, elements: int, dtype: torch.dtype) -> tuple[Run, ...]:
-    """Return the forward and the backward pass of an operation on this many elements, or the only pass of one without
-    a backward pass."""
+    """Return the passes of an operation on this many elements: forward and backward, or only one if it has no backward
+    pass."""
     if operation == "norm":
         norm = nn.RMSNorm(rows(elements)[1]).to(dtype)
         return passes(lambda x, _weight: norm(x), operand(*rows(elements), dtype=dtype), norm.weight)
@@ -382,8 +384,8 @@ def reduce_scatter(message: Tensor) -> None:
 
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
-    """Before each call, the processes compute separately, as in a backward pass. So the call includes their wait for
-    one another."""
+    """Before each call, the processes compute separately, as in a backward pass, so the measured time includes waiting
+    for one another."""
     work = torch.randn(384, 384)
     world_size = dist.get_world_size()
     medians = []

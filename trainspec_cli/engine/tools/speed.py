@@ -35,7 +35,7 @@ def run(request: SpeedRequest) -> SpeedResult:
 
 
 def measure_copy(device: torch.device) -> float:
-    """Return the number of bytes read and written per second."""
+    """Return the device's memory bandwidth: bytes read and written per second."""
     size_bytes = CHIP_COPY_BYTES if on_chip(device) else COPY_BYTES
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)

@@ -1,7 +1,6 @@
-"""Trace a rank's real step of a plan with fake tensors.
-
-Fake tensors have shapes but no memory, and collectives use a process group that does not send anything. So a laptop can
-count the memory and compute of one rank among thousands.
+"""Run one rank's real step of a plan with fake tensors, and record it. Fake tensors have shapes but no memory, and
+collectives use a process group that sends nothing. So a laptop can count the memory and compute of one rank among
+thousands.
 """
 
 from __future__ import annotations
@@ -65,9 +64,9 @@ class Ledger(TorchDispatchMode):
     """Records all memory, computation and communication in its context.
 
     A storage counts with its current size, from the operation that creates it until it is freed, because FSDP2 frees
-    parameters by resizing their storages to zero. Tensors saved by autograd count as activations, tensors gathered by
-    FSDP2 as gathered, tensors exchanged by data parallelism and pipelines as collectives, named tensors under their
-    name (`name`), and all others as temporaries.
+    parameters by resizing their storages to zero. Each tensor counts under one cause: activations (saved by autograd),
+    gathered (by FSDP2), collectives (exchanged by data parallelism and pipelines), the cause set with `name`, or
+    otherwise temporaries.
     """
 
     def __init__(self, *, expandable_segments: bool = False) -> None:
@@ -80,8 +79,8 @@ class Ledger(TorchDispatchMode):
         self.by_cause: Counter[str] = Counter()
         self.peak_by_cause: Counter[str] = Counter()
         self.vocabulary: int | None = None
-        """Size of a rank's part of the vocabulary. Rows of this length are logits. Matrices with this number of rows
-        that are returned by an operation are gradients of the embedding or the head."""
+        """Size of a rank's part of the vocabulary. If an operation returns a matrix with rows of this length, it
+        contains logits; with this number of rows, gradients of the embedding or the head."""
         self.allocator = CachingAllocator(expandable=expandable_segments)
         """The memory that PyTorch's allocator for CUDA devices would reserve for the same storages."""
         self._blocks: dict[int, MemoryBlock] = {}
@@ -89,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._causes: dict[int, str] = {}
         self._births: dict[int, int] = {}
         self._time = self._peak_time = 0
-        """Number of storages created so far, and until the peak."""
+        """Number of storages created so far, and number at the time of the peak."""
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
@@ -99,8 +98,8 @@ class Ledger(TorchDispatchMode):
         self._peak_time = self._time
 
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
-        """Count the memory of `tensors` as `cause` from now on. If they were alive at the peak, count it there too,
-        because a buffer is created before the operation that shows its purpose."""
+        """Count the memory of `tensors` as `cause` from now on. If they were alive at the peak, change the cause there
+        too, because a buffer is created before the operation that shows its purpose."""
         for tensor in _tensors(list(tensors)):
             self._rename(tensor.untyped_storage()._cdata, cause)
 
@@ -195,7 +194,7 @@ class Ledger(TorchDispatchMode):
             self._peak_time = self._time
 
     def _reserve(self, key: int, size: int) -> None:
-        """Replace the storage's block by one with the storage's size."""
+        """Replace the allocator's block for a storage by one with the storage's current size."""
         if key in self._blocks:
             self.allocator.free(self._blocks.pop(key))
         if size:
@@ -232,9 +231,9 @@ def run(request: TraceRequest) -> TraceResult:
 
 
 def trace_rank(plan: Plan, rank: int) -> TraceResult:
-    """Return the counts of a rank's step. All micro-batches have the same cost. So if there are many, it follows from
-    the difference between a shorter and a longer step. Blocks are traced eagerly with the default kernels, because
-    other kernels compute the same values and keep no more memory."""
+    """Return the counts of a rank's step. All micro-batches have the same cost. So if there are many, that cost is
+    derived from the difference between a shorter and a longer step. Blocks are traced eagerly with the default kernels,
+    because other kernels compute the same values and keep no more memory."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
@@ -294,7 +293,7 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
-    """Return the mesh axes by process group name. Sharding parameters and summing over replicas count as two axes."""
+    """Return the mesh axes by process group name. Parameter sharding and summing over replicas count as two axes."""
     mesh = state.mesh
     lines = state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
@@ -318,9 +317,9 @@ def kernels_of(device: str) -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The shapes and the memory traffic of torch's `_fused_rms_norm` on CUDA, which has no fake version for a CPU.
-
-    The kernel reads x and writes the result, as a copy does; its backward reads dy and x and writes dx, as a sum does.
+    """Stands in for torch's `_fused_rms_norm` on CUDA, which has no fake version for a CPU, with the same shapes and
+    memory traffic. The kernel reads x and writes the result, like a copy; its backward reads dy and x and writes dx,
+    like an addition.
     """
 
     @staticmethod
@@ -335,16 +334,15 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
-    """Return the micro-batch counts to trace: the count of a step or, if it is large, two smaller counts that fill the
-    pipeline."""
+    """Return the numbers of micro-batches to trace: the step's number or, if it is large, two smaller numbers that fill
+    the pipeline."""
     most = 3 * plan.layout.pp if plan.layout.pp > 1 else 2
     return (plan.grad_accum_steps,) if plan.grad_accum_steps <= most else (most - plan.layout.pp, most)
 
 
 def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
-    """Return the counts of a complete step, given the counts for one or two numbers of micro-batches.
-
-    The traced micro-batches already reach the peak, except with GPipe, which holds all micro-batches at the same time.
+    """Return the totals of a complete step, given the totals for one or two numbers of micro-batches. The traced
+    micro-batches already reach the memory peak, except with GPipe, which holds all micro-batches at the same time.
     """
     (longer, second), *others = sorted(counted.items(), reverse=True)
     if not others:
@@ -378,8 +376,8 @@ def fake_world(rank: int, world_size: int, backends: str = "fake") -> Iterator[N
 
 
 def even_out(part: Any) -> None:
-    """Assign the same number of tokens to every rank, because fake tokens do not determine their expert. torch knows
-    the grouped product's shapes only for bf16; a single product of all rows has the same cost."""
+    """Assign the same number of tokens to every rank, because fake tokens have no values to route by. For the grouped
+    product, torch has shapes only for bf16, so a single product of all rows stands in, which has the same cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
@@ -388,7 +386,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The shapes and FLOPs of a grouped product: every row is multiplied by one matrix."""
+    """Has the shapes and FLOPs of a grouped product: every row is multiplied by one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

@@ -88,5 +88,5 @@ def test_a_change_that_one_rank_has_no_room_for_is_refused_before_anything_moves
     for rank in quick:
         found = rank["without room"]
         assert found["error"].startswith("rank 0: the move takes ")
-        assert found["error"].endswith(" in addition to the memory in use, and 1000 B are left")
+        assert found["error"].endswith(" in addition to the memory in use, but only 1000 B are left")
         assert (found["layout"], found["changed"], found["after"]) == ("pp=2", [], [])

@@ -1,2 +1,2 @@
-"""The live scheduler in the workers: measuring speeds, following directives, and changing the layout between two
+"""The workers' part of the live scheduler: it measures speeds, follows directives, and changes the layout between two
 steps."""

@@ -1,7 +1,6 @@
-"""The directives of a run: those of its earlier starts, which a resumed run follows, and new ones.
-
-They are numbered over all starts, and rank 0 records each before the step that first uses it. Sample shares belong to
-the layout in force at that time, and are skipped in other layouts.
+"""A run's directives: new ones, and those of its earlier starts, which a resumed run follows. They are numbered over
+all starts. Rank 0 records each one before the step that first uses it. Sample shares apply only to the layout in which
+they were decided.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ OF_LAYOUT = ("layers", "layout")
 
 
 class Directives:
-    """Called collectively by all ranks of the replica group."""
+    """A run's directives. All methods are called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, *, recalls: bool):
-        """Without `recalls`, directives of earlier starts are not followed.
+        """If `recalls` is false, directives of earlier starts are not followed.
 
         Raises MachineError on every rank if a directive cannot be followed.
         """
@@ -40,8 +39,8 @@ class Directives:
         """Bucket sizes that earlier starts have found, by layout."""
         if recalls:
             self._recall(run.run_dir.directives)
-        # Only layout changes in a chain from the plan's layout are followed. A run resumed in another layout follows
-        # none of them.
+        # Follow only layout changes that form a chain from the plan's layout. A run resumed in another layout follows
+        # none.
         self._layouts = list[DirectiveEvent]()
         layout = run.plan.layout
         for one in self._earlier:
@@ -100,16 +99,16 @@ class Directives:
         return given
 
     def due_layout(self, step: int) -> DirectiveEvent | None:
-        """Return the newest change of layout that is due after `step` updates and is not in force yet."""
+        """Return the newest layout change that is due after `step` updates and not in force yet."""
         return next((one for one in reversed(self.layouts_ahead) if one.step <= step), None)
 
     @property
     def layouts_ahead(self) -> list[DirectiveEvent]:
-        """Return the changes of layout that are not in force yet."""
+        """Return the layout changes that are not in force yet."""
         return [one for one in self._layouts if one.applied and one.number > self.layout_number]
 
     def has_changed_layout(self, step: int) -> bool:
-        """Return whether an earlier start changed the layout, or tried to, after at least `step` updates."""
+        """Return whether an earlier start changed the layout, or tried to, at `step` updates or later."""
         return any(one.step >= step for one in self._layouts)
 
 
@@ -134,8 +133,8 @@ def watches_speeds(plan: Plan, group: int | None) -> bool:
 
 
 def largest_stage_layers(plan: Plan) -> int | None:
-    """Return the maximum number of layers on a pipeline rank, as limited by memory or, without a prediction, by the
-    recipe; None if layers are not moved."""
+    """Return the maximum number of layers per pipeline rank, as limited by memory or, if memory was not predicted, by
+    the recipe; None if layers are not moved."""
     wanted = plan.spec.scheduler.max_stage_layers
     if plan.layout.pp == 1 or not plan.layer_flops:
         return None
@@ -173,7 +172,7 @@ def _layout_of(directive: DirectiveEvent) -> Layout:
 
 def read_directives(path: Path) -> list[DirectiveEvent]:
     """Return a run's directives, without those for replica groups. Raises UnreadableFileError if a line is damaged,
-    missing or from a later version, because without it the run would silently compute different results."""
+    missing or from a later version: ignoring it would silently change the run's results."""
     events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
     found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
     for number, directive in enumerate(found, 1):
@@ -190,4 +189,4 @@ def read_directives(path: Path) -> list[DirectiveEvent]:
 
 
 def _unfollowed(path: Path, why: str) -> UnreadableFileError:
-    return unreadable(path, why, f"to continue with new decisions, remove {path.name} from the run's folder")
+    return unreadable(path, why, f"to continue without the recorded directives, remove {path.name} from the run folder")

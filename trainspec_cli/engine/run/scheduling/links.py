@@ -1,8 +1,8 @@
-"""The speed of the links of each mesh axis, which is measured in sampled steps and exchanged in the steps after them.
+"""Measure link speeds by mesh axis, in sampled steps, and exchange the measurements in the steps after them.
 
 Like the ranks' speeds, a sample's measurements are sent with the exchange that every step needs for its loss. Rank 0
 computes the link speeds, and announces the next sample in the following step's exchange. The next sample comes soon if
-a link or the step time has changed. Otherwise, the cost on the slowest rank limits how often links are sampled.
+a link or the step time has changed. Otherwise, the highest cost on any rank limits how often links are sampled.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SampledStep:
     step: int
     exchanges: LinkSample
     messages: Mapping[str, Span | None]
-    """Messages to this rank's neighbours in the pipeline."""
+    """Time of the message to each of this rank's neighbours in the pipeline."""
     message_bytes: int
     messaging: Span
     """The time of all messages of the sample together."""
@@ -59,8 +59,8 @@ class StepLinks:
     """Called collectively by all ranks of the replica group. With `scheduler=off`, nothing is measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
-        """Find the links of the layout in force; each layout has different links. Links of replica groups are not
-        reported to the supervisor."""
+        """Find the links of the layout in force. Each layout needs a new instance. In runs with replica groups, links
+        are not reported to the supervisor."""
         plan = run.plan
         state = run.state
         self._run = run
@@ -96,8 +96,8 @@ class StepLinks:
         self._reported_step = 0
         self._is_report_sent = False
         self._is_announced = False
-        """True from the end of the step whose exchange contained the report, or rank 0's announcement, until
-        `note_step` is called for this step."""
+        """True from the end of a step whose exchange contained a report, or rank 0's announcement, until `note_step` is
+        called for that step."""
         self.report: LinkFigures | None = None
         """This rank's part of the next step's report; None if there is no sample."""
         self.steps_to_sample = 0
@@ -111,7 +111,7 @@ class StepLinks:
         self._confirmed = list[list[LinkSpeed]]()
 
     def begin(self, step: int) -> None:
-        """Begin the step after update `step`, or repeat it."""
+        """Begin the step after update `step`; called again if the step is repeated."""
         if not self._links:
             return
         is_unread = self._sampled is not None and step <= self._sampled.step
@@ -150,7 +150,7 @@ class StepLinks:
             self._read(self._sampled)
 
     def _read(self, sampled: SampledStep) -> None:
-        """Report a sampled step in the next step's exchange."""
+        """Prepare the report on a sampled step, for the next step's exchange."""
         of_axis = {axis: sampled.exchanges.transfer(axis) for axis in self._links}
         for way, span in sampled.messages.items():
             of_axis[way] = Transfer() if span is None else Transfer(sampled.message_bytes, elapsed_s(*span))
@@ -160,8 +160,8 @@ class StepLinks:
         self._reported_step = sampled.step
 
     def note_step(self, step: int, step_s: float, reported: Sequence[LinkFigures], steps_to_sample: int) -> None:
-        """Record the step that made update `step` in `step_s`, the reports of all ranks on links in it, and the next
-        sample announced by rank 0."""
+        """Record the step that made update `step`: its time, all ranks' link reports in it, and the next sample
+        announced by rank 0."""
         if not self._links:
             return
         newest_step = step + self._delay_steps

@@ -1,9 +1,9 @@
 """Change the layout of a running job: the processes continue, but form different groups and hold different parts of the
 state.
 
-The order is: create the new groups; build the new stages without values (the old state is still unchanged); move the
-state, bucket by bucket; release the old modules. If a rank fails before the last bucket has arrived, all ranks return
-to the old state."""
+A change has four steps: create the new groups; build the new stages without values (the old state is still unchanged);
+move the state, bucket by bucket; release the old modules. If a rank fails before the last bucket has arrived, all ranks
+return to the old state."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ from trainspec_cli.run.channel.messages import Proposal
 from trainspec_cli.run.folder.event_types.events import ADVICE, DirectiveEvent
 
 Prepare = Callable[[int, int], None]
-DROPS_LOST = (
-    "some compression errors do not belong to an exchange of this layout: error feedback starts from zero for them"
-)
+DROPS_LOST = "some compression errors belong to no exchange of this layout: their error feedback starts from zero"
 
 
 class RelayoutError(Exception):
-    """The layout could not be changed. Every rank has the same message, and the old state is unchanged."""
+    """The layout could not be changed. The message is the same on every rank, and the state is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Relayout:
     moved_bytes: int
     """Bytes of parameters, moments and buffers sent between ranks."""
     peak_bytes: int
-    """Maximum size of this state on any rank during the change, in bytes and including messages."""
+    """Maximum size of this state on any rank during the change, in bytes, including messages."""
     drops_lost: bool = False
     """True if some stored errors of compressed gradients belong to exchanges that do not exist or are not compressed in
     this layout."""
@@ -75,7 +73,8 @@ class DueLayout:
 
 
 class LayoutChanges:
-    """Decides on the layout of the run, based on the changes of earlier starts and those in the recipe."""
+    """Decides about layout changes: those of earlier starts, and those planned in the recipe or proposed during the
+    run."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
         self._run = run
@@ -100,7 +99,7 @@ class LayoutChanges:
         if proposed is not None and proposed.before == plan.layout:
             asked = proposed.proposal
             wanted.append(DueLayout(asked.planned_from(step), asked.reason, None, asked.before_s, asked.expected_s))
-        if decided is not None:  # the layout in force with a different layer split
+        if decided is not None:  # keep the layout in force, with a different layer split
             cut = with_stages(plan.layout, decided.stage_layers)
             sizes = (plan.micro_batch_size, plan.grad_accum_steps)
             planned = PlannedLayout(step, cut, *sizes, plan.largest_micro_batch_size, plan.largest_stage_layers)
@@ -114,8 +113,8 @@ class LayoutChanges:
     def change(
         self, step: int, due: DueLayout, after: Plan, prepare: Prepare
     ) -> tuple[Relayout, DirectiveEvent] | None:
-        """Change to the layout of `after`, and record the change. Return None if a rank failed; nothing has changed
-        then."""
+        """Change to the layout of `after`, and record the change. Return None if a rank failed; the layout is then
+        unchanged."""
         before = self._run.plan
         try:
             done = change_layout(self._run.state, after, self.meshes, prepare, self.bucket_bytes)
@@ -134,7 +133,7 @@ class LayoutChanges:
 
 
 def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:
-    """Return the directive of a change. `done`: None if the change failed."""
+    """Return the directive that records a change. `done`: None if the change failed."""
     planned = due.planned
     even = even_division_of(plan.with_layout(due.planned))
     return DirectiveEvent(
@@ -164,14 +163,14 @@ def kind_of(before: Layout, after: Layout) -> Literal["layers", "layout"]:
 
 
 class Meshes:
-    """The process groups of the layouts that a run has used. They are kept because a run may return to a layout, and
-    because torch does not release the connections and threads of a group while anything refers to it."""
+    """Process groups by layout, for all layouts that a run has used. They are kept because the run may return to a
+    layout, and because torch cannot release a group's connections and threads while anything refers to it."""
 
     def __init__(self, *known: Mesh):
         self._known = {_shape(mesh.layout): mesh for mesh in known}
 
     def of(self, layout: Layout, device_type: str) -> Mesh:
-        """Return the groups of `layout`; new ones are created. Called collectively by all ranks."""
+        """Return the process groups of `layout`, and create them if necessary. Called collectively by all ranks."""
         shape = _shape(layout)
         if shape not in self._known:
             self._known[shape] = build_mesh(layout, device_type)
@@ -191,7 +190,7 @@ def change_layout(
     prepare: Prepare = lambda bucket, buckets: None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Relayout:
-    """Return the state in the layout of `plan`, after which `state` is no longer valid. Called collectively by all
+    """Convert `state` to the layout of `plan`; the old `state` is then no longer valid. Called collectively by all
     ranks.
 
     `prepare` and `bucket_bytes`: see `reshard`. Raises RelayoutError and leaves `state` unchanged if a rank could not
@@ -214,7 +213,7 @@ def change_layout(
 
 
 def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
-    """Build the new stages without waiting for other ranks, and then agree that all ranks have built theirs."""
+    """Build the new stages without waiting for other ranks, and then agree on whether all ranks have built theirs."""
     new = None
     failure = ""
     try:

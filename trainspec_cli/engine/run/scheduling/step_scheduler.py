@@ -1,7 +1,7 @@
-"""The scheduler of a run. Every rank's speed is sent with the step's regular exchange, and sample shares change between
-steps.
+"""The live scheduler of a run. Ranks report their speeds in each step's regular exchange, and sample shares change
+between steps.
 
-All ranks see the same speeds and use the same function to decide, so a directive needs no additional exchange. Rank 0
+All ranks see the same speeds and decide with the same function, so a directive needs no additional exchange. Rank 0
 records it before it takes effect. A resumed run follows the recorded directives at the same steps, so its results are
 bitwise identical.
 """
@@ -64,7 +64,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
 
-# The samples and the learning rate of the next steps, according to the recipe's batch schedule.
+# Determine the next steps' samples and learning rate according to the recipe's batch schedule.
 
 
 class StepPace:
@@ -86,8 +86,8 @@ class StepPace:
     def batch(self, progress: TrainProgress) -> StepBatch | None:
         """Return the step that begins at `progress`; None at the end of the run.
 
-        With a constant batch size, the length of the run is counted in steps unless the recipe specifies tokens or
-        epochs. While a replica group is absent, steps may have fewer samples.
+        With a constant batch size, the run's length is counted in steps, unless the recipe specifies tokens or epochs.
+        Steps may have fewer samples while a replica group is absent.
         """
         if self._spec.ends_by_samples:
             size = self.state.size if self.follows_noise else None
@@ -125,7 +125,7 @@ class StepPace:
 
     def warning(self, samples: int) -> str | None:
         """Return the warning for a step with `samples` samples if the batch has outgrown the noise; None if it has not,
-        or after the first warning."""
+        or if this was reported before."""
         batching = self._spec.batching
         noise = self.state.noise
         if self._warned or not outgrows_noise(batching, samples, noise):
@@ -138,13 +138,13 @@ class StepPace:
         )
 
     def _remedy(self) -> str:
-        """Return advice for the next run: the growth that the noise allows, or a smaller first batch."""
+        """Return advice for the next run: a slower growth of the batch, or a smaller first batch."""
         batching = self._spec.batching
         scale = self.state.noise.noise_scale or 0.0
         allowed = batching.sizes_up_to(EQUIVALENT_FRACTION * scale)
         first = batching.global_batch_size
         if batching.schedule.kind == "ramp":
-            return "In the next run, make batching.schedule.stages grow later or less"
+            return "In the next run, let batching.schedule.stages grow later or less"
         if len(allowed) > 1:
             return f"In the next run, set batching.schedule.max_global_batch_size={allowed[-1]}"
         smaller = max(1, math.floor(min(scale, first) / 4))
@@ -160,7 +160,7 @@ class StepPace:
 
 
 MEASURED_STEPS = 5
-"""Number of steps over whose median the effect of a directive is measured."""
+"""The effect of a directive is measured as the median over this number of steps."""
 SETTLED_STEPS = 10
 """Number of steps after which sample shares have followed the known speeds in a new layout."""
 
@@ -181,7 +181,7 @@ class Watched:
 
 
 class Effects:
-    """The effects of the directives within one layout, and of the directive that introduced this layout."""
+    """Measures the effects of directives within one layout, and of the directive that introduced the layout."""
 
     def __init__(self, directives: Directives):
         self._directives = directives
@@ -230,10 +230,8 @@ class StepScheduler:
     """Called collectively by all ranks of the replica group."""
 
     def __init__(self, run: TrainingRun, directives: Directives, link: SupervisorLink):
-        """Learn the speeds of the ranks in the layout in force, because their work depends on the layout.
-
-        Runs of replica groups are not resumed bit-exactly, so their directives are not repeated, and their speeds are
-        not reported to the supervisor.
+        """Start without speeds, which depend on the layout in force. Runs with replica groups are not resumed
+        bit-exactly: their earlier directives are not followed, and their speeds are not reported to the supervisor.
         """
         plan = run.plan
         self._run = run
@@ -258,7 +256,7 @@ class StepScheduler:
                 plan.layout, times, most_layers, self._even, self._largest, spec.change, patience_s(spec.mode)
             )
         self.decided_layers: LayerChange | None = None
-        """Layers to move before the next step."""
+        """A change of the layer split to make before the next step."""
         self.is_proposed = False
         """True if the supervisor has proposed a layout that has not been sent to the ranks yet."""
         self._pipelines = ranks_of_pipelines(run.state)
@@ -269,10 +267,11 @@ class StepScheduler:
         self._change_cost = ChangeCost()
         self._last_s = (0.0, 0.0)
         self.rate = 0.0
-        """The replica group's samples per second at its confirmed speeds, if the groups' sample shares follow them; 0
-        if unknown."""
+        """The replica group's samples per second, from its confirmed speeds, if the groups' sample shares depend on it;
+        0 if unknown."""
         self._decided: tuple[ShareChange, int] | None = None
-        """The change to make at the beginning of the next step, and the number of samples in a step."""
+        """The change to make at the beginning of the next step, and the number of samples per step that it was decided
+        for."""
         self._effects = Effects(self._directives)
         self._ahead = list[DirectiveEvent]()
         """Sample shares recorded by an earlier start, for steps that are repeated."""
@@ -338,7 +337,7 @@ class StepScheduler:
         shows_speed: bool = True,
         garbage_s: float = 0.0,
     ) -> None:
-        """Record the parts of this rank's step time, and the values that all ranks `reported` in the step.
+        """Record this rank's step time, by part, and the values that all ranks `reported` in the step.
 
         `samples`: the samples of the replica group. On a GPU, the next step has already begun. `shows_speed`: False for
         a step that took unusually long, such as a profiled one. `garbage_s`: seconds of garbage collection in its
@@ -398,8 +397,8 @@ class StepScheduler:
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest micro-batch of a rank that the recipe and memory allow; without a memory prediction, return
-    the recipe's."""
+    """Return the largest micro-batch per rank that the recipe and memory allow; if memory was not predicted, the
+    recipe's micro-batch."""
     if plan.largest_micro_batch_size is not None:
         return plan.largest_micro_batch_size
     wanted = plan.spec.scheduler.max_micro_batch_size
@@ -408,7 +407,7 @@ def largest_micro_batch(plan: Plan) -> int:
 
 def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
     """Return the division specified by a directive, with any additional micro-batches that memory and the schedule
-    require now. Even shares stay even for any batch size."""
+    require now. Equal shares remain equal for any batch size."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
     samples = sum(directive.counts)
     if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
@@ -436,7 +435,7 @@ def read_speed(
 
 
 def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
-    """Return the ranks that share the work of a stage, by data-parallel rank (outer) and pipeline rank (inner)."""
+    """Return the groups of ranks that share a stage's work, by data-parallel rank (outer) and pipeline rank (inner)."""
     mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
     rows = mesh.permute(1, 2, 0, 3, 4).flatten(3).flatten(0, 1)
     return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
@@ -449,11 +448,11 @@ def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
 
 
 class StepBuckets:
-    """Called collectively by all ranks of the replica group. Nothing is tried on a GPU, where FSDP2 sums each block's
+    """Called collectively by all ranks of the replica group. No sizes are tried on a GPU, where FSDP2 sums each block's
     gradients separately, or if no two blocks can share a bucket."""
 
     def __init__(self, run: TrainingRun, directives: Directives):
-        """Start with the layout in force; each layout has different sizes."""
+        """Start to try sizes in the layout in force. Each layout needs a new instance."""
         self._run = run
         self._directives = directives
         self._sums = run.state.sums
