@@ -53,7 +53,7 @@ def test_copies_are_listed_with_their_size_and_run(tmp_path: Path, capsys: pytes
     heading, line, _, hint = capsys.readouterr().out.splitlines()
     assert heading.split() == ["size", "step", "on", "disk", "status", "run"]
     assert line.split()[2:] == ["6", "-", "failed", str(tmp_path / "failed")]
-    assert hint == "trainspec runs --clear-memory removes those of runs that are not running or queued"
+    assert hint == "trainspec runs --clear-memory removes the copies of runs that are not running or queued"
 
 
 def test_copies_of_a_running_run_and_of_nobody_knows_whom_stay(

@@ -202,7 +202,7 @@ def test_remote_paths_are_named_as_remote(capsys, key: str, more: list[str]) -> 
         (["cluster=h100"], "8 x cuda in bf16"),
         (["cluster=h100", "precision=fp8", "compile=true"], "8 x cuda in bf16"),
         (["cluster.device=cuda", "cluster.devices_per_node=4"], "4 x cuda in bf16"),
-        (["cluster=auto", "cluster.device=cuda"], "its layout is checked on a node with its GPUs"),
+        (["cluster=auto", "cluster.device=cuda"], "its layout will be checked on a node with its GPUs"),
     ],
 )
 def test_a_recipe_for_another_machine_is_checked_without_this_one(capsys, monkeypatch, cluster, says) -> None:

@@ -46,7 +46,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Fit the planner to a cluster from a few measured steps. Later plans and launches on the cluster use the resulting
-    profile, and say so.
+    profile, and report that.
 
     Parameters that the measurements do not determine keep their shipped values. With cluster.profile=off, the profile
     is ignored."""

@@ -25,7 +25,7 @@ from trainspec_cli.recipe.keys.model import OwnModel
 Row = JsonObject
 RECIPE = "recipe"
 _FOR_PROGRAMS = re.compile(r"#\s*(@package|yaml-language-server)\b")
-"""How comments at the top of a file start that are meant for Hydra or editors."""
+"""Prefixes of comments at the top of a file that are meant for Hydra or editors, not for people."""
 
 
 def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:

@@ -140,8 +140,8 @@ def page_origin() -> PageOrigin:
 
 
 def check_writable(file: Path, option: str) -> None:
-    """Raise RecipeError if a file cannot be written, before the work whose result goes to it. The file is not
-    changed."""
+    """Check, before long work, that its result can be written to a file, without changing the file. Raises RecipeError
+    if not."""
     is_new = not file.exists()
     try:
         file.open("ab").close()

@@ -69,7 +69,7 @@ def show(
 
 
 def _compose_other(other: str) -> JsonObject:
-    """Return the values in a run folder's composed.yaml, or those of a recipe. Raises RecipeError."""
+    """Return the values in a run folder's composed.yaml, or the values of a recipe. Raises RecipeError."""
     path = expand(other)
     inside = RunDir(path).composed_yaml
     file = inside if exists(inside) else path

@@ -21,8 +21,8 @@ from trainspec_cli.run.folder.record import read_plan
 
 
 def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
-    """Return the model's tensors by name, in the form in which the checkpoint stores them. Raises MachineError if the
-    checkpoint is damaged, and RecipeError if its matrices are in 4 bits."""
+    """Return the model's tensors by name, as stored in the checkpoint. Raises MachineError if the checkpoint is
+    damaged, and RecipeError if its matrices are in 4 bits."""
     folder = run.checkpoint(step)
     manifest = read_manifest(folder)
     entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}

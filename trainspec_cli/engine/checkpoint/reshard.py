@@ -149,10 +149,8 @@ def peak_bytes(
     buckets: Sequence[Sequence[str]],
     rank: int,
 ) -> int:
-    """Return the maximum size of the state on any rank during the move, in bytes and including messages.
-
-    For each bucket, the new parts are allocated, and then its messages. Once the messages have arrived, the old parts
-    are freed.
+    """Return the maximum size of the state on any rank during the move, in bytes, including messages. For each bucket,
+    the new parts are allocated, and then its messages. Once the messages have arrived, the old parts are freed.
     """
     before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
@@ -297,9 +295,9 @@ def _by_name(moves: Sequence[Move]) -> dict[str, list[Move]]:
 def _move_back(
     buckets: Sequence[Sequence[str]], by_name: dict[str, list[Move]], before: Storages, after: Storages
 ) -> None:
-    """Move the state back from `after` to `before`. The moves are not those of the way there: if several ranks held a
-    part, only one of them sent its content. Raises RuntimeError if even that fails: the run then restarts from its
-    newest checkpoint."""
+    """Move the state back from `after` to `before`. These moves are not simply the reverse: if several ranks held a
+    part, only one of them sent it away, but all get it back. Raises RuntimeError if even that fails: the run then
+    restarts from its newest checkpoint."""
     for names in reversed(buckets):
         back = [move for name in names for move in by_name[name]]
         if error := _move(back, names, after, before, lambda: None):

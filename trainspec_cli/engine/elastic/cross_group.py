@@ -42,7 +42,8 @@ from trainspec_cli.engine.shares import Share
 
 HEAL_TAG = 0
 LARGE_BYTES = 2**20
-"""Size in bytes from which tensors are summed individually. Smaller ones are combined into packets of this size."""
+"""Tensors of at least this many bytes are summed individually. Smaller tensors are combined into packets of this
+size."""
 LOOK_S = 0.05
 """Seconds between two checks of the peers' connections while a device is working."""
 SHORTEST_PAUSE_S = 2e-5
@@ -168,7 +169,7 @@ class CrossGroupComm:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._host_group()  # aborted work counts as completed
-        work.wait()  # raises a failed collective's error; the current stream continues after the collective
+        work.wait()  # raises a failed collective's error; makes the current stream wait for the collective
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over all peers, in place."""

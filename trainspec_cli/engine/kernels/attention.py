@@ -1,4 +1,4 @@
-"""Attention with a specific torch kernel; by default, torch chooses the kernel.
+"""Attention with a specific torch kernel, where torch would otherwise choose one.
 
 Shapes: B samples, H heads, K key-value heads, S queries, T keys, E head size. Like `models.attention.attention`, all
 kernels are causal if there is no mask.

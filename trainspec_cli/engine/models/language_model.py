@@ -79,8 +79,8 @@ class PublishedModel(nn.Module):
 class LanguageModel(PublishedModel):
     """Maps token IDs to the summed cross-entropy of the next tokens (or to logits, for generation).
 
-    A pipeline stage holds some of the layers. The first stage embeds tokens; the others take hidden states. The last
-    stage returns the loss; the others return hidden states.
+    A pipeline stage holds some of the layers. The first stage embeds tokens; all other stages take hidden states. The
+    last stage returns the loss; all other stages return hidden states.
     """
 
     tensor_cuts: ClassVar[dict[str, int]] = {

@@ -80,7 +80,7 @@ class FeedForward(GatedActivation):
 
 
 class BatchNorm(nn.Module):
-    """Normalises by the statistics of the batch in training, and by their running means in evaluation
+    """Batch normalisation: by the batch's statistics in training, and by their running means in evaluation
     (arXiv:1502.03167).
 
     In every layout, the statistics equal those of a single process that computes all ranks' micro-batches. They are

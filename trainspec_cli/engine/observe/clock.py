@@ -98,8 +98,8 @@ class QueuedTime(NamedTuple):
 
     own_s: float
     exposed_s: float
-    """The time of this kind in exposed communication; `own_s` is that in the rest of the step. On an accelerator,
-    exposed communication does not occupy the thread, so all of it is `own_s`."""
+    """The part of that time in exposed communication; `own_s` is the part in the rest of the step. On an accelerator,
+    exposed communication does not occupy the thread, so all the time counts as `own_s`."""
 
 
 BLOCKED_S = 1e-3

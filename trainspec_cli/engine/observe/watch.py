@@ -105,8 +105,8 @@ class StepWatch(threading.Thread):
 
     @contextmanager
     def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
-        """Apply the deadline of the first steps during the block, for example for an evaluation, whose duration steps
-        do not show. With `for_ever` there is no limit, because the duration depends on other groups or runs."""
+        """Apply the deadline of the first steps during the block, for example for an evaluation, which may take much
+        longer than a step. With `for_ever` there is no limit, because the duration depends on other groups or runs."""
         self._allow(for_ever=for_ever)
         yield
         self._allow()

@@ -85,7 +85,8 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Optimizers with a special rule for some parameters, and a test for these parameters; the rest use AdamW."""
+"""Maps optimizers with a special rule to the test for the parameters that it trains. AdamW trains all other
+parameters."""
 
 
 def without_memory(parameter: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class _Passage:
 
 
 def _precise(x: Tensor) -> torch.dtype:
-    """Return the dtype in which blocks' results are summed: at least fp32."""
+    """Return the dtype for summing blocks' results: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -256,7 +256,7 @@ class Cadence:
     rate require. All ranks make the same decision, because it depends only on steps and on rank 0's measurements."""
 
     def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
-        """`marks`: the supervisor's events, from which the failures of earlier starts follow."""
+        """`marks`: the supervisor's events, which show the failures of earlier starts."""
         self._plan = plan
         self._failures = 0
         self._earlier_s = 0.0

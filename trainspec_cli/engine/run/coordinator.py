@@ -86,7 +86,7 @@ class Coordinator:
         """Speed of this replica group in samples per second; 0 if unknown or not used."""
         self._reader = BatchReader(source.read, source.staging)
         self._read_in = run.plan.layout
-        """The layout for which batches are read ahead."""
+        """The layout that batches are prefetched for."""
 
     @property
     def stop_flag(self) -> bool:

@@ -141,7 +141,7 @@ class HeldoutWatch:
         self._checkpoints = checkpoints
         self._losses = HeldoutLosses()
         self.ends_run = False
-        """True if the held-out loss has not improved for as many evaluations as the recipe allows."""
+        """True if the held-out loss has stopped improving for the number of evaluations set in the recipe."""
 
     @property
     def last_step(self) -> int | None:

@@ -40,7 +40,7 @@ WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "no other replica group has this group's compression errors: error feedback starts from zero"
 STAGED = "replica groups exchange data through host memory, over gloo, which predictions do not include: "
 USUAL_STEPS = 20
-"""Number of previous steps; a stall is the amount by which a step's time exceeds their median."""
+"""A step's stall is the amount by which its time exceeds the median over this many previous steps."""
 
 
 class ReplicaGroups(Coordinator):

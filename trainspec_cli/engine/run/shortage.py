@@ -1,6 +1,6 @@
 """When a rank runs out of memory within a step, save the state from the beginning of the step. The step's update needs
-an exchange that this rank does not reach, so no rank has made the update: together, they still hold the state from the
-beginning of the step. The other ranks may be stuck in any collective. So the failed rank notifies them through the
+an exchange that this rank does not reach, so no rank has made the update: together, the ranks still hold the state from
+the beginning of the step. The other ranks may be stuck in any collective. So the failed rank notifies them through the
 supervisor. On each rank, a thread receives the note and writes the rank's piece without any exchange. Once the last
 piece has been written, the pieces form an ordinary checkpoint, from which the run continues.
 """
@@ -80,8 +80,8 @@ class Emergency:
         self._progress = None
 
     def save(self) -> bool:
-        """Save this rank's piece, notify the other ranks, and wait until the checkpoint is complete. Return whether it
-        is."""
+        """Save this rank's piece, notify the other ranks, and wait for the checkpoint. Return whether it is
+        complete."""
         progress = self._progress
         assert progress is not None, "called within a step"
         started = time.monotonic()
@@ -100,7 +100,7 @@ class Emergency:
         self._closed.set()
 
     def _await_notes(self) -> None:
-        """Wait for notes from failed ranks. A note may be about the step after the one that this rank is in."""
+        """Wait for notes from failed ranks. A note may concern the step that follows this rank's current step."""
         notes: list[ShortageNote] = []
         while not self._closed.wait(POLL_S):
             notes += self._supervisor.receive(ShortageNote)

@@ -154,7 +154,7 @@ def test_a_batch_that_begins_too_large_is_told_to_begin_smaller_with_as_many_sam
 
 def test_a_ramp_that_outgrows_the_noise_is_told_of_its_stages() -> None:
     _, told, _ = warn(10.0, 16, kind="ramp", stages=(RampStage(40, 16),))
-    assert told is not None and told.endswith("make batching.schedule.stages grow later or less")
+    assert told is not None and told.endswith("let batching.schedule.stages grow later or less")
 
 
 def test_noise_shows_between_parts_alone() -> None:

@@ -84,24 +84,24 @@ class StepLinks:
         planned = plan.prediction.links if plan.prediction else ()
         self._planned = {link.axis: link.bytes_per_s for link in planned}
         self._due: int | None = None
-        """The next sampled step is the one after this number of updates."""
+        """Number of updates after which the next sampled step begins."""
         state.links.is_due = lambda step: step == self._due
         self._is_sampled = False
         """True if the current step is sampled."""
         self._on_gpu = state.clock.on_gpu
         self._delay_steps = int(self._on_gpu and run.group is None)
-        """Number of steps that begin after a step has ended and before `note_step` is called for it."""
+        """Number of steps that begin between the end of a step and its `note_step` call."""
         self._sampled: SampledStep | None = None
         """The last sampled step."""
         self._reported_step = 0
         self._is_report_sent = False
         self._is_announced = False
-        """True from the end of a step whose exchange contained a report, or rank 0's announcement, until `note_step` is
-        called for that step."""
+        """True between the end of a step whose exchange contained reports, or rank 0's announcement, and its
+        `note_step` call."""
         self.report: LinkFigures | None = None
         """This rank's part of the next step's report; None if there is no sample."""
         self.steps_to_sample = 0
-        """Number of steps until the next sample, which rank 0 announces in the next step's exchange; 0 if there is no
+        """Number of steps until the next sample, as rank 0 will announce in the next step's exchange; 0 for no
         announcement, and on all other ranks."""
         self._times = SampleTimes(change)
         self._steps_s, self._costs_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
