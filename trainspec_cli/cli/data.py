@@ -69,7 +69,7 @@ def prepare(
     vocab_size: Annotated[int, typer.Option(help="Vocabulary size of the tokenizer to train.")] = 4096,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json instead of training one.")] = None,
     end_of_document: Annotated[
-        str | None, typer.Option(help="The token of that tokenizer that ends a document.")
+        str | None, typer.Option(help="The token of an existing tokenizer that ends a document.")
     ] = None,
     text_field: Annotated[
         str, typer.Option(help="Field of each JSON line, or column of a table, that contains the text.")

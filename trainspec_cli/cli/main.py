@@ -262,7 +262,7 @@ def _usage_error() -> type[Exception]:
     click."""
     import typer
 
-    # The class is found as a base class, because typer has moved click into its package and may move it again.
+    # Look for a base class instead of a module, because typer has moved click into its package and may move it again.
     return typer.BadParameter.__mro__[1]
 
 

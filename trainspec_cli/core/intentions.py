@@ -116,7 +116,7 @@ WITHOUT_KEY: Mapping[str, str] = {
 """A name without a corresponding key, and an explanation of how a recipe sets the same thing."""
 
 OTHER_WORDS: Mapping[str, str] = {
-    # names of key values and of group options
+    # other names of key values and of group options
     **dict.fromkeys(("bfloat16", "brain_float", "torch.bfloat16"), "bf16"),
     **dict.fromkeys(("half", "float16", "torch.float16"), "fp16"),
     **dict.fromkeys(("full", "float", "float32", "single", "torch.float32"), "fp32"),

@@ -11,10 +11,10 @@ the groups here. Each quorum has separate process groups, under a separate prefi
   (NCCL rejects them).
 
 A gloo collective fails as soon as a connection ends. A device's collective does not. `wait` returns once the collective
-is queued, and the kernel spins as long as a peer is missing; over NVLink there is no error. So this process waits on
-the host until the device has finished (`Work.is_completed`), and meanwhile checks the connections between the hosts. If
-a peer is lost or time runs out, it aborts the communicator, which ends the kernel and frees the streams that wait for
-it. The tensors are then invalid, and the step does not count. It also closes its connections to the other hosts, so
+is queued, and the kernel spins while a peer is missing; over NVLink, this never becomes an error. So this process waits
+on the host until the device has finished (`Work.is_completed`), and meanwhile checks the connections between the hosts.
+If a peer is lost or time runs out, it aborts the communicator, which ends the kernel and frees the streams that wait
+for it. The tensors are then invalid, and the step does not count. It also closes its connections to the other hosts, so
 that the other peers detect this within `LOOK_S`. This is torchft's approach (abort, and a new process group in every
 quorum); torch's own error handling would end the process (`cuda_only.open_nccl`).
 """

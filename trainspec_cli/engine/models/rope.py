@@ -58,7 +58,7 @@ def score_factor(scaling: RopeScaling | None) -> float:
     22).
 
     Published models multiply the rotated queries and keys by its square root or, if only a part of the head is rotated
-    (DeepSeek-V3), the scores by the full factor. The result is the same.
+    (DeepSeek-V3), the scores by the full factor. Both give the same result.
     """
     if scaling is None or scaling.kind != "yarn":
         return 1.0

@@ -403,8 +403,8 @@ def _columns(parameter: Any, ranks: int) -> int:
 #
 # Each rank keeps the encoding error of the gradients that it sent (`comm/compressed.py`), which belongs to the rows of
 # one layout. The sum of these errors over the ranks is missing from the gradient sums and has the shape of the
-# gradients. So a rank's share of it can be moved to another layout like a moment. In the new layout, each rank keeps
-# the errors of its own row, which an exchange over shards does not encode.
+# gradients. So a rank's share of this sum can be moved to another layout like a moment. In the new layout, each rank
+# keeps the errors of its own row, which an exchange over shards does not encode.
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ class Cadence:
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
         observed_s = self._earlier_s + running_s
-        # The marks do not show whether all replica groups failed at once, which alone causes a rollback.
+        # Only a failure of all replica groups at once causes a rollback, which the marks do not show.
         counts = bool(self._failures) and mtbf_s == any_s
         if counts:
             mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)

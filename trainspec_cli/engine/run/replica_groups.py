@@ -310,7 +310,7 @@ class ReplicaGroups(Coordinator):
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
             self._run.journal.write(event)
-            # simultaneous changes share one cost
+            # several changes at once cost as much as one
             stall_s = 0.0
             lost = 0
 

@@ -75,7 +75,7 @@ class StepReport:
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """Return the numbers that are summed over the ranks, with the names in `StepOutcome`."""
+        """Return the numbers to sum over the ranks, named as in `StepOutcome`."""
         return float(self.stop), float(self.writing), float(self.steps_to_sample)
 
     @property

@@ -255,7 +255,7 @@ class Trail:
     losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0
-    """Growth of the run folder in bytes, without logs, between the end of a step and the passes of the next one."""
+    """Growth of the run folder (without logs) between the end of a step and the next step's passes, in bytes."""
 
 
 class WatchedGroup(Coordinator):

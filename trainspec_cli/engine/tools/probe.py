@@ -54,8 +54,8 @@ EMPTY_STEPS = 12
 WARMUP_STEPS = 6
 """Number of initial steps, which allocate memory. Afterwards, the heap hardly grows."""
 REFERENCE_STEPS, CURVES_BETWEEN = 3, 4
-"""Number of steps of each reference, and number of curves measured before the next such steps. Taking turns exposes the
-references to the load during the entire probe, like a run."""
+"""Each reference takes this many steps before every group of this many curves. So load that varies during the probe
+affects the references as it affects a run."""
 LONG_STEP_S = 1.0
 """A reference whose steps take longer than this, in seconds, runs only a few. That happens in formats that the
 processor does not support."""

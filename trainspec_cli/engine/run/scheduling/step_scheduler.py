@@ -471,12 +471,13 @@ class StepBuckets:
         self._is_on = chosen is None and run.plan.spec.scheduler.mode != "off"
 
     def begin(self) -> None:
-        """Begin a step, or repeat it."""
+        """Begin a step; called again if the step is repeated."""
         if self._sums is not None and self._tries is not None and self._is_on:
             self._sums.bucket_bytes = self._tries.size
 
     def note_step(self, step: int, step_s: float, reported: Sequence[BucketFigures]) -> None:
-        """Record the step that made update `step` in `step_s`, and the reports of all ranks on the previous step."""
+        """Record the step that made update `step` and took `step_s`, and the reports of all ranks on the previous
+        step."""
         if not self._is_on or self._sums is None:
             return
         if reported:
