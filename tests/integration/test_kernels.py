@@ -60,7 +60,7 @@ def test_the_choice_stands_in_the_run_folder_and_a_resumed_run_keeps_it(trainspe
 def test_auto_measures_every_operation_of_the_run(trainspec, tmp_path):
     ended = trainspec("launch", *RECIPE, "run.dir=measured")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "measuring kernels on this machine (only once)" in ended.stdout
+    assert "measuring kernels on this machine, once" in ended.stdout
     figures = read_json(tmp_path / "measured" / "kernels.json")["figures"]
     assert set(figures) == {"attention", "rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw"}
     verdicts = [figure["verdict"] for backends in figures.values() for figure in backends.values()]

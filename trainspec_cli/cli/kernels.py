@@ -27,7 +27,7 @@ def kernels(arguments: RecipeArguments, again: Again = False, as_json: AsJson = 
         loaded = load(arguments)
         machine = this_machine(loaded.spec)
         plan = plan_on(loaded, machine)
-        begin = partial(console.report, "measuring kernels on this machine (only once)")
+        begin = partial(console.report, "measuring kernels on this machine, once")
         table = measure_kernels(plan, machine, begin, again=again)
     if as_json:
         print(json_text(to_plain(table)))

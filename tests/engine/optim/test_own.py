@@ -158,7 +158,7 @@ def test_what_cannot_be_trained_with_is_refused_before_the_run(lion: Any, body: 
 
 def test_the_bytes_of_state_are_measured(lion: Any) -> None:
     with pytest.raises(
-        RecipeError, match=r"`optim.state_bytes` is 8, and .* needs 4 bytes of state per parameter"
+        RecipeError, match=r"`optim.state_bytes` is 8, but .* needs 4 bytes of state per parameter"
     ) as caught:
         build(shares_of(), lion(), state_bytes=8.0)
     assert caught.value.problems[0].hint == "set optim.state_bytes=4"

@@ -289,7 +289,9 @@ def test_a_heldout_loss_that_rises_is_said_once(context: TrainingRun) -> None:
     train(run, source)
     (said,) = events_of(run, "warning")
     assert said["step"] == 3
-    assert said["message"].startswith("the held-out loss rises: it was lowest, 3, at step 1; checkpoint.keep_best=true")
+    assert said["message"].startswith(
+        "the held-out loss is rising: it was lowest, 3, at step 1; checkpoint.keep_best=true"
+    )
 
 
 def test_a_sample_is_that_of_the_step_it_was_written_after(

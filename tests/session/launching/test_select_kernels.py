@@ -64,7 +64,7 @@ def test_a_launch_measures_and_says_what_it_chose(
     assert selected == replace(plan, kernels=selected.kernels)
     assert asked == ["measured"]
     first, second = shown.getvalue().splitlines()
-    assert first == "measuring kernels on this machine (only once)"
+    assert first == "measuring kernels on this machine, once"
     assert second.startswith("kernels: ") and "foreach" in second
 
 

@@ -81,7 +81,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         entering = x_BSD.clone().requires_grad_()
         wanted: dict[str, Tensor | nn.Parameter] = {**dict(block.named_parameters()), "its input": entering}
         leaving = forward(entering)
-        with user_code_errors(maker.extension, "in a backward before the run", RecipeError):
+        with user_code_errors(maker.extension, "in a backward pass before the run", RecipeError):
             weights = torch.linspace(-1.0, 1.0, leaving.shape[-1], device=leaving.device, dtype=leaving.dtype)
             found = torch.autograd.grad((leaving * weights).sum(), list(wanted.values()), allow_unused=True)
         return dict(zip(wanted, found, strict=True))
@@ -105,7 +105,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
         raise refused(maker.extension, "returns a different output at each call", hint)
     if any(not torch.equal(*pair) for pair in zip(buffers, block.buffers(), strict=True)):
         hint = "a block must not keep state from step to step"
-        raise refused(maker.extension, "changes a buffer in its forward", hint)
+        raise refused(maker.extension, "changes a buffer in its forward pass", hint)
 
     # Check the dependencies: a token's output depends only on its sample, and not on later tokens.
     half = length // 2

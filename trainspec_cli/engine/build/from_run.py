@@ -28,7 +28,7 @@ def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
     entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}
     if any(name.endswith(TENSORS) for name in entries):
         message = f"{folder} holds matrices in 4 bits (lora.base=nf4)"
-        hint = "trainspec export RUN --output FOLDER writes them in full"
+        hint = "trainspec export RUN --output FOLDER writes them in full precision"
         raise RecipeError(Problem("unsupported", message, "lora.base", hint))
     verify_files(folder, manifest.files)
     tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries.items()}

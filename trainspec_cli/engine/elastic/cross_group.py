@@ -91,7 +91,7 @@ class CrossGroupComm:
         peers' connections could not be told apart. Then only the timeout ends an exchange on the device."""
         backend = exchange_backend(device.type)
         if backend == "gloo" and device.type != "cpu":
-            self.staged_because = f"this torch has no backend for {device.type}"
+            self.staged_because = f"this version of torch has no backend for {device.type}"
             return
         if size == 1:
             return
@@ -100,7 +100,7 @@ class CrossGroupComm:
         number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
         known = [int(other) for other in self.gather(torch.tensor([number])) if int(other)]
         if len(set(known)) < len(known):
-            self.staged_because = "several of them share a device"
+            self.staged_because = "several groups share a device"
         elif backend != "gloo":
             try:
                 self._open_own(backend, dist.PrefixStore(f"{name}/device", self._store), timeout, device)

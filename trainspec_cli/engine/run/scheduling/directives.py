@@ -166,7 +166,7 @@ def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
 
 
 def _layout_of(directive: DirectiveEvent) -> Layout:
-    assert isinstance(directive.layout, Layout), "a change of layout has a layout"
+    assert isinstance(directive.layout, Layout), "this kind of directive has a layout"
     return directive.layout
 
 
