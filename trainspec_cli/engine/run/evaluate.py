@@ -177,8 +177,8 @@ class HeldoutWatch:
             self._warn_of_end(step)
         elif self._losses.is_rising and not before.is_rising:
             message = (
-                f"the held-out loss is rising: it was {self._losses.describe_best()}; checkpoint.keep_best=true keeps that "
-                "checkpoint, and train.early_stop_evals=3 ends such a run"
+                f"the held-out loss is rising: it was {self._losses.describe_best()}; checkpoint.keep_best=true keeps "
+                "that checkpoint, and train.early_stop_evals=3 ends such a run"
             )
             self._journal.write(WarningEvent(step=step, message=message))
 
