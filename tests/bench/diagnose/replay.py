@@ -1,6 +1,6 @@
 """Replay steps of emulated devices, thousands of times faster than running them, under any disturbance.
 
-    python -m tests.bench.diagnose.replay --out FOLDER [--cases 30] [--healthy 10000]
+    python -m tests.bench.diagnose.replay --out FOLDER [--cases 30] [--first 0] [--healthy 10000]
 
 For each layout, ranks run the engine's own steps once on emulated devices, and record what the host queues: operations
 with their durations, events, waits and exchanges. A replay runs these queues again with the device's rules and costs
@@ -533,6 +533,7 @@ def main() -> None:
     parser.add_argument("--record", help="record this layout in this process, a rank")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--cases", type=int, default=30, help="of each cause")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case; others draw other disturbances")
     parser.add_argument("--healthy", type=int, default=10_000, help="steps")
     options = parser.parse_args()
     if options.record:
@@ -568,7 +569,7 @@ def main() -> None:
             f"{layout}: a step takes {longer_s[0]:.3f} s, {transfer_s:.3f} s of transfers; {delays:.0f} delays",
             flush=True,
         )
-    print_matrix(recorded, sizes, options.cases)
+    print_matrix(recorded, sizes, range(options.first, options.first + options.cases))
     if options.healthy:
         print_healthy(recorded, options.healthy)
 
@@ -590,10 +591,10 @@ def replay_once(
     return evidence
 
 
-def print_matrix(recorded: Mapping[str, Any], sizes: Mapping[str, Mapping[str, float]], cases: int) -> None:
+def print_matrix(recorded: Mapping[str, Any], sizes: Mapping[str, Mapping[str, float]], cases: range) -> None:
     counts: dict[str, Counter[bool]] = {}
     for cause in CAUSES:
-        for index in range(cases):
+        for index in cases:
             source = random.Random(f"{cause}/{index}")
             layout = list(recorded)[index % len(recorded)]
             one = None

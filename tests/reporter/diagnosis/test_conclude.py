@@ -71,6 +71,40 @@ def test_slow_steps_of_all_ranks_are_not_explained_by_documents_of_unequal_lengt
     assert heaviest(telemetry).cause == "as_planned"
 
 
+@pytest.mark.parametrize(
+    ("depends", "of_rank", "of_all"), [(0.0, "slow_device", "noise"), (1.0, "uneven_lengths", "as_planned")]
+)
+def test_more_work_explains_slow_steps_only_if_time_depended_on_work_before(depends, of_rank, of_all) -> None:
+    """In the slow steps, ranks have 40% more work by chance."""
+
+    def with_work(ranks: slice) -> Telemetry:
+        telemetry = Telemetry()
+        work = np.where(telemetry.random.random(telemetry.steps) < 0.5, 0.7, 1.3)
+        work[60:90] = 1.4
+        telemetry.counters["attended"][:, ranks] *= work[:, None]
+        telemetry.parts_s["forward"][:, ranks] += depends * 0.2 * (work[:, None] - 0.7)
+        return telemetry
+
+    telemetry = with_work(slice(5, 6))
+    if not depends:
+        telemetry.slow(5, 1.5, first=60, last=90)
+    assert (heaviest(telemetry).cause, heaviest(telemetry).rank) == (of_rank, 5)
+    telemetry = with_work(slice(None))
+    if not depends:
+        for rank in range(telemetry.ranks):
+            telemetry.slow(rank, 1.5, first=60, last=110)
+    assert heaviest(telemetry).cause == of_all
+
+
+def test_ranks_that_release_memory_at_different_moments_do_not_blame_a_link() -> None:
+    telemetry = Telemetry()
+    telemetry.transfers_s[60:] += 0.15  # they wait for one another
+    assert [(one.cause, one.link) for one in conclude(on_accelerators(telemetry))] == [("narrow_link", None)]
+    for rank in range(telemetry.ranks):
+        telemetry.slow(rank, 1.5, allocator_retries=2.0)
+    assert names(on_accelerators(telemetry)) == ["memory_pressure"]
+
+
 def test_a_rank_that_is_slow_in_two_of_three_steps_is_named_on_an_idle_machine() -> None:
     telemetry = Telemetry()
     often = [step for step in range(60, 84) if step % 3]

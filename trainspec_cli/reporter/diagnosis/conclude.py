@@ -21,6 +21,7 @@ from trainspec_cli.reporter.diagnosis.series import (
     MOST_RANKS,
     STEADY,
     Episode,
+    due_to_work,
     find_episodes,
     mean_known,
     means_known,
@@ -51,17 +52,16 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
-    usual_s = float(usual(common_s))
     # Merge recurring verdicts into one per cause and place, with the earliest start and the mean cost.
     joined: dict[tuple[object, ...], RunVerdict] = {}
     for episode in found:
-        if episode.steadiness >= STEADY and (one := _explain_common(evidence, episode, usual_s)):
+        if episode.steadiness >= STEADY and (one := _explain_common(evidence, episode, common_s)):
             known = joined.get(one.place)
             joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
     return list(joined.values())
 
 
-def _explain_common(evidence: RunEvidence, episode: Episode, usual_s: float) -> RunVerdict | None:
+def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) -> RunVerdict | None:
     def rise(name: str, *, is_relative: bool = False) -> float:
         """Return how far a counter's mean over the ranks is above its usual level, in absolute or relative terms."""
         series = means_known(evidence.counter(name).T)
@@ -71,9 +71,15 @@ def _explain_common(evidence: RunEvidence, episode: Episode, usual_s: float) -> 
         return (mean_known(series[episode.where]) - level) / (level or 1.0 if is_relative else 1.0)
 
     excess_s = episode.excess
-    # Work that only varies, such as documents of unequal lengths, does not explain slow steps.
-    if any(rise(name, is_relative=True) > MORE_WORK * excess_s / max(usual_s, 1e-9) for name in ("tokens", "attended")):
-        return None
+    usual_s = float(usual(common_s))
+    # Documents of unequal lengths make steps longer without a disturbance.
+    where = np.zeros(len(common_s), bool)
+    where[episode.where] = True
+    for name in ("tokens", "attended"):
+        if rise(name, is_relative=True) > MORE_WORK * excess_s / max(usual_s, 1e-9):
+            work = means_known(evidence.counter(name).T)
+            if not due_to_work(work, common_s, where) < EXPLAINS * excess_s:
+                return None
     text = f"all ranks take {milliseconds(excess_s)} longer for their parts of a step than at other times"
     found = verdict_of(evidence, episode, "noise", text)
     if rise("throttled_s") > EXPLAINS * excess_s:
@@ -551,20 +557,26 @@ def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Remove verdicts that another one explains: load on the machine if its cause is named, and a rank with the longest
-    samples if samples are uneven on all ranks."""
-    all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
-    named = [
-        one
-        for one in verdicts
-        if one.cause != "noise" and not (all_uneven and one.cause == "uneven_lengths" and one.rank is not None)
-    ]
-    common = [one for one in verdicts if one.cause == "noise"]
+    """Remove verdicts that another one explains: load on the machine if its cause is named, a rank with the longest
+    samples if samples are uneven on all ranks, and slow exchanges if memory pressure interrupts all ranks."""
 
     def overlaps(one: RunVerdict, other: RunVerdict) -> bool:
         ends = one.until_step is not None and one.until_step < other.since_step
         return not ends and (other.until_step is None or other.until_step >= one.since_step)
 
+    def on_all_ranks(cause: Cause) -> list[RunVerdict]:
+        return [one for one in verdicts if one.cause == cause and one.rank is None and one.node is None]
+
+    all_uneven = on_all_ranks("uneven_lengths")
+    named = []
+    for one in verdicts:
+        is_longest = one.cause == "uneven_lengths" and one.rank is not None and all_uneven
+        # Ranks whose allocators release memory at different moments of a step wait for one another in exchanges.
+        waits = one.cause == "narrow_link" and one.link is None
+        waits = waits and any(overlaps(one, other) for other in on_all_ranks("memory_pressure"))
+        if one.cause != "noise" and not is_longest and not waits:
+            named.append(one)
+    common = [one for one in verdicts if one.cause == "noise"]
     return named + [one for one in common if not any(overlaps(one, other) for other in named)]
 
 

@@ -26,6 +26,7 @@ from trainspec_cli.reporter.diagnosis.series import (
     Episode,
     confidence,
     deviation,
+    due_to_work,
     find_episodes,
     mean_known,
     means_known,
@@ -337,15 +338,20 @@ def _more_work(
     explains its time."""
     if not peers:
         return None
-    late_s = (times.own_s - times.expected_s)[episode.where, rank]
-    is_late = late_s > AS_SLOW * episode.excess
+    excess_s = (times.own_s - times.expected_s)[:, rank]
+    is_late = np.zeros(len(excess_s), bool)
+    is_late[episode.where] = excess_s[episode.where] > AS_SLOW * episode.excess
     expected_s = float(np.median(times.expected_s[episode.where, rank]))
     for name in ("tokens", "attended"):
-        work = (evidence.counter(name) / evidence.shares)[episode.where][is_late]
-        own = mean_known(work[:, rank])
-        others = mean_known(np.median(work[:, list(peers)], axis=1))
+        work = evidence.counter(name) / evidence.shares
+        of_peers = np.median(work[:, list(peers)], axis=1)
+        own = mean_known(work[is_late, rank])
+        others = mean_known(of_peers[is_late])
         if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
-            return own / others - 1
+            # If the steps before and after show how time depends on work, it has to be enough.
+            explained_s = due_to_work(work[:, rank] - of_peers, excess_s, is_late)
+            if not explained_s < EXPLAINS * episode.excess:
+                return own / others - 1
     return None
 
 
