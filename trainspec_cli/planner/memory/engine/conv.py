@@ -61,7 +61,8 @@ class ConvTape(Tape):
 
 @dataclass(frozen=True)
 class ConvPart:
-    """A part of a network that is sharded and recomputed as a unit, or that precedes or follows such parts."""
+    """A part of a network: either one that is sharded and recomputed as a unit, or what comes before or after these
+    units."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
@@ -79,7 +80,7 @@ class ConvPart:
 
     @property
     def unit(self) -> Unit:
-        """Return the part's parameters on one rank."""
+        """Return the parameters of the part on one rank."""
         tape = ConvTape(2.0)
         self.forward(tape, self.sources(tape))
         return Unit(tuple(tape.matrices), 1)
@@ -95,7 +96,7 @@ class ConvParts:
     stem: ConvPart | None
     blocks: tuple[ConvPart, ...]
     head: ConvPart
-    """The part that ends in the loss."""
+    """The last part, which ends in the loss."""
 
 
 @lru_cache(maxsize=64)
@@ -315,8 +316,8 @@ class _ConvReplay:
             sharding.gather_again(block.own)
             sharding.prefetch(self.blocks[index - 1].own if index else None)
             if held[index]:
-                # The output was used twice, and its two gradients are added. The skip connection's gradient shares
-                # memory with the tensor that it was concatenated with.
+                # The output was used twice, so its two gradients are added. The skip connection's gradient is a view of
+                # the gradient of the concatenated tensor.
                 self.account.touch(held[index])
                 self.account.add("activations", -held[index])
             self._work(block.profile, forward=False)

@@ -22,7 +22,7 @@ from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_S
 Matrix = tuple[int, int]
 """(rows, elements per row), after tensor parallelism."""
 NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
-"""Bytes of a quantised matrix's tables: two weights for each byte, and the levels of the scales."""
+"""Size of a quantised matrix's lookup tables: the two weights encoded by each byte, and the levels of the scales."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Unit:
     shards: int
     """Number of ranks over which the rows are divided."""
     reorders: bool = False
-    """True if rows are not the first dimension, so that exchanged data is reordered by a copy."""
+    """True if rows are not the first dimension, so that exchanged data must be copied into another order."""
     early: float = 0.0
-    """Number of elements whose gradients are computed together with those of the inputs, if the schedule defers the
+    """Number of elements whose gradients are computed in the input-gradient pass even if the schedule defers the
     gradients of linear layers."""
     adapters: tuple[Matrix, ...] | None = None
     """The matrices in `matrices` that are trained; None if all are trained."""
     quantised_bytes: float = 0.0
-    """Bytes of 4-bit matrices. They are not in `matrices`, because they are not sharded."""
+    """Size of the 4-bit matrices, which are not in `matrices` because they are not sharded."""
 
     @cached_property
     def trained(self) -> Unit:
