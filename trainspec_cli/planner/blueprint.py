@@ -197,7 +197,7 @@ def exchanges_of(
 
 
 def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Return (mean bytes per message, number of messages) from (bytes, count) pairs, without empty messages."""
+    """Return (mean bytes per message, number of messages) from (bytes, count) pairs, ignoring empty messages."""
     sent = [(size, number) for size, number in messages if size > 0]
     number = sum(number for _, number in sent)
     return (sum(size * times for size, times in sent) / number if number else 0.0), number

@@ -50,13 +50,13 @@ Borders = tuple[int, ...]
 class Rank:
     speed: float
     beside_s: float
-    """Time in seconds of everything else: the embedding, the head, and stages that are already fixed."""
+    """Time in seconds of the rank's other work: the embedding, the head, and stages that are already fixed."""
     bytes_before: Sequence[float]
     """Cumulative bytes on this rank of the layers before each layer; empty without a limit."""
     room_bytes: float
 
     def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
-        """Return the last possible border of a stage that starts at `start` and takes at most `heaviest_s`."""
+        """Return the latest possible end of a stage that starts at layer `start` and takes at most `heaviest_s`."""
         budget_s = heaviest_s * self.speed - self.beside_s
         end = bisect_right(time_before, time_before[start] + budget_s) - 1
         if not self.bytes_before:
@@ -129,7 +129,7 @@ class CutProblem:
         work_s = self.time_before[-1]
         speed = 0.0
         least = 0.0
-        for rank in ranks:  # the layers go to the ranks with a lighter fixed part
+        for rank in ranks:  # layers go only to ranks whose fixed part is below the bound
             if speed and rank.beside_s / rank.speed >= work_s / speed:
                 break
             work_s = work_s + rank.beside_s
@@ -149,7 +149,7 @@ class Chain:
     ranks: Sequence[Rank]
     """The ranks in the order of their stages."""
     near: Borders
-    """The layer split to keep if it is equally good; its ends are fixed."""
+    """The layer split to prefer among equally good ones; its ends are fixed."""
     equal: float
 
     def cut(self) -> Borders | None:
@@ -211,7 +211,8 @@ class Chain:
         return reached[end][1] if reached else None
 
 
-# Several stages per rank (interleaved, zbv): layers are moved one by one, then a bounded search looks for a better cut.
+# Several stages per rank (interleaved, zbv): layers are moved one by one, then a bounded search looks for a better
+# split.
 
 
 GAIN = 0.01
@@ -233,7 +234,7 @@ def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
 
 
 def _proportional(problem: CutProblem) -> Borders:
-    """Give each stage an equal share of what its rank can do within the lower bound, rounded to whole layers."""
+    """Divide the work that each rank can do within the lower bound evenly among its stages, rounded to whole layers."""
     before = problem.time_before
     rounds = len(problem.rank_of_stage) // len(problem.ranks)
     layers = len(before) - 1
@@ -340,7 +341,7 @@ class _Search:
             if not left:
                 found = (*borders, place)
                 heaviest_s = self.problem.heaviest_s(found)
-                if heaviest_s <= self.bound_s:  # earlier branches may have lowered the bound
+                if heaviest_s <= self.bound_s:  # an earlier branch may have lowered the bound
                     self.best = found
                     self.bound_s = heaviest_s / (1 + GAIN)
             else:
@@ -549,12 +550,12 @@ class TimedAction(NamedTuple):
 
 
 def input_of(layout: Layout, action: Action) -> Action | None:
-    """Return the pass whose result arrives at the stage of `action` before it can begin, or None."""
+    """Return the pass on another stage whose result `action` needs, or None."""
     kind, stage, micro_batch = action
     if kind == "forward":
         return Action(kind, stage - 1, micro_batch) if stage > 0 else None
     if kind == "backward_weight" or stage + 1 == layout.num_stages:
-        return None  # its rank has run the pass before it
+        return None  # the same rank ran the previous pass
     return Action(kind, stage + 1, micro_batch)
 
 
@@ -565,11 +566,11 @@ def replay(
     hand_over_s: Callable[[int, int], float] = lambda _sender, _receiver: 0.0,
     begin_s: Sequence[float] = (),
 ) -> list[list[TimedAction]]:
-    """Return each rank's actions with the seconds at which they begin and end: an action begins when its rank is free
-    and its input has arrived.
+    """Return each rank's actions with their start and end times in seconds. An action starts when its rank is free and
+    its input has arrived.
 
-    `hand_over_s`: the time of a message from one rank to another; messages do not delay one another. `begin_s`: the
-    moments at which the ranks begin (0 by default). Raises ValueError if the ranks wait for one another forever.
+    `hand_over_s`: the time of a message from one rank to another; messages do not delay one another. `begin_s`: when
+    each rank starts (0 by default). Raises ValueError if the ranks wait for one another forever.
     """
     orders = actions(layout, micro_batches)
     free_s = list(begin_s) or [0.0] * len(orders)
@@ -601,15 +602,15 @@ def replay(
 
 @lru_cache(maxsize=64)
 def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one pass (forward, input gradients or
-    weight gradients).
+    """Build a zero-bubble schedule (arXiv:2401.10241) greedily. Each pass (forward, input gradients or weight
+    gradients) takes one tick.
 
     `stages`: the stages of each rank. In each tick, a rank computes an input gradient that others are waiting for,
     otherwise a forward, otherwise a weight pass. The number of micro-batches in flight on its first chunk is at most
     the number of ranks, so it needs no more memory than the fullest stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
-    forwards = [0] * num_stages  # per stage: number of micro-batches that have finished the pass
+    forwards = [0] * num_stages  # number of micro-batches that have finished the pass, per stage
     inputs = [0] * num_stages
     weights = [0] * num_stages
     done: dict[Kind, list[int]] = {"forward": forwards, "backward_input": inputs, "backward_weight": weights}

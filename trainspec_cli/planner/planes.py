@@ -77,10 +77,10 @@ DETECT_S = 0.001
 estimate, because the papers do not give a value. The loss until then is 0.2 ms of the 7.6 s that a one-minute port flap
 costs."""
 PROBE_S = 1.0
-"""Time between two probes of a path that is assumed to be bad. This is also an estimate: a flapping link is down for a
-minute."""
+"""Time between two probes of a path that is assumed to be bad. This is also an estimate; for comparison, a flapping
+link is down for a minute."""
 ENDS = 2
-"""Each NIC is an endpoint of two queue pairs: the one on which it sends, and that of the NIC that sends to it."""
+"""Number of queue pairs per NIC: the one on which it sends, and the one on which another NIC sends to it."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """The NIC of a port or transceiver; its T0 switch follows from it."""
+    """Number of the NIC for a port or transceiver, which also determines the T0 switch."""
     t0: int = 0
-    """The T0 switch itself, or the T0 switch of a link."""
+    """Number of the failed T0 switch, or of the failed link's T0 switch."""
 
 
 class SprayedFabric:
@@ -157,8 +157,8 @@ class SprayedFabric:
         return self.spec.entropy_values / self.spec.planes
 
     def paths_through(self, part: Part) -> int:
-        """Return the expected number of entropy values, over all queue pairs, whose paths pass through one such
-        part."""
+        """Return the expected number of entropy values, over all queue pairs, whose paths pass through a part of this
+        kind."""
         ends = {"port": ENDS, "transceiver": ENDS * self.spec.planes, "t0_switch": ENDS * self.nics_per_t0}
         if part in ends:
             return round(ends[part] * self.paths_per_plane)
@@ -166,7 +166,7 @@ class SprayedFabric:
         return round(shared.get(part, float(self.nics)) * self.paths_per_plane)
 
     def touched(self, part: Part) -> float:
-        """Return the fraction of queue pairs with a path through one such part."""
+        """Return the fraction of queue pairs that have a path through a part of this kind."""
         some = 1 - math.pow(1 - 1 / self.t1s, self.paths_per_plane)
         own = min(1.0, ENDS / self.nics)
         below = min(1.0, ENDS * self.nics_per_t0 / self.nics)
@@ -247,11 +247,11 @@ def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, 
 
 
 REBOOT_S = 300.0
-"""Example downtime while a switch reboots."""
+"""Assumed downtime while a switch reboots."""
 DAY_S = 86_400.0
 MONTH_HOURS = 720.0
 MOST_FLAPS = 300.0
-"""Expected number of flaps that the random simulation covers at most."""
+"""Maximum expected number of flaps in the random simulation."""
 
 
 def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
@@ -306,8 +306,8 @@ def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> flo
 
 
 def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the fraction of a run's time that these failures cost. Each one takes a plane from the slowest NIC until
-    the link is repaired and probed.
+    """Return the fraction of a run's time that these failures cost. During each one, the slowest NIC lacks a plane
+    until the link is repaired and probed.
 
     Overlapping dips are counted separately, which overestimates their cost."""
     one_s = simulate(spec, nics, [Failure("port", 0.0, spec.flap_s)]).lost_s

@@ -127,7 +127,7 @@ def _planned_parts(setup: Setup, eff: Efficiency) -> dict[str, float]:
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
-"""Suffixes of an accelerator's rates, and of its power, which is scaled as well so that the clock does not drop."""
+"""Suffixes of the accelerator values to double: the rates, and the power, so that the clock does not drop."""
 
 
 def _half(seconds: float | None) -> float | None:
@@ -153,8 +153,8 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
         changes.append(PlannedChange(_describe_change(plan, other), factors))
     disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
     basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
-    # What bounds passes and optimizer: the time saved without matrix multiplications and attention, and without the
-    # operations that move memory. The rest is call overhead.
+    # What bounds passes and optimizer is found from the time saved without matrix multiplications and attention, and
+    # from the time saved without operations that move memory. The rest is call overhead.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
@@ -186,10 +186,9 @@ def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
-    """Return the probe with the time per exchanged byte, and the latency, multiplied by factors.
+    """Return the probe with the time per exchanged byte multiplied by `transfers`, and the latency by `latency`.
 
-    On a busy machine, an exchange may have been measured to be faster than an empty one; its bytes then count as
-    free."""
+    On a busy machine, an exchange may have been measured as faster than an empty one; its bytes then count as free."""
 
     def changed(curve: Curve) -> Curve:
         call_s = curve.seconds[0]
@@ -254,7 +253,7 @@ def _keys(plan: Plan) -> dict[str, object]:
 
 
 def _describe_change(plan: Plan, other: Plan) -> str:
-    """`another layout: layout.dp_shard=4 layout.tp=2`, written as overrides."""
+    """Return text such as `another layout: layout.dp_shard=4 layout.tp=2`."""
     now = _keys(plan)
     return (
         f"another layout: {' '.join(f'{key}={value}' for key, value in _keys(other).items() if now.get(key) != value)}"

@@ -32,7 +32,7 @@ class NetworkTier:
 
     name: str
     devices: int
-    """Devices below one element of the tier."""
+    """Number of devices below one element of the tier."""
     gbit_per_s: float
     """A device's share of the tier's bandwidth, per direction, after oversubscription."""
     kind: str = "infiniband"
@@ -51,10 +51,10 @@ class Fabric:
     num_devices: int
     devices_per_node: int
     scaleup_devices: int
-    """Devices that share the fast links."""
+    """Number of devices that share the fast links."""
     link_gb_per_s: float
     nic_gbit_per_s: float
-    """A device's share of the network cards, per direction."""
+    """A device's share of its node's NIC bandwidth, per direction."""
     nic_kind: str = "infiniband"
     host_link_gb_per_s: float = 50.0
     described: tuple[NetworkTier, ...] = ()
@@ -82,18 +82,18 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tier above the first network tier, for a group of ranks that crosses it."""
+    """A tier above the first network tier, as seen by a group of ranks that crosses it."""
 
     ranks: int
     """Number of the group's ranks inside one element of the tier below."""
     bytes_per_s: float
-    """Bandwidth of one device."""
+    """Bandwidth of one device through the tier."""
     latency_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one collective, by their position in the network."""
+    """The ranks of one collective, described by their positions in the network."""
 
     size: int
     per_domain: int
@@ -119,8 +119,8 @@ class Group:
 
     @cached_property
     def ring_bytes_per_s(self) -> float:
-        """Return the rate of rings through all ranks, ordered by tier. Each rank of an element has a separate ring to
-        the next element."""
+        """Return the total rate of rings through all ranks, which are ordered by tier. Each rank of an element has a
+        separate ring to the next element."""
         if not self.crosses:
             return self.link_bytes_per_s
         network = self.nic_bytes_per_s * self.per_domain
@@ -340,15 +340,16 @@ NVIDIA_FLOPS = {
 clock (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
 their workstation siblings; the table lists the lower rate."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
-"""gfx target -> the same per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070
-XT)."""
+"""gfx target -> the same FLOPs per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX,
+RX 9070 XT)."""
 FP32_FLOPS = 128
-"""The same for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported generation."""
+"""The same FLOPs for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported
+generation."""
 SUSTAINED = 0.75
 """Assumed fraction of the highest clock. On a GeForce, that clock is 1.2 to 1.3 times the boost clock in the data
 sheet."""
 
-# Used for values that an old driver, or a GPU without dedicated memory, does not report: the lowest among
+# Defaults for values that an old driver, or a GPU without dedicated memory, does not report: the lowest among
 # torch-supported cards with at least 8 GB, and PCIe 3 x16.
 LEAST_PROCESSORS = 16
 LEAST_CLOCK_MHZ = 1000.0
@@ -430,7 +431,7 @@ def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorS
 
 
 def derive(gpu: Gpu) -> AcceleratorSpec:
-    """Return a chip with the GPU's memory, whose rates do not exceed the GPU's."""
+    """Derive a chip from the driver's values for a GPU. The chip's rates do not exceed the GPU's."""
     clocks_per_s = (gpu.processors or LEAST_PROCESSORS) * (gpu.clock_mhz or LEAST_CLOCK_MHZ) * 1e6
     table = NVIDIA_FLOPS if gpu.vendor == "nvidia" else AMD_FLOPS
     exact = table.get(gpu.compute_capability) or table.get((gpu.compute_capability[0], 0))
@@ -461,7 +462,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     per_node = cluster.devices_per_node
     if per_node == AUTO:
         per_node = 8 if machine is None else max(1, len(machine.gpu_names))
-    # Times are divided by these rates, and capacities are fractions of this memory, so they are required.
+    # These must not be 0: the planner divides by the rates, and capacities are fractions of the memory.
     wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
     wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
     problems = []
@@ -484,7 +485,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         name=cluster.fabric.name,
     )
     tiers = cluster.fabric.tiers
-    if cluster.oversubscription is not None and tiers:  # this applies to the last tier, as for the cluster
+    if cluster.oversubscription is not None and tiers:  # as with the cluster's value, this applies to the last tier
         tiers = (*tiers[:-1], replace(tiers[-1], oversubscription=cluster.oversubscription))
     fabric = with_tiers(fabric, tiers)
     if cluster.oversubscription is not None and not fabric.described:
@@ -507,7 +508,7 @@ def usual_gbit(chip: AcceleratorSpec) -> float:
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
-    """Return the fabric with a recipe's tiers; values left open are taken from the cluster."""
+    """Return the fabric with the recipe's tiers; values left open are taken from the cluster."""
     if not tiers:
         return fabric
     domain, *network = tiers

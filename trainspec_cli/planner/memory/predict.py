@@ -63,7 +63,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""The same plus the cast back."""
+"""The same, plus 2 for the gradient after the cast back."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
@@ -73,7 +73,7 @@ little."""
 NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
 """Bytes per weight in 4-bit NormalFloat, including the scales."""
 FEEDBACK_BYTES = 2 * 2
-"""Bytes of error feedback per value: in bf16, both after the last update and during the current step."""
+"""Bytes of error feedback per value: one bf16 copy from the last update, and one for the current step."""
 USABLE = 0.97
 """Fraction of a device's memory that can be used before allocations fail or thrash."""
 
@@ -93,9 +93,9 @@ class LayerMemory:
     kept_bytes: float
     """Bytes kept from forward to backward."""
     working_bytes: float
-    """Bytes that are live while the layer itself runs."""
+    """Additional bytes that are live while the layer runs."""
     output_bytes: float
-    """Bytes of its output, which is the next layer's input."""
+    """Size of the layer's output, which is the next layer's input."""
     logits_bytes: float
     """Bytes on the last stage for logits and the loss's temporaries, for the tokens that are processed at once."""
 
@@ -104,8 +104,8 @@ def saved_of(work: Work, setup: Setup) -> float:
     """Return the bytes of activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
-        # Adapters are in the attention. Other matmuls are frozen and do not need their inputs (a quantised base keeps
-        # them).
+        # Only attention has adapters. Other matmuls are frozen, so their inputs are not kept (except with a quantised
+        # base).
         saved -= work.saved_gemm_bytes
     elif setup.matmul in EIGHT_BIT:
         saved -= 0.5 * work.saved_gemm_bytes
@@ -127,7 +127,7 @@ def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
         scores = sum(2.5 * work.score_bytes for work in works if work.attention_flops)
         core = scores if not setup.software.fused_attention else 0.0
         kept = saved - again.attention * core
-        # Element-wise kernels and repeated matmuls keep roughly everything except the inputs of matmuls.
+        # Recomputing element-wise kernels or matmuls saves roughly everything except the inputs of matmuls.
         rest = kept - sum(work.saved_gemm_bytes for work in works) - works[0].input_bytes
         kept -= max(again.matmul, again.elementwise) * max(0.0, rest)
     return again.layers * kept + (1 - again.layers) * saved
@@ -321,8 +321,8 @@ def with_overhead(
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
-    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients): for
-    unsharded gradients if the sum runs over shards, for its shard if it runs over replicas."""
+    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients). It covers
+    the unsharded gradients if they are summed over shards, and the rank's shard if it is summed over replicas."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -331,7 +331,7 @@ def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float
 
 def communicators(setup: Setup) -> int:
     """Count the communicators: one per axis. Some frameworks have another one for all ranks of several axes, and one
-    for a pipeline's ends."""
+    between a pipeline's first and last stage."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     axes = sum(size > 1 for size in sizes)
@@ -339,8 +339,8 @@ def communicators(setup: Setup) -> int:
 
 
 def peak_of(setup: Setup, layer: LayerMemory, beyond_bytes: float = math.inf) -> float:
-    """Return the bytes of the fullest stage: the first, the last, or the first among those with the most layers.
-    Returns early if one needs more than `beyond_bytes`."""
+    """Return the peak bytes over all stages, which occur in the first stage, the last, or the first of those with the
+    most layers. Returns early if one needs more than `beyond_bytes`."""
     counts = layers_per_rank(setup.model.num_layers, setup.layout)
     peak = 0.0
     for stage in {0, counts.index(max(counts)), len(counts) - 1}:
@@ -357,12 +357,12 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
     return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
 
 
-# The prediction: counted if the engine supports the run, otherwise estimated.
+# The prediction, which is counted if the engine supports the run, and otherwise estimated.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Return the memory of each pipeline stage: counted tensor by tensor for a run of trainspec's engine (eager, or
-    with compiled blocks that can be counted), otherwise estimated as for any framework."""
+    """Return the memory of each pipeline stage. It is counted tensor by tensor for trainspec's engine (eager, or with
+    compiled blocks that can be counted), and otherwise estimated as for any framework."""
     return tuple(_predict_stages(setup, recompute))
 
 
@@ -413,7 +413,8 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 
 def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
-    """Return the run to count; None if the engine does not support it, or if it cannot be counted."""
+    """Return the run in the form that the count needs; None if the engine does not support it, or if it cannot be
+    counted."""
     software = setup.software
     layout = setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
@@ -492,9 +493,9 @@ def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
-    """Return the estimated bytes that each rank's layers may use, scaled to the predicted `memory`, and the bytes of
-    one layer there (the difference made by one more layer per stage). `limits_bytes`: the limit of each rank, if they
-    differ."""
+    """Return the estimated bytes that each rank's layers may use, and the bytes of one layer on that rank (the
+    difference made by one more layer per stage), both scaled to the predicted `memory`. `limits_bytes`: the limit of
+    each rank, if limits differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted
