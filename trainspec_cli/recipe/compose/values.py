@@ -28,7 +28,7 @@ from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE, 
 from trainspec_cli.recipe.field_types import MISSING
 
 SHIPPED = "shipped"
-"""The resolver in `${shipped:recipes/FILE}`, which is the path of a file shipped with trainspec."""
+"""The resolver in `${shipped:recipes/FILE}`, which returns the path of a file shipped with trainspec."""
 MAX_CHARS = 100_000
 """Maximum length of a text after its references are resolved."""
 MAX_VALUES = 5_000
@@ -104,7 +104,7 @@ class InterpolationError(ValueError):
 class _Resolved:
     value: JsonValue
     values: int
-    """The number of values in it, including itself."""
+    """Number of values in `value`, including nested ones and `value` itself."""
 
 
 class Resolver:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeGuard
 
 from trainspec_cli.recipe.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt, Range
 
-# Model components and fixed layer sizes, used by the engine to build models and by the planner to count.
+# Model components and fixed layer sizes, which the engine uses to build models, and the planner to predict their cost.
 
 
 SINK_DIMS = 8
@@ -31,13 +31,14 @@ LOSS_CHUNK_BYTES = 128 * 2**20
 
 def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
     """Return the number of tokens whose logits the loss computes at once: as many as fit in `chunk_bytes`, in multiples
-    of 64, which fill the tiles of matrix products."""
+    of 64, which fill the tiles of matrix multiplications."""
     return max(64, chunk_bytes // (4 * vocab_rows) // 64 * 64)
 
 
 def loss_group_tokens(hidden_size: int, width: float, chunk_tokens: int) -> int:
-    """Return the number of tokens, in whole chunks, whose gradients of logits (`width` bytes each) the loss multiplies
-    at once: at least 2,048 tokens in bf16, and as many as take half the memory of the head's gradient in fp32."""
+    """Return the number of tokens, in whole chunks, whose logit gradients (`width` bytes per value) the loss multiplies
+    at once: at least 2,048 in bf16, or more as long as the gradients take at most half the memory of the head's fp32
+    gradient."""
     bytes_per_row = max(4096, 2 * hidden_size)
     return max(1, int(bytes_per_row / width) // chunk_tokens) * chunk_tokens
 
@@ -483,10 +484,10 @@ class ConvModel:
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
             # Inductor in torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution with dynamic sizes, which
-            # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), both kinds
-            # train to the same loss, but no step was faster on a CPU: convolutions are library calls, and batch norm,
-            # whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes than
-            # dynamo's limit of 8.
+            # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), 2-D and 3-D
+            # models train to the same loss, but no step was faster on a CPU: convolutions are library calls, and batch
+            # norm, whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes
+            # than dynamo's limit of 8.
             "compile": "torch.compile cannot lower its convolutions of several shapes, and batch norm stays eager",
             "elastic": "batch norm takes its statistics over all samples, and replica groups do not share them",
         },

@@ -82,8 +82,7 @@ class PhantomSpec:
 
 SampleSource = Literal["phantom", "images", "volumes"]
 SAMPLE_SOURCES = get_args(SampleSource)
-"""Sources for convolutional networks, whose samples are images or volumes. All other sources are converted to
-tokens."""
+"""Sources of images or volumes, for convolutional networks. All other sources are converted to tokens."""
 SOURCES = (*get_args(Documents), "mixture", *SAMPLE_SOURCES)
 """The sources that ship with trainspec."""
 

@@ -85,7 +85,7 @@ class WingKeys:
     wing: str
     key: str
     value: str
-    """A recipe uses the plug-in if `key` has this value."""
+    """The value of `key` that makes a recipe use the plug-in."""
     otherwise: str
     """What to set instead of using the plug-in."""
     section: str
@@ -94,8 +94,8 @@ class WingKeys:
     of_one_start: tuple[str, ...]
     """Keys of `section` that differ between starts. They are rejected in a sweep, and without the plug-in."""
     files: tuple[str, ...]
-    """Those of the keys that name a file. Relative paths are made absolute, so that every process of the run finds the
-    file."""
+    """Keys in `of_one_start` that name a file. Relative paths are made absolute, so that every process of the run finds
+    the file."""
 
 
 WING_KEYS = (
@@ -455,7 +455,7 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
         return model.experts is not None
     if op == "rope":
         return model.rotates
-    # Ring attention has its own kernel, which passes on keys and values while it computes.
+    # Ring attention has a separate kernel, which passes on keys and values while it computes.
     ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
     return op != "attention" or not ring
 

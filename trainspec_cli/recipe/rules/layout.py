@@ -61,7 +61,7 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
 
 
 def adapters(spec: RunSpec) -> Iterator[Problem]:
-    """Reject adapters if they cannot be added to frozen layers as plain layers."""
+    """Reject adapters where frozen layers and their adapters cannot be plain linear layers."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
             message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
@@ -103,7 +103,7 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
             message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
             yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
         elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides the rows of these
-            # The suggested value must pass this rule.
+            # Suggest only a value that passes this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
             yield Problem("not_divisible", message, "layout.tp", f"set layout.tp={largest}, or lora.base=full")
@@ -411,8 +411,8 @@ def divisors(number: int, most: int = 8) -> list[Any]:
     return found if len(found) <= most else [*found[:most], "..."]
 
 
-# Rules for a network: each tier contains more devices than the one below, and the last one contains all of them. Planes
-# connect all NICs.
+# Rules for a network: each tier contains more devices than the one below, and the last one contains all of them. The
+# planes connect all NICs.
 
 
 TIERS = "cluster.fabric.tiers"

@@ -239,7 +239,7 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
 
 
 TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
-"""Sources that a user-defined tokenizer can encode, or has encoded."""
+"""Sources that work with a user-defined tokenizer, which encodes them or has already done so."""
 
 
 def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
