@@ -105,7 +105,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
             total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
         times["hierarchical"] = total_s
     if operation == "all_reduce" and not group.speaks_gloo:
-        # A chain inside each domain and a double binary tree over the domains, both up and down.
+        # A tree consists of a chain inside each domain and a double binary tree over the domains; data goes up, then
+        # down.
         hops_s = 0.0
         for level in levels:
             is_chain = level.below == 1 and group.per_domain > 1
@@ -131,8 +132,8 @@ def exchanges_of(
     found: list[Exchange] = []
 
     def add(axis: str, name: str, operation: Operation, size: float, per_step: float, *, buckets: bool = False) -> None:
-        """`name`: a group of `axis_groups`. `buckets`: whether these are gradients or parameters, which are exchanged
-        in buckets during computation."""
+        """`name`: the key of a group in `axis_groups`. `buckets`: whether these are gradients or parameters, which are
+        exchanged in buckets during computation."""
         group = groups[name]
         if group.size <= 1 or size <= 0 or per_step <= 0:
             return
@@ -157,7 +158,8 @@ def exchanges_of(
             )
         )
 
-    # Tensor, context and expert parallelism in the layers of an average pipeline rank, forward and backward.
+    # Exchanges of tensor, context and expert parallelism in the layers of an average pipeline rank, forward and
+    # backward.
     works = [work for parts in layer_works(setup.model, setup.tokens, setup.seq_len, layout) for work in parts]
     times = setup.grad_accum / layout.pp
     size, number = _mean((work.tp_bytes, work.tp_exchanges) for work in works)
@@ -167,12 +169,12 @@ def exchanges_of(
     size, number = _mean((work.ep_bytes, 1) for work in works)
     add("ep", "ep", "all_to_all", size, 4 * times * number)
 
-    # Activations and their gradients between pipeline stages.
+    # Messages with activations and their gradients between pipeline stages.
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     size = 2.0 * setup.tokens * setup.model.hidden_size / parts
     add("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
 
-    # Gradients and parameters of the pipeline rank with the most parameters.
+    # Exchanges of gradients and parameters on the pipeline rank with the most parameters.
     part = max((rank.whole for rank in rank_parts(once, layout)), key=lambda rank: rank.params)
     gradients = setup.trainable * setup.software.reduce_bytes
     weights = 2.0
@@ -328,7 +330,7 @@ LARGEST_TUNED = 2**32
 
 @dataclass(frozen=True)
 class _Placed:
-    """The step with one order of the axes."""
+    """A planned step with one order of the axes."""
 
     order: tuple[Extent, ...] | None
     """None if only the usual order is possible."""
@@ -401,7 +403,7 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
         reason = "each NIC of a node is on a rail's own switch: rings and trees stay on their rail"
         yield Setting("NCCL_CROSS_NIC", "0", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
     if spec.nic_wiring == "one_switch":
-        reason = "all NICs of a node are on one switch: staying on the same NIC avoids no flow collision"
+        reason = "all NICs of a node are on one switch, so staying on one NIC does not avoid flow collisions"
         yield Setting("NCCL_CROSS_NIC", "1", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
 
 

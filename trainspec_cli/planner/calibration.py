@@ -69,8 +69,8 @@ class Posterior:
         return tuple(math.sqrt(row[place]) for place, row in enumerate(self.covariance))
 
     def known_within(self, slopes: Sequence[float], spread: Spread) -> float:
-        """Return the factor within which a step time of another group is known with 90% probability. `slopes`:
-        derivatives of that step time."""
+        """Return the 90% uncertainty factor of a step time in another group. `slopes`: derivatives of that step
+        time."""
         pairs = zip(slopes, self.covariance, strict=True)
         doubt = sum(own * sum(a * b for a, b in zip(row, slopes, strict=True)) for own, row in pairs)
         return math.exp(NINE_IN_TEN * math.sqrt(doubt + spread.group**2 + spread.noise**2))

@@ -400,7 +400,7 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     chip = fabric.chip
     yield from ALWAYS_ASSUMED
     if chip.vendor == "cpu":
-        yield "the CPU's rates are those of a typical server core; nothing was measured here"
+        yield "the CPU's rates are those of a typical server core; none was measured on this machine"
     elif not chip.matmul_bf16_tflops:
         yield f"{chip.name}: no measured matmul rate; a fraction of the peak is assumed, based on its board power"
     network = spec.cluster.fabric.tiers[1:]
@@ -408,10 +408,10 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     if fabric.num_devices > fabric.scaleup_devices and not is_stated:
         yield f"the cluster specifies no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s per device is assumed"
     if main_size(spec) != spec.batching.global_batch_size:
-        yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
+        yield f"layouts are ranked for {main_size(spec):,} samples per step, the batch size for most of the run"
     if not spec.framework.counted:
         version = f" ({spec.framework.version})" * bool(spec.framework.version)
-        yield f"the step and its memory are those of {spec.framework.name}{version}, from its published description"
+        yield f"step time and memory are those of {spec.framework.name}{version}, from its published description"
     if not spec.compile and not spec.framework.fused_kernels:
         yield "kernels are launched one by one (compile: false)"
 

@@ -292,7 +292,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     best = min([full, *others], key=lambda found: found[0])
     if best[1] == full[1]:
         least_s = min(seconds for seconds, _ in others)
-        reason = f"encoding takes more than it saves: {format_duration(least_s)} per step at least, predicted,"
+        reason = f"encoding takes more time than it saves: {format_duration(least_s)} per step at least, predicted,"
         return replace(full[1], reason=f"{reason} against {format_duration(full[0])}")
     reason = f"{format_duration(best[0])} per step predicted, against {format_duration(full[0])} in full"
     return replace(best[1], reason=reason)

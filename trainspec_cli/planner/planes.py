@@ -291,11 +291,11 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
     yield simulate(spec, nics, ports(0, 1), "a NIC's port flaps")
     if spec.planes > 1:
         flaps = [*ports(0, 2), *ports(other, 1), *ports(nics - 1, 1)]
-        yield simulate(spec, nics, flaps, "four ports flap, two of them of one NIC")
+        yield simulate(spec, nics, flaps, "four ports flap, two of them on one NIC")
     yield simulate(spec, nics, [Failure("t1_switch", 0.0, REBOOT_S)], "a T1 switch reboots")
     yield simulate(spec, nics, [Failure("t0_switch", 0.0, REBOOT_S)], "a T0 switch reboots")
     if spec.planes > 1:
-        yield simulate(spec, nics, [Failure("plane", 0.0, down_s)], "a whole plane is cut")
+        yield simulate(spec, nics, [Failure("plane", 0.0, down_s)], "an entire plane fails")
     yield simulate(spec, nics, [Failure("transceiver", 0.0, down_s)], "a NIC's transceiver flaps")
 
 

@@ -219,7 +219,7 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
                 values[one.name] = one.kind.read(plain[one.key])
             except FieldError as error:
                 if inner := str(error):
-                    raise FieldError(f"`{one.key}` does not fit: {inner}") from error
+                    raise FieldError(f"`{one.key}` is invalid: {inner}") from error
                 wrong = show_kind(plain[one.key])
                 raise FieldError(f"`{one.key}` is {wrong}; expected {one.kind.name}") from error
         elif one.needed:

@@ -522,7 +522,7 @@ def _import(extension: Extension, source: Source) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
-    assert spec is not None and spec.loader is not None, "a file of Python has a loader"
+    assert spec is not None and spec.loader is not None, "a Python file has a loader"
     # This comes before the file runs, because its imports come first.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)

@@ -37,7 +37,7 @@ class NetworkTier:
     """A device's share of the tier's bandwidth, per direction, after oversubscription."""
     kind: str = "infiniband"
     latency_s: float | None = None
-    """Latency of a message that crosses the tier; None for the planner's default hop."""
+    """Latency of a message that crosses the tier; None: the planner's default latency of a hop."""
 
     def bytes_per_s(self, eff: Efficiency) -> float:
         return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
@@ -61,7 +61,7 @@ class Fabric:
     """The network's tiers, innermost first; the last one reaches every device. If empty, the NICs reach every
     device."""
     link_latency_s: float | None = None
-    """Latency of a message inside a scale-up domain; None for the planner's default hop."""
+    """Latency of a message inside a scale-up domain; None: the planner's default latency of a hop."""
     name: str = ""
 
     @cached_property
@@ -129,8 +129,8 @@ class Group:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
-        """Return, for each network tier that the group crosses, how many elements of the tier below it connects, and
-        the latency of a message through it (None for the planner's default hop)."""
+        """Return, for each network tier that the group crosses, the number of elements of the tier below that it
+        connects, and the latency of a message through it (None: the planner's default latency of a hop)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))

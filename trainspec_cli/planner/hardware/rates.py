@@ -212,7 +212,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
                     raise unreadable(path, f"holds {show_kind(content)}; expected `key: value` lines", line=1)
                 if odd := [key for key in content if not isinstance(key, str)]:
                     line = _line_of(path, str(odd[0]))
-                    raise unreadable(path, f"has a key that is no text: {odd[0]!r}", line=line)
+                    raise unreadable(path, f"has a key that is not text: {odd[0]!r}", line=line)
                 options[path.stem] = content
             except UnreadableFileError as error:
                 broken[path.stem] = _why_left_out(path, error)
@@ -236,7 +236,7 @@ def _why_left_out(path: Path, error: TrainspecError) -> str:
     shown = path.relative_to(own.parent)
     line = problem.line or _line_of(path, problem.path)
     why = problem.message.removeprefix(f"{path} ")
-    return f"{shown}{f':{line}' if line else ''}: {why}; the file is left out: correct it, or move it elsewhere"
+    return f"{shown}{f':{line}' if line else ''}: {why}; the file is ignored: fix it, or move it elsewhere"
 
 
 def _line_of(path: Path, key: str) -> int | None:
@@ -266,7 +266,7 @@ def _with_defaults(
         if entry in (*within, name):
             why = f"its defaults lead back to it: {' -> '.join((*within, name, entry))}"
         elif entry not in options:
-            why = f"its defaults name {entry}, {'which is broken' if entry in files else 'and there is no such option'}"
+            why = f"its defaults name {entry}, {'which is broken' if entry in files else 'but there is no such option'}"
         else:
             whole = _laid_over(whole, _with_defaults(entry, options, files, (*within, name)))
             continue

@@ -370,9 +370,9 @@ def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
     alone = ((on_pools(spec, [spec.cluster.pools[names.index(pool.name)]]), pool.fabric) for pool in pools)
     yield from dict.fromkeys(line for on_one, fabric in alone for line in assumptions_of(on_one, fabric))
     if pools[0].link_gbit_per_s is None:
-        yield "pools are joined by the NICs of the slower one (cluster.pool_link_gbit_per_s)"
-    yield "tensor-, context- and expert-parallel groups stay in one pool; no blueprint is drawn over several"
-    yield "a cluster of several pools is planned, not launched: the engine places no layout by kind of node"
+        yield "pools are connected by the slower pool's NICs (cluster.pool_link_gbit_per_s)"
+    yield "tensor-, context- and expert-parallel groups stay in one pool; there is no blueprint across pools"
+    yield "a cluster with several pools can only be planned: the engine cannot place ranks by kind of node"
 
 
 # Comparison with plans on fewer pools
@@ -450,7 +450,7 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
             f"no layout over all pools fits; {_name(fitting)} is the fastest that does" if fitting else "nothing fits"
         )
     said = [_compare("faster", "slower", _gains(fewer, whole, "tokens_per_s"))]
-    said.append(_compare("cheaper for each token", "dearer for each token", _gains(fewer, whole, "usd_per_token")))
+    said.append(_compare("cheaper per token", "more expensive per token", _gains(fewer, whole, "usd_per_token")))
     return "; ".join(line for line in said if line)
 
 

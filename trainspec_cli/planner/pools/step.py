@@ -91,7 +91,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
 
 
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
-NOT_WHOLE = "a pool's devices do not hold whole groups of the layout"
+NOT_WHOLE = "a pool's devices do not form complete groups of the layout"
 MESSAGE_BYTES = 1e6
 """Message size that is used to find the slowest of several links between stages."""
 

@@ -97,9 +97,9 @@ def forecast_run(
         path = "cluster.reliability.mtbf_device_hours"
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         message = (
-            f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
+            f"the run never makes progress: a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices)"
         )
-        raise RecipeError(Problem("out_of_range", message, path, f"specify a larger {path}, or fewer devices"))
+        raise RecipeError(Problem("out_of_range", message, path, f"set a larger {path}, or fewer devices"))
     if other is not None:
         alternatives = [other_recovery(spec.resilience)]
     beside = other or candidate
@@ -252,8 +252,9 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     if spec.batching.schedule.kind == "noise":
         largest = spec.batching.schedule.max_global_batch_size
         notes.append(
-            f"the batch follows what the run will measure; this assumes {spec.batching.global_batch_size:,} samples "
-            f"per step throughout; larger batches, up to {largest:,}, take fewer steps"
+            "the batch size depends on measurements during the run; this assumes "
+            f"{spec.batching.global_batch_size:,} samples per step throughout; "
+            f"larger batches, up to {largest:,}, take fewer steps"
         )
     return notes
 
@@ -302,7 +303,7 @@ def _memory_knowledge(spec: RunSpec) -> tuple[float, str]:
         again = GROWN_RECOMPUTE_FRAGMENTATION
         of = "all tensors"
     source = (
-        f"predicted, {RESERVE:.0%} added for the spread between like runs; {idle:.0%} of {of} held idle "
+        f"predicted, {RESERVE:.0%} added for the spread between identical runs; {idle:.0%} of {of} reserved but unused "
         f"({idle + again:.0%} where all are recomputed), {CONTEXT_BYTES / GIB:.1f} GiB for the device's "
         f"context, {GROUP_BYTES / GIB:.2f} GiB for each communicator"
     )

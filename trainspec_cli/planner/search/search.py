@@ -161,7 +161,8 @@ class Costs:
                     min(kind.params / time_s for kind, time_s in kinds_s),
                     min(kind.expert_params / time_s for kind, time_s in kinds_s),
                     sum(map(own_work_s, ends)),
-                    # Exchanges may be hidden by the work of embedding and head, as if these were recomputed too.
+                    # Embedding and head may hide exchanges too; to keep this a lower bound, assume that they are
+                    # recomputed.
                     sum(recompute_part_s(end, setup.recompute) for end in ends),
                 )
             params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]

@@ -409,7 +409,7 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
     return RECOMPUTE["none"], True
 
 
-# The framework of a row, matched by the names listed in the files of conf/framework: full words, without guessing.
+# The framework of a row, found by exact matches of full words with the names listed in the files of conf/framework.
 
 
 UNSTATED = "pytorch"

@@ -64,8 +64,8 @@ def given(data: JsonObject) -> list[str]:
 def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None:
     """Remove the alternatives that are overridden by a later file or the command line.
 
-    `files`: the configuration files in merge order; values from elsewhere come before them. If several alternatives
-    come from the same file or command line, all of them are kept, and the reader then rejects them."""
+    `files`: the configuration files in merge order; values from elsewhere count as earlier. If several alternatives
+    come from the same file or command line, all of them are kept, and validation rejects them later."""
     rank_of_file = {file: rank for rank, file in enumerate((*files, COMMAND_LINE))}
     found = {name: origins.get(f"{SECTION}.{name}") for name in given(data)}
     ranks = {name: rank_of_file.get(origin.file, -1) if origin else -1 for name, origin in found.items()}
@@ -296,7 +296,7 @@ class Selection:
         package: str | None = None,
         within: tuple[Path, ...] = (),
     ) -> list[MergedFile] | None:
-        """Return the option's own file and the files that it builds on. Return None if one of them cannot be read; the
+        """Return the file of an option and the files that it builds on. Return None if one of them cannot be read; the
         error is reported at `origin`.
 
         `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills,
@@ -420,11 +420,11 @@ SHORT = re.compile(r"(?P<accelerator>[^*\s]+)\s*\*\s*(?P<num_nodes>\d+)(?:\s*x\s
 """accelerator*nodes, or accelerator*nodes x devices per node."""
 NOT_HERE = {
     DISTURB: (
-        "describes disturbances that `trainspec plan` simulates, not a run",
+        "describes disturbances that `trainspec plan` simulates; it is not part of a run",
         "leave it out, or run trainspec plan",
     ),
     VERSION_KEY: (
-        "states the version of the training spec that a file was written for; a command line always has this version",
+        "states a file's version of the training spec; a command line always uses the current version",
         "leave it out; `trainspec migrate` converts a recipe to this version",
     ),
 }

@@ -472,9 +472,9 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of the GPU that has the least memory."""
     bf16: bool = False
-    """True if bf16 is faster than fp32 on the device (amx_bf16 on a CPU, compute capability 8.0 on a GPU)."""
+    """True if the device multiplies bf16 natively: a CPU with AMX, or GPUs whose matrix units support it."""
     fp8: bool = False
-    """True if the GPUs multiply fp8 (compute capability 8.9)."""
+    """True if the GPUs' matrix units multiply fp8."""
     gpus: tuple[Gpu, ...] = ()
     """The driver's report on each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None

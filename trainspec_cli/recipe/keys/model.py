@@ -143,8 +143,8 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A model family: the modules for its work, memory and layers, and the features with which it cannot be used.
-    Modules are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
+    """A model family: the modules for its work, memory and layers, and the features that it does not support. Modules
+    are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
     engine's."""
 
     work: str

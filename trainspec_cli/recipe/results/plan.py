@@ -160,7 +160,7 @@ class Candidate:
 
 ALWAYS_ASSUMED = (
     "MFU counts attention over the causal half of the sequence and no recomputed work",
-    "ranked by the expected step, including the chance to fit, which follows from the memory errors for published runs",
+    "ranked by expected step time, which includes the probability of fitting, from memory errors for published runs",
 )
 """Assumptions made in every plan."""
 

@@ -126,7 +126,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
         if keys.wing not in find_wings():
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
-                message = f"`{path}` is set, but this installation lacks its part trainspec_cli/wings/{keys.wing}"
+                message = f"`{path}` is set, but this installation lacks the plug-in trainspec_cli/wings/{keys.wing}"
                 yield Problem(MISSING_WING, message, path, f"reinstall trainspec, or set {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
@@ -474,7 +474,7 @@ def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
         return
     for op, name in _named(spec):
         if op in IN_BLOCKS and KERNELS[op][name].needs_compiler:
-            message = f"`kernels.{op}` is {name}, which fuses the single operations that recompute=selective observes"
+            message = f"`kernels.{op}` is {name}, which fuses operations that recompute=selective must see one by one"
             hint = f"set kernels.{op}={TORCH}, recompute=full or compile=true"
             yield Problem("unsupported", message, f"kernels.{op}", hint)
 
@@ -527,7 +527,7 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
     if op in IN_BLOCKS and compiles and backend.fused:
         return "compiled blocks keep the default"
     if op in IN_BLOCKS and not compiles and plan.recompute == "selective" and backend.needs_compiler:
-        return "recompute=selective observes single operations"
+        return "recompute=selective must see each operation"
     if backend.whole_vocabulary and plan.layout.tp > 1:
         return "layout.tp shards the vocabulary"
     more = "it needs more memory than the plan counts, so it is used only if named" if backend.more_memory else ""

@@ -53,10 +53,10 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
-            message = "a table of positions is added to whole sequences, but sequence parallelism divides them"
+            message = "learned positions are added to full sequences, but sequence parallelism divides sequences"
             yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=false")
     elif spec.model.experts is not None:
-        message = "experts with tp need sequence parallelism: otherwise every rank of tp would route the same tokens"
+        message = "experts with tp need sequence parallelism; otherwise, every tp rank would route the same tokens"
         yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=true")
 
 
@@ -115,7 +115,7 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
     if not spec.model.rotates:
-        message = "documents are kept apart in attention with rotary positions; this model has other mixing"
+        message = "only attention with rotary positions keeps documents apart; this model also mixes tokens otherwise"
         yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
     if size_of(spec.layout, "cp") > 1:
         message = "document masks do not work with context parallelism yet"
@@ -138,12 +138,10 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
                 yield _indivisible("cp", cp * tp, f"model.{field}", heads)
     else:
         # A causal mask makes later tokens more expensive, so each rank takes one early chunk and one late chunk.
-        yield from _sequence(spec, 2 * cp, "2 x cp, the chunks of the zigzag")
+        yield from _sequence(spec, 2 * cp, "2 x cp chunks")
         for field in ("sliding_window", "mla", "attention_sinks"):
             if getattr(model, field, None):
-                message = (
-                    f"ring attention covers the whole causal half, but `model.{field}` needs each head's whole sequence"
-                )
+                message = f"ring attention is plain causal attention, but `model.{field}` needs a head's full sequence"
                 yield Problem("illegal_layout", message, "layout.context_method", "set layout.context_method=ulysses")
 
 
@@ -447,10 +445,10 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
         if outer > inner and outer % whole == 0:
             continue
         path = f"{TIERS}.{place}.devices"
-        holds = f"`{name}` holds more than one of `{below}`, which has {inner}"
-        message = f"`{path}` is {outer}; {holds}" + (f", and whole nodes of {whole}" if whole > 1 else "")
+        holds = f"a `{name}` must contain several `{below}` elements ({inner} devices each)"
+        message = f"`{path}` is {outer}; {holds}" + (f", and entire nodes of {whole}" if whole > 1 else "")
         near = whole * max(math.floor(inner / whole) + 1, round(outer / whole))
-        yield Problem("not_divisible", message, path, f"type a multiple of {whole}, such as {near}")
+        yield Problem("not_divisible", message, path, f"set a multiple of {whole}, such as {near}")
     if described and described[-1].devices is not None and per_node != AUTO:
         wanted = spec.cluster.num_nodes * per_node
         if described[-1].devices < wanted:
@@ -646,7 +644,7 @@ def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
     elif layout.shards * layout.dp_replicate == 1:
         why = f"in this layout ({layout.describe()}) no ranks sum gradients"
     elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
-        why = "in fewer bits each block's gradients are exchanged separately"
+        why = "compressed gradients are exchanged block by block"
     if why:
         yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, but {why}", BUCKETS, f"set {BUCKETS}=null")
 

@@ -70,7 +70,7 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
             message = f"`{path}` needs the held-out loss, but `train.eval_interval_steps` is null"
             yield Problem("missing_value", message, path, "set train.eval_interval_steps=100, or another number")
         if spec.resilience.mode == "elastic":
-            message = f"`{path}` is set, but with resilience=elastic a restarted group lacks earlier evaluations"
+            message = f"`{path}` is set, but with resilience=elastic a restarted group forgets earlier evaluations"
             yield Problem("unsupported", message, path, "leave it out, or set resilience=restart")
 
 
@@ -634,7 +634,7 @@ def bounds(spec: RunSpec) -> Iterator[Problem]:
     elif math.isinf(largest_size(spec)):
         zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no limit"
         hint = f"set {LARGEST}={8 * start}, or a value that the data's critical batch size allows"
-        yield Problem("missing_value", f"`{LARGEST}` is null and {zero}: the batch has no limit", LARGEST, hint)
+        yield Problem("missing_value", f"`{LARGEST}` is null and {zero}, so the batch has no limit", LARGEST, hint)
     elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
         message = (
             f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} gives no size between {start} and the largest, "

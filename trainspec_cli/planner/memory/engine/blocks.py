@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def outside_tokens(self) -> float:
-        """Return the number of tokens between the regions of tensor parallelism."""
+        """Return the number of tokens per rank outside the tensor-parallel regions."""
         return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property

@@ -68,7 +68,7 @@ class ConvPart:
     entering: tuple[float, ...]
     """Number of elements of the inputs: from the previous part, and from an earlier part (skip connection)."""
     beside: int | None = None
-    """The number of that earlier part."""
+    """Index of that earlier part."""
     is_first: bool = False
     """True if the input needs no gradient."""
 

@@ -91,13 +91,14 @@ def outer_bytes_of(spec: RunSpec) -> float:
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
     """Return whether memory can be counted: the engine supports the model, and its family can be counted. With
-    `offload`, only text models are."""
+    `offload`, only text models can be counted."""
     return bool(model.record.memory) and model.is_built and (offload == "none" or isinstance(model, TextModel))
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether the count covers fusion in the model's compiled blocks: blocks with full attention and
-    feed-forwards in one format, fully trained. The compiled graphs of other blocks were not compared with the count."""
+    """Return whether the count covers fusion in the model's compiled blocks. It does for fully trained blocks with full
+    attention and feed-forwards in a single format; it has not been compared with the compiled graphs of other
+    blocks."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
@@ -106,7 +107,7 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
+    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, if `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
 
@@ -150,16 +151,16 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
     """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory cannot be counted,
-    and with `offload`, where a trace does not separate the memory of the host."""
+    or with `offload`, because a trace does not separate host memory."""
     if not is_counted(plan.spec.model, plan.offload) or plan.offload != "none":
         return None
     return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
 
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
-"""Gradients: the sharded ones, which the optimizer reads, and the unsharded ones until they are exchanged. Collectives:
-the buffers of data-parallel exchanges, and the pipeline's messages. Until a block's backward ends, its gradients count
-as activations."""
+"""Causes of memory use. Gradients are the sharded ones, which the optimizer reads, and the unsharded ones until they
+are exchanged. Collectives are the buffers of data-parallel exchanges, and the pipeline's messages. Until a block's
+backward ends, its gradients count as activations."""
 
 
 Stream = Literal["compute", "gather", "reduce"]
