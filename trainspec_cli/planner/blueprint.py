@@ -55,7 +55,7 @@ class Level:
     """Number of the group's ranks inside an element of the tier below, which have already divided the bytes among
     themselves."""
     bytes_per_s: float
-    """Bandwidth of one device."""
+    """Bandwidth per device."""
     hop_s: float
 
 
@@ -93,8 +93,9 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
     else:
         times["direct"] = passes * reduce_scatter_s(group, message_bytes, eff)
     if len(levels) > 1:
-        # A ring in each tier: first inside an element, then across elements, among ranks in the same position, each
-        # with its part of the bytes. With gloo, the ranks of each tier exchange their parts in one step.
+        # The hierarchical algorithm runs a ring in each tier: first inside an element, then across elements, between
+        # ranks at the same position, each with its part of the bytes. With gloo, the ranks of each tier exchange their
+        # parts in one step.
         total_s = 0.0
         for level in levels:
             is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
@@ -126,8 +127,8 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges per step of the rank with the most parameters: the bytes, count and fastest algorithm of
-    each."""
+    """Return the exchanges in a step of the rank with the most parameters, with the bytes, count and fastest algorithm
+    of each."""
     layout = setup.layout
     found: list[Exchange] = []
 
@@ -235,7 +236,7 @@ EXPERT_AXES = ("tp", "cp", "dp_shard")
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
     """Return the axes with more than one rank, innermost first. An axis that crosses a node boundary is split in two.
 
-    None if nodes do not contain complete parts of an axis; then moving nodes does not move axes."""
+    None if a node contains incomplete parts of an axis, because moving nodes would then not reorder axes."""
     order: list[Extent] = []
     left = per_node
     for axis in reversed(MESH_AXES):

@@ -113,7 +113,7 @@ def capacity_of(
     considered: int,
     usual: Candidate | None = None,
 ) -> CapacityPlan:
-    """Return a plan with the model's properties, which are the same in every layout."""
+    """Return a plan with these candidates, and with the model's properties, which do not depend on the layout."""
     return CapacityPlan(
         params=workload.count_params(spec.model),
         adapter_params=workload.adapter_params(spec.model, spec.lora),
@@ -137,7 +137,7 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits among the first `most`, which are counted tensor by tensor, or None."""
+    """Return the best layout that fits, or None. Only the first `most` layouts are counted tensor by tensor."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -249,7 +249,7 @@ def search_of(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Search:
 
 
 def start_s_a_step(spec: RunSpec) -> float:
-    """Return the seconds of a failed start, divided by the number of steps in the run."""
+    """Return the duration of a failed start in seconds, divided by the number of steps in the run."""
     return spec.cluster.reliability.start_s / spec.train.max_steps
 
 
@@ -279,7 +279,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
 
 
 def software_of(spec: RunSpec, sharding: Sharding) -> Software:
-    """Return the recipe's framework as software, with the recipe's formats, compilation and optimizer."""
+    """Return the `Software` of the recipe's framework, with the recipe's formats, compilation and optimizer."""
     sums: SumFormat = "compute" if spec.precision.reduce == "bf16" else "fp32"
     return replace(
         describe_software(spec.framework, sharding, spec.compile, accumulate=sums, reduce=sums),
@@ -290,7 +290,7 @@ def software_of(spec: RunSpec, sharding: Sharding) -> Software:
 
 
 def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
-    """Return the software for each type of sharding. Equal ones share one object, because searches cache results by
+    """Return the `Software` for each type of sharding. Equal ones share one object, because searches cache results by
     object."""
     found: dict[Software, Software] = {}
     softwares = {sharding: software_of(spec, sharding) for sharding in SHARDINGS}
@@ -479,8 +479,8 @@ def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candida
 
 
 def first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
-    """Return the number of micro-batches in the run's first step. A candidate's own number is for the main batch
-    size."""
+    """Return the number of micro-batches in the run's first step. A candidate's number applies to the main batch size
+    (`main_size`)."""
     return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
 
 
@@ -525,8 +525,8 @@ layers or the batch."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
-    """Return (`spec` on the used nodes, its plan). If no layout over all nodes divides the batch evenly, this is the
-    fastest plan for all nodes or for one of the next smaller counts; the remaining nodes become spares."""
+    """Return (`spec` on the used nodes, its plan). If no layout over all nodes divides the batch evenly, the plan is
+    the fastest one on all nodes or on one of the next smaller node counts; the remaining nodes become spares."""
     fabric = describe_fabric(spec.cluster, machine)
     whole = plan_capacity(spec, machine)
     samples = spec.batching.global_batch_size

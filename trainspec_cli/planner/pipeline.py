@@ -33,11 +33,11 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory limits for a layer split. A rank with an earlier stage keeps activations for more micro-batches, so the
-    bytes of a layer depend on the rank."""
+    """Memory limits for a layer split. Ranks with earlier stages keep activations for more micro-batches, so the bytes
+    per layer depend on the rank."""
 
     layer_bytes: Sequence[Sequence[float]]
-    """For each pipeline rank, the bytes that each layer of the model would need on it."""
+    """For each pipeline rank, the bytes that each layer of the model would need on that rank."""
     capacity_bytes: Sequence[float]
     """Total bytes that the layers of each pipeline rank may use."""
 
@@ -52,7 +52,7 @@ class Rank:
     beside_s: float
     """Time in seconds of the rank's other work: the embedding, the head, and stages that are already fixed."""
     bytes_before: Sequence[float]
-    """Cumulative bytes on this rank of the layers before each layer; empty without a limit."""
+    """For each layer, the total bytes that the layers before it would need on this rank; empty without a limit."""
     room_bytes: float
 
     def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
@@ -73,7 +73,7 @@ class Rank:
 @dataclass(frozen=True)
 class CutProblem:
     time_before: Sequence[float]
-    """Cumulative time of the layers before each layer."""
+    """For each layer, the total time of the layers before it."""
     ranks: tuple[Rank, ...]
     """The pipeline's ranks; `beside_s` includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
@@ -189,7 +189,8 @@ class Chain:
     def walk(self, heaviest_s: float) -> Borders | None:
         """Return the split nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
-        Proceeds stage by stage, keeping the possible borders of each stage and the nearest split up to that point."""
+        The search proceeds stage by stage, and keeps the possible borders of each stage with the nearest split up to
+        there."""
         before = self.time_before
         end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
@@ -251,8 +252,8 @@ def _proportional(problem: CutProblem) -> Borders:
 
 
 def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
-    """Repeatedly apply the best move of a layer from one stage to another (the stages in between pass one on), as long
-    as that helps.
+    """Repeatedly move a layer from one stage to another (stages in between pass one on), choosing the best move, as
+    long as that helps.
 
     A move helps if it reduces the missing memory, or if it makes the heaviest ranks lighter, compared from the heaviest
     down."""
@@ -274,7 +275,8 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Yield splits, with their loads, that shift consecutive borders by one layer and keep every rank within `most_s`.
+    """Yield splits, with their loads, in which consecutive borders are shifted by one layer and every rank stays within
+    `most_s`.
 
     If memory is sufficient (`most_s` is finite), these splits make the heaviest rank lighter."""
     before = problem.time_before
@@ -322,8 +324,8 @@ class _Search:
         return self.best
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
-        """Try the borders of the next stage, starting with those nearest to the proportional one. `ranks` include the
-        previous stages."""
+        """Try the borders of the next stage, starting with those nearest to the proportional one. `ranks` already
+        include the previous stages."""
         before = self.problem.time_before
         stage = len(borders) - 1
         start = borders[-1]
@@ -367,7 +369,8 @@ Counts = tuple[int, ...]
 
 
 def cut_evenly(num_layers: int, stages: int) -> Counts:
-    """Return the same number of layers for all stages, plus one more for the first stages if layers remain."""
+    """Return the even split: the same number of layers for all stages, plus one more for the first stages if layers
+    remain."""
     even, spare = divmod(num_layers, stages)
     return tuple(even + (stage < spare) for stage in range(stages))
 
@@ -409,7 +412,7 @@ def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     """Return the exact split for equal layers, with any number of stages per rank: only the numbers of layers matter.
 
     Moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays lighter
-    than the heaviest. If a lighter split exists, some rank has more layers in it than now and can take one."""
+    than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take one."""
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]

@@ -39,15 +39,15 @@ from trainspec_cli.recipe.rules.layout import (
 from trainspec_cli.recipe.rules.run import measurable_noise
 
 MAX_MICRO_BATCH_TOKENS = 8192
-"""`micro_batch_size: auto` chooses the largest number of samples that have at most this many tokens in total."""
+"""`micro_batch_size: auto` chooses the largest number of samples with at most this many tokens in total."""
 FILLING = 4
 """Number of micro-batches per pipeline stage that `auto` chooses if the batch is large enough; stages then wait for a
 fifth of the time."""
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
-    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide evenly or if no rank is left for
-    measuring."""
+    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide evenly, or if the layout lacks exchanges
+    that the recipe compresses or measures."""
     device = spec.cluster.device
     if device == AUTO:
         device = "cuda" if machine.gpu_names else "cpu"

@@ -28,9 +28,9 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
     radix = radix_of(spec)
     tiers = spec.switch_tiers
     switches = (3 if tiers == 2 else 5) * spec.planes / radix
-    # Fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks. Losing one removes 2/k of
-    # what its NICs can send beyond the switch in that plane, and sprayed traffic loads all planes equally. Losing a
-    # port, a T0 switch or a plane takes one plane from a NIC; losing its transceiver takes all of them.
+    # The fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks. Losing one removes
+    # 2/k of what its NICs can send beyond the switch in that plane, and sprayed traffic loads all planes equally.
+    # Losing a port, a T0 switch or a plane costs a NIC one plane; losing the NIC's transceiver costs it all planes.
     link = 2 / radix
     plane = 1 / spec.planes
     lost_speed: dict[Part, float] = {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane}
@@ -207,8 +207,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         resent = 0.0
         if change == "fails":
             fabric.change(failure, 1)
-            # Packets that a queue pair loses before the failure is detected: those on its paths through the failed
-            # part.
+            # Before the failure is detected, a queue pair loses the packets on its paths through the failed part.
             part = 1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec)
             resent = 1 / spec.planes * part
         elif change == "noticed":
@@ -300,7 +299,7 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
 
 
 def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the rate, over the entire job, of network failures that planes survive."""
+    """Return the rate, over the entire job, of network failures that a multi-plane fabric survives."""
     fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
     return fraction * nics / (reliability.mtbf_device_hours * 3600)
 
@@ -315,7 +314,7 @@ def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> floa
 
 
 def ending_failures(spec: PlanesSpec, reliability: ReliabilitySpec) -> ReliabilitySpec:
-    """Return the failures that still end a job if network failures only cause a dip."""
+    """Return the rates of failures that still end a job if network failures only cause a dip in speed."""
     if spec.planes == 1:
         return reliability
     left = 1 - spec.network_fraction * (1 - spec.fatal_fraction)

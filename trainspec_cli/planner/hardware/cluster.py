@@ -17,12 +17,12 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 
 NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6, "measured": 1.0}
-"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand. Measured rates are not
-scaled."""
+"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand. Measured rates are used as
+they are."""
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
-    """Return the rate that collectives reach over a device's share of a network; above 0."""
+    """Return the rate that collectives reach over a device's share of a network. It is always above 0."""
     return max(eff.nic * NIC_KIND_RATIO.get(kind, 0.8) * gbit_per_s / 8 * 1e9, 1.0)
 
 
@@ -184,7 +184,7 @@ def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Eff
 
 
 def group_of_ranks(fabric: Fabric, ranks: Sequence[int], eff: Efficiency) -> Group:
-    """Return the group of these global ranks, which need no regular stride."""
+    """Return the group of these global ranks, which need not have a regular stride."""
     return group_with(fabric, len(ranks), lambda devices: max(Counter(rank // devices for rank in ranks).values()), eff)
 
 
@@ -424,7 +424,7 @@ def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
 
 
 def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorSpec, str]:
-    """Return one die of a board, or a partition of a chip, which ROCm reports as a separate GPU."""
+    """Return the values of one die of a board, or of a partition of a chip, which ROCm reports as a separate GPU."""
     rates = {field.name: part * getattr(chip, field.name) for field in fields(chip) if field.name.endswith(RATES)}
     note = f"{gpu.name} has {part:.0%} of the memory of a whole {chip.name}, and is planned with that part of its rates"
     return replace(chip, **rates), note

@@ -38,7 +38,7 @@ class Efficiency:
     Fractions refer to the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth."""
 
     matmul: float = 0.937
-    """Fraction of the best matmul rate measured on a chip, because of clocks under a training load and cold caches."""
+    """Matmul rate in training as a fraction of the best measured one, which has higher clocks and warm caches."""
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472
@@ -57,7 +57,7 @@ class Efficiency:
     """The same for attention kernels written for the previous chip generation (without Hopper or later
     instructions)."""
     exponentials: float = 0.497
-    """Fraction of attention's exponentials that its matrix products do not hide."""
+    """Fraction of attention's exponentials that its matrix multiplications do not hide."""
     memory: float = 0.877
     """Fraction of the memory bandwidth that element-wise kernels achieve."""
     cache_reuse: float = 0.372
@@ -228,7 +228,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
 
 
 def _why_left_out(path: Path, error: TrainspecError) -> str:
-    """Return the file, the line and the error as text. Re-raises the error if the file is not a user file."""
+    """Return the file, the line and the error as text. Re-raises the error if the file is not the user's."""
     own = Path.cwd() / "conf"
     if not path.is_relative_to(own):
         raise error

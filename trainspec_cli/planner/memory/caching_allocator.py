@@ -1,4 +1,5 @@
-"""Simulate PyTorch's caching allocator for CUDA devices: the bytes that it reserves for a sequence of allocations.
+"""Simulate PyTorch's caching allocator for CUDA devices, to find the bytes that it reserves for a sequence of
+allocations.
 
 The rules follow c10/cuda/CUDACachingAllocator.cpp. With and without expandable segments:
 
@@ -261,7 +262,7 @@ def _joined(block: MemoryBlock) -> MemoryBlock:
 
 
 def _absorb(block: MemoryBlock, after: MemoryBlock) -> None:
-    """Extend a block by the following one."""
+    """Merge a block with the one after it."""
     block.size += after.size
     block.after = after.after
     if block.after is not None:

@@ -1,7 +1,8 @@
 """The device memory of a run. Plans, launches and rejections all use `predict_memory`.
 
-`layer_memory` is only for searches over thousands of layouts: `peak_of` uses it for a rough estimate of at most `SLACK`
-times the prediction, so that a search drops no layout that fits. That estimate is never shown to users."""
+`layer_memory` is only for searches over thousands of layouts: `peak_of` uses it for a rough estimate, which is at most
+`SLACK` times the prediction, so that a search does not drop a layout that fits. This estimate is never shown to
+users."""
 
 from __future__ import annotations
 
@@ -167,7 +168,7 @@ def in_flight(setup: Setup, stage: int) -> float:
         # All forwards run before the first backward.
         return float(total)
     if layout.virtual_stages > 1:
-        # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
+        # This is the warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
         chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
         return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
     # 1F1B: a stage runs ahead by the number of stages after it.
@@ -175,7 +176,7 @@ def in_flight(setup: Setup, stage: int) -> float:
 
 
 def sharding_stage(setup: Setup) -> int:
-    """Return the ZeRO stage; 0 if nothing is sharded. Context-parallel ranks also share the shards."""
+    """Return the ZeRO stage; 0 if nothing is sharded. State is also sharded over context-parallel ranks."""
     is_sharded = setup.layout.shards > 1 and setup.software.shards_states
     return setup.layout.zero_stage if is_sharded else 0
 
@@ -207,8 +208,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         gradients = 4.0 * trained / shards
     replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
     if stage >= 2 and (keeps_unsharded(setup) or replicated):
-        # With replicas, the engine exchanges once per step (`Layout.exchanges_every_backward`), and sums stay unsharded
-        # until then.
+        # With replicas, the engine exchanges gradients once per step (`Layout.exchanges_every_backward`); until then,
+        # their sums are unsharded.
         gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
@@ -287,9 +288,9 @@ def with_overhead(
     buffers: float,
     counted: bool = False,
 ) -> MemoryBreakdown:
-    """Return the memory of a stage from these tensor bytes, adding the error feedback of compressed gradients,
-    communicators, fragmentation, the device context and the reserve. `counted`: whether gradients and buffers are
-    allocated within a step, as in the engine, instead of persisting."""
+    """Return the memory of a stage: these tensor bytes, plus the error feedback of compressed gradients, communicators,
+    fragmentation, the device context and the reserve. `counted`: whether gradients and buffers are allocated within a
+    step, as in the engine, instead of persisting."""
     feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
     again = setup.recompute.matmul * setup.recompute.layers
     states = parameters + optimizer
@@ -470,9 +471,9 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 
 
 LOG_BIAS = -0.038
-"""m: predictions are 4% too high on average, because the model includes a reserve."""
+"""The mean m: predictions are 4% too high on average, because the model includes a reserve."""
 LOG_DEVIATION = 0.043
-"""s: 0.037 within a source, 0.021 between them."""
+"""The deviation s: 0.037 within a source, 0.021 between sources."""
 RELIEF = 1 / 3
 """Relative slowdown of a step by recomputation, which adds one forward to a forward and a backward that takes twice as
 long."""
@@ -487,8 +488,8 @@ def fit_probability(peak_bytes: float, limit_bytes: float) -> float:
 
 
 def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
-    """Return the expected step time of a layout that fits with `probability`. `start_s`: time of a start, divided by
-    the number of steps in the run."""
+    """Return the expected step time of a layout that fits with `probability`. `start_s`: the duration of a start,
+    divided by the number of steps in the run."""
     return step_s + (1 - probability) * (step_s * RELIEF + start_s)
 
 

@@ -172,7 +172,7 @@ class PoolSearch:
                 lightest = self._setups(unit, names[0])
                 bound_s = self.watch.bound_s(lightest, placement, self.samples)
                 units.append((bound_s, len(units), unit))
-        for *_, unit in sorted(units):  # most promising first, so that others can be dropped early
+        for *_, unit in sorted(units):  # the most promising ones come first, so that others can be dropped early
             for name in names:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
                     break  # if a layout surely fits, a heavier recomputation would only be slower
@@ -222,7 +222,7 @@ class PoolSearch:
             return self._refuse(over, setups, placement, name)
         step = self.watch.step(setups, placement, self.samples)
         placed = Placed(setups, placement, name, step)
-        parts = []  # ratio of the estimated peak to the limit, by pool
+        parts = []  # ratio of the estimated peak to the limit, for each pool
         for pool, setup in enumerate(self._of_step(placed)):
             layer = self._memory.of(setup, placed.recompute)
             counts = layers_per_rank(setup.model.num_layers, setup.layout)

@@ -289,8 +289,8 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
 
 
 def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Record windowed attention: the first block separately, and every other block also with the keys of the previous
-    block."""
+    """Record windowed attention. The first block attends to itself, and every later block also to the previous block's
+    keys."""
     window, elements = float(seq.window or 0), q.elements
     share, blocks = window / seq.length, -(-seq.length // window)
     start = [tape.part(y, y.elements * share) for y in (q, k, v)]
@@ -320,14 +320,14 @@ def pad_front(tape: Tape, x: Value, longer: float) -> Value:
 
 
 def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
-    """Record a fused attention kernel, which saves its inputs, its output and a logarithm per row."""
+    """Record a fused attention kernel, which saves its inputs, its output and one log-sum-exp per row."""
     saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
     return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
 
 
 def swap(tape: Tape, x: Value) -> Value:
-    """Record an all-to-all between parts of the sequence and parts of the heads: one copy to send, one received, one
-    reordered."""
+    """Record an all-to-all from parts of the sequence to parts of the heads or back. It holds three copies: one to
+    send, one received, one reordered."""
     size = 2 * x.elements * x.width
     return tape.copy(x, scratch=(size, size))
 
@@ -585,8 +585,8 @@ def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
-    """Project, convolve each channel over time, and activate. During the convolution, channels are the first
-    dimension."""
+    """Project, convolve each channel over time, and apply the activation. During the convolution, channels are the
+    first dimension."""
     projected = tape.linear(x, tape.leaf(shape.hidden * rows), shape.tokens * rows)
     return tape.unary(conv(tape, tape.copy_in_backward(projected), rows, shape.seq_len))
 
@@ -646,7 +646,7 @@ def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, 
 
 
 def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
-    """Record the sums of decays from one block to another, with shape B G R C C."""
+    """Record the accumulated decays from one block to another, with shape B G R C C."""
     pairs = scan.samples * scan.heads * scan.blocks**2
     summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
     return exp(tape, tape.copy(summed))

@@ -66,7 +66,7 @@ class ConvPart:
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
-    """Number of elements of the inputs: from the previous part, and from an earlier part (skip connection)."""
+    """Number of elements of the two inputs: one from the previous part, one from an earlier part (skip connection)."""
     beside: int | None = None
     """Index of that earlier part."""
     is_first: bool = False
@@ -226,7 +226,7 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
-    """Return one row per voxel with all classes, which is first created as indices."""
+    """Return the one-hot classes of each voxel, which are created from indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
     del indices
@@ -249,7 +249,7 @@ def replay(run: EngineRun, _pipeline_rank: int) -> PeakMemory:
 
 
 class _ConvReplay:
-    """Replays a step where only samples are divided over ranks."""
+    """Replays a step with data parallelism only."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)

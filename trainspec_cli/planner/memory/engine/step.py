@@ -139,7 +139,7 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
     """Return the number of layers of each kind on each pipeline rank."""
     if run.layout.pp == 1:
         return [Counter()]
-    if not has_layer_list(run.model):  # then ranks cannot be compared
+    if not has_layer_list(run.model):  # in that case, ranks cannot be compared
         return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
     layers = run.model.layer_list
     stages = cut_layers(len(layers), run.layout)
@@ -373,13 +373,13 @@ class _Block:
     profile: BlockProfile
     own: Sharded
     experts: Sharded | None
-    """The experts, if they are spread over ranks and sharded separately."""
+    """The block's experts, if they are spread over ranks and sharded separately."""
     whole_experts: Unit
-    """The experts, if they are not spread over ranks."""
+    """The block's experts, if they are not spread over ranks."""
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order that their forwards end."""
+        """Return the units in the order in which their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -476,13 +476,13 @@ class _Replay:
         return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
-        """Return (units of the rank's blocks, units outside the blocks)."""
+        """Return (the units of the rank's blocks, the units outside the blocks)."""
         stages = self.stages.values()
         blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
         return blocks, [stage.outside.unit for stage in stages]
 
     def _update(self) -> None:
-        """Count the update, with the gradients from the passes and persistent tensors."""
+        """Count the optimizer update, during which the gradients and all persistent tensors are live."""
         if not self.given.offloads:
             self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
@@ -509,7 +509,8 @@ class _Replay:
         self._backpropagate(self.stages[action.stage], exchanges=False)
 
     def _backward_weight(self, action: Action) -> None:
-        """Run the deferred products one after another; all of their inputs are kept until the last one."""
+        """Compute the deferred weight gradients one after another; all of their inputs are kept until the last one is
+        done."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
             stage.sharding.make_gradient(block.own, put_off=True)

@@ -24,12 +24,12 @@ INDEX = 8.0
 NF4_INDEX = 2.0
 """Index bytes per 4-bit weight, because two weights share a 4-byte index."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
-"""Events of separately sharded experts within a block: before and after their forward and their backward."""
+"""Events of separately sharded experts within a block, which occur before and after their forward and backward."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A block's work from one event to the next, or to its end."""
+    """A section of a block's work, which ends at an event or at the end of the block."""
 
     peak: float
     """Peak bytes of the block alone."""
@@ -63,7 +63,7 @@ class Storage:
 
 
 class JoinedStorage(Storage):
-    """Several storages, referenced as one."""
+    """Several storages that are referenced together."""
 
     __slots__ = ("_parts",)
 
@@ -89,7 +89,7 @@ class Node:
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
-        return self.number > other.number  # latest first
+        return self.number > other.number  # the latest operation comes first
 
 
 class Value:
@@ -120,7 +120,7 @@ class Tape:
         self.recalled: deque[Storage] = deque()
         """Kept results, which the recomputed forward uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
-        """Storages needed by deferred weight gradients; None if weight gradients are not deferred."""
+        """Storages that deferred weight gradients need; None if weight gradients are not deferred."""
         self.saves_left = float("inf")
         """After this many saves, the recomputed forward ends and allocates nothing more."""
         self.saves = 0

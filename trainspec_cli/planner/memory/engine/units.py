@@ -52,7 +52,7 @@ class Unit:
 
     @cached_property
     def gathered(self) -> float:
-        """Return the number of elements in all ranks' parts, including the padding of the last ones."""
+        """Return the total number of elements in all ranks' parts, including padding."""
         return self.own * self.shards
 
     @cached_property
@@ -81,7 +81,7 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
-    """Freeze a unit if there are adapters, because only these are trained then."""
+    """Freeze a unit if there are adapters, because then only the adapters are trained."""
     return replace(unit, adapters=()) if lora.rank else unit
 
 
@@ -187,7 +187,8 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Return the unit with those parameters of the embedding, positions, norm and head that a stage has."""
+    """Return the unit of a stage's parameters outside the blocks: the embedding, positions, norm and head, as far as
+    the stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
     if first and model.learned_positions:
@@ -205,8 +206,8 @@ MOMENT = 4.0
 CHUNK_VALUES = 2**24
 """Number of values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
 CHUNK_BYTES = 22.0
-"""Bytes for each such value: gradient and moments in fp32 and, while a moment is being quantised, its blocks and their
-codes."""
+"""Bytes for each of these values: gradient and moments in fp32 and, while a moment is being quantised, its blocks and
+their codes."""
 MATRICES_AT_ONCE = 9
 """Number of copies of the largest matrix (or stack of small ones) that muon holds at once in its compute format: five
 for Newton-Schulz, the rest for the sent and received parts."""
@@ -237,7 +238,7 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 def is_hidden(matrix: Matrix) -> bool:
     """Return whether muon orthogonalises this matrix of a block; vectors and convolution kernels use adamw.
 
-    Stacked biases count as matrices; there are only a few of them."""
+    Stacked biases also count as matrices; they are few."""
     return matrix[1] not in (1, CONV_TAPS)
 
 
