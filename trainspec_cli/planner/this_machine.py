@@ -44,7 +44,7 @@ def is_predictable(plan: Plan) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan where `is_predictable` is true: its step time, and the peak resident bytes of one process. The
+    """Predict the step time of a predictable plan (`is_predictable`), and the peak resident bytes of one process. The
     peak occurs in a step's backward, or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
@@ -55,7 +55,7 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
-    """Predict only the tensors of a plan where `is_predictable` is true, without times, on a machine without a
+    """Predict only the tensors of a predictable plan (`is_predictable`), without times, on a machine without a
     probe."""
     return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
@@ -430,7 +430,7 @@ def step_bytes(plan: Plan) -> dict[str, float]:
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
     """Return the bytes per token that a block saves for its backward: the inputs of norms (twice, in fp32) and of
-    matrices; the attention's q, k, v, output and log-sums; and the feed-forward's gate, its activation, up and the
+    matrices; the attention's q, k, v, output and log-sum-exps; and the feed-forward's gate, its activation, up and the
     product of the last two."""
     unit = COMPUTE_BYTES[compute]
     norms = 2 * (8 + unit) * model.hidden_size + 8

@@ -53,7 +53,7 @@ from trainspec_cli.recipe.results.plan import StepTime
 
 @dataclass(frozen=True)
 class Pool:
-    """Nodes of one kind."""
+    """A pool of nodes of one kind."""
 
     name: str
     devices: int
@@ -162,7 +162,7 @@ def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Effi
 
 
 Setups = tuple[Setup, ...]
-"""The same layout and micro-batch on the devices of each pool."""
+"""One setup for each pool, all with the same layout and micro-batch."""
 BETWEEN = 0.99
 """At any micro-batch size, a sample takes at least this fraction of its time at the best of the halved sizes; tests
 check this for all sizes."""
@@ -175,7 +175,7 @@ class PoolStep:
     layout: Layout
     """The layout, with its layers split into stages."""
     time: StepTime
-    """The time of the pool that all others wait for."""
+    """The step time, which is that of the pool that all others wait for."""
     of_pools: tuple[StepTime, ...]
     """The step time of each pool, including its wait for others."""
     waiting_s: tuple[float, ...]
@@ -273,8 +273,8 @@ class Stopwatch:
         return self._least_s[key]
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return the bound for pipelines across pools. The slowest rank takes at least the mean of all ranks, weighted
-        by speed; each layer adds its smallest weighted time. The total over all ranks is at least the sum of each
+        """Return the bound for pipelines across pools. The slowest rank takes at least the speed-weighted mean of all
+        ranks, to which each layer adds its smallest weighted time. The total over all ranks is at least the sum of each
         layer's smallest time."""
         layout = setups[0].layout
         pools = range(len(setups))

@@ -97,7 +97,7 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 
 
 class Clock:
-    """Runs actions in chronological order; actions at the same time run in the order that they were scheduled."""
+    """Runs actions in chronological order; actions at the same time run in the order in which they were scheduled."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -178,7 +178,7 @@ class _Simulation:
             repaired_s = self.clock.now_s + self.cluster.repair_s
             wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
         if self.standing.is_lost:
-            self.away.clear()  # absent groups start together with the job
+            self.away.clear()  # absent groups start when the job does
             self.standing = self.started
             self._pause("restart", self.takes.restart_s + wait_for_node_s)
         else:

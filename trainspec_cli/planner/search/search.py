@@ -68,7 +68,7 @@ class Steps:
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
 
     def micro_batch(self, setup: Setup, key: tuple[object, ...] | None = None) -> MicroBatch:
-        """`key`: the setup's cache key, if known."""
+        """Return the times of one micro-batch, which are cached. `key`: the setup's cache key, if known."""
         key = key or self.key_of(setup)
         if key not in self._parts:
             self._parts[key] = micro_batch(setup, self.groups(setup.layout), self.eff)
@@ -271,10 +271,10 @@ class Option(NamedTuple):
     micro_batch_size: int
     grad_accum: int
     recompute: int
-    """Index in `Search.recomputes`."""
+    """Index of its recomputation in `Search.recomputes`."""
     offload: bool
     counts_exchanges: bool = False
-    """If False, the bound includes only the work."""
+    """If False, the bound includes only the work, not the exchanges."""
 
     @property
     def shape(self) -> tuple[Layout, int, int]:
@@ -292,7 +292,7 @@ class Search:
     space: Space
     template: Setup
     softwares: dict[Sharding, Software]
-    """The software for each type of sharding."""
+    """The `Software` for each type of sharding."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
@@ -401,7 +401,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next heavier recomputation, whose step is not shorter, or None."""
+        """Return the layout with the next heavier recomputation, whose step is not shorter; None if there is none."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None
@@ -439,7 +439,7 @@ class Search:
 
     def least_bytes(self, option: Option) -> float:
         """Return the layout's memory with micro-batches of one sample (or of the pinned size), which is a lower bound
-        for all sizes. If it does not fit, the result is only known to exceed the limit."""
+        for all sizes. If it does not fit, the result is some number above the limit."""
         key = option.layout, option.recompute, option.offload
         if key not in self._least_bytes:
             batching = self.space.spec.batching
@@ -513,6 +513,6 @@ def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> 
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:
-    """Return the recomputations to try, lightest first. Selective recomputation exists to avoid storing the score
-    matrix, which fused attention never writes."""
+    """Return the kinds of recomputation to try, lightest first. Selective recomputation exists to avoid storing the
+    score matrix, which fused attention never writes."""
     return ("none", "full") if wanted == "auto" else (wanted,)

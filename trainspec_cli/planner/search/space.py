@@ -56,7 +56,7 @@ class Space:
         self._measures_noise = self.spec.batching.schedule.kind == "noise"
 
     def layouts(self) -> Iterator[tuple[Layout, int, int]]:
-        """Yield (layout, micro-batch, gradient accumulation)."""
+        """Yield (layout, micro-batch size, gradient accumulation) for every layout to try."""
         wanted = self.spec.layout
         model = self.spec.model
         for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
@@ -136,8 +136,8 @@ class Space:
         """Yield the shardings to try: over all ranks, over the ranks of a node with replicas across nodes (ZeRO-3), and
         none.
 
-        A run that survives failures by shrinking needs groups that each have the full state. Their number is either
-        that of the recipe, or several numbers are tried."""
+        A run that survives failures by shrinking needs groups that each have the full state. Their number comes from
+        the recipe, or several numbers are tried."""
         wanted = self.spec.layout
         elastic = self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))

@@ -30,7 +30,7 @@ from trainspec_cli.planner.time.step import (
 )
 
 Tier = Literal["scaleup", "network"]
-"""Links inside a scale-up domain, and links between domains."""
+"""scaleup: links inside a scale-up domain. network: links between domains."""
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,9 @@ def moved_s(moved_bytes: float, rates: Rates, eff: Efficiency) -> float:
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
     """Return the times in seconds of (forward, backward of the inputs, backward of the weights)."""
     if convolves:
-        # An implicit matrix multiplication, whose memory traffic is counted with the element-wise passes. Its patches
-        # (m x k) go through the load and store units. With few channels per group, that takes longer than multiplying.
+        # A convolution is an implicit matrix multiplication, whose memory traffic is counted with the element-wise
+        # passes. Its patches (m x k) go through the load and store units. With few channels per group, that takes
+        # longer than multiplying.
         loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
         multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
         load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
@@ -698,8 +699,8 @@ class TimedRank:
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
-    """Return each pipeline rank's part: its stages' layers, and the embedding or head if it has them. Ranks with the
-    same layers and neither embedding nor head share one object."""
+    """Return the times of each pipeline rank's layers, and of its embedding or head. Ranks with the same layers and
+    neither embedding nor head share one object."""
     stages = cut_layers(once.num_layers, layout)
     numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
     parts = {number: RankParts(once.layers(number)) for number in set(numbers)}

@@ -238,7 +238,7 @@ CASE_WEIGHT = 0.2
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
-    """Merge identical setups from one source into one case that has their median."""
+    """Merge identical setups from one source into one case with their median step time."""
     groups: dict[tuple[Setup, str], list[float]] = defaultdict(list)
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None

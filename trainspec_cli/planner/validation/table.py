@@ -239,7 +239,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
 
 
 def formats_of(row: Row, chip: AcceleratorSpec) -> tuple[str, str]:
-    """Return (compute, matmul)."""
+    """Return (the compute format, the matmul format)."""
     text = (row.get("dtype") or "bf16").lower()
     half = "bf16" if chip.bf16_tflops else "fp16"
     for name in ("mxfp8", "nvfp4", "fp8"):

@@ -122,8 +122,8 @@ class FamilyMemory(Protocol):
 def rank_peaks(run: EngineRun) -> Iterator[PeakMemory]:
     """Yield the peaks of all pipeline ranks.
 
-    If a rank has no more layers of any kind than an earlier one, it needs no more memory, since the earlier one keeps
-    them for more micro-batches; it is not counted separately unless it has the head.
+    A rank that does not have more layers of any kind than an earlier rank needs no more memory, because the earlier
+    rank keeps activations for more micro-batches. Such a rank is not counted separately unless it has the head.
     """
     counted: list[tuple[Counter[Layer], PeakMemory]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
