@@ -557,7 +557,7 @@ def user_code_errors(
 
 
 def _problem(extension: Extension, when: str, error: Exception) -> Problem:
-    shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # as Python prints it
+    shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # in Python's own format
     message = f"`{extension.path}`: {extension.text} raised {shown} {when}"
     frame = _user_frame(error)
     hint = ""
@@ -577,7 +577,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 def _user_frame(error: Exception) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame in the user's code, as opposed to frames in trainspec or in
-    libraries that it calls, or None."""
+    libraries that the code calls; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)

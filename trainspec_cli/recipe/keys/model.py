@@ -183,7 +183,7 @@ class DecoderModel:
     vocab_size: PositiveInt
     """Vocabulary size, in tokens."""
     family: Literal["decoder"] = "decoder"
-    """The family of models: decoder."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
@@ -314,7 +314,7 @@ class HybridModel:
     mamba_groups: PositiveInt = 8
     """Number of groups of heads that share the scan's inputs B and C."""
     family: Literal["hybrid"] = "hybrid"
-    """The family of models: hybrid."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
@@ -421,7 +421,7 @@ class OwnModel:
     """Bytes per token that a block keeps for its backward, in bf16; null: the same as for a transformer with this many
     parameters."""
     family: Literal["own"] = "own"
-    """The family of models: own."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
@@ -468,7 +468,7 @@ class ConvModel:
     groups: PositiveInt = 1
     """Number of groups in the 3x3 convolutions, such as 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
-    """The family of models: conv."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
 

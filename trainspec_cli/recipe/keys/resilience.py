@@ -122,6 +122,6 @@ class ResilienceSpec:
 
     @property
     def keeps_layout(self) -> bool:
-        """Return whether the participants exchange their state part by part, and must therefore keep their initial
+        """Return whether the groups or sites exchange their state part by part, and must therefore keep their initial
         layout."""
         return self.mode in ("elastic", "sites")

@@ -142,7 +142,7 @@ class DataSpec:
         return {"": PartSpec(self.source, self.path, self.text_field, options=self.options)}
 
     def with_part(self, part: PartSpec) -> DataSpec:
-        """Return the same data settings for a single part."""
+        """Return these data settings with `part` as their only source."""
         one = {"source": part.source, "path": part.path, "text_field": part.text_field, "options": part.options}
         return replace(self, **one, mixture={}, validation={})  # type: ignore[arg-type]
 

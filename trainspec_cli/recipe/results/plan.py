@@ -270,7 +270,7 @@ class LayoutProposal:
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:
-        """Return the layout as one that the run uses from `step` updates on."""
+        """Return the proposed layout as a change that takes effect after `step` updates."""
         return PlannedLayout(
             step,
             self.layout,
@@ -310,8 +310,8 @@ class Plan:
     """Number of parameters trained by LoRA fine-tuning, in addition to the model's own `params`."""
 
     replica_groups: int = 1
-    """Number of process groups, each with the full model in `layout`. With more than one, a group survives the loss of
-    others."""
+    """Number of replica groups, each of which has the full model in `layout`. With more than one, a group survives the
+    loss of others."""
 
     largest_micro_batch_size: int | None = None
     """The largest size that memory allows, limited to what the scheduler needs; None if unknown."""

@@ -25,7 +25,7 @@ def size_of(layout: LayoutSpec, axis: str) -> int:
 
 
 def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
-    """Return the layout of the pipeline alone, with `auto` axes as in a run without a pipeline."""
+    """Return a layout with only the pipeline's axis and schedule, where `auto` means no pipeline and 1F1B."""
     schedule = layout.pipeline_schedule
     return Layout(
         pp=size_of(layout, "pp"),
@@ -735,11 +735,11 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
 
 
 def injected_faults(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse to start a run with faults that only a rehearsal knows."""
+    """Reject faults that only a rehearsal can simulate."""
     try:
         parsed = parse_faults(spec.fault)
     except FaultSyntaxError:
-        return  # `faults` reports it
+        return  # the rule `faults` reports this error
     for fault in parsed:
         if fault.kind in ONLY_REHEARSED:
             message = f"`fault` {fault.kind} cannot be injected into a run; `trainspec rehearse` predicts its cost"
