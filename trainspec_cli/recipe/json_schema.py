@@ -194,7 +194,7 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
 
 
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
-    """Return the schema for the files in conf/GROUP, for which `sections_of_group` is not empty."""
+    """Return the schema for the files in conf/GROUP, a group with a recipe section (`sections_of_group`)."""
     names = "|".join(map(re.escape, groups))
     entry: JsonObject = {
         "type": "object",

@@ -426,7 +426,7 @@ def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
 def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorSpec, str]:
     """Return the values of one die of a board, or of a partition of a chip, which ROCm reports as a separate GPU."""
     rates = {field.name: part * getattr(chip, field.name) for field in fields(chip) if field.name.endswith(RATES)}
-    note = f"{gpu.name} has {part:.0%} of the memory of a whole {chip.name}, and is planned with that part of its rates"
+    note = f"{gpu.name} has {part:.0%} of the memory of a full {chip.name}, and is planned with that part of its rates"
     return replace(chip, **rates), note
 
 

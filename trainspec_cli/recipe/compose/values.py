@@ -321,7 +321,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
         if "@" in key:
             hint = "write only the key: packages (`@`) are not supported"
         elif item:
-            hint = f"give the whole list: {item[1]}=[...]"
+            hint = f"write the complete list: {item[1]}=[...]"
         elif _KEY.fullmatch(bare):
             hint = f"did you mean `{bare}`?"
         else:

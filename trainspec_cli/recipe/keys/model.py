@@ -76,7 +76,7 @@ class RopeScaling:
     factor: Annotated[float, Range(1)]
     """Ratio of the new sequence length to the original one."""
     original_seq_len: PositiveInt
-    """Sequence length, in tokens, with which the model was first trained."""
+    """Sequence length of the model's original training, in tokens."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths longer than original_seq_len divided by this value are stretched by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
@@ -210,8 +210,8 @@ class DecoderModel:
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
-    """Limit to which the gate and the linear half of the experts are clamped. The gate is then weighted by
-    sigmoid(1.702 x), and 1 is added to the linear half (gpt_oss). null: no limit."""
+    """Limit for clamping the gate and the linear half of the experts. The gate is then weighted by sigmoid(1.702 x),
+    and 1 is added to the linear half (gpt_oss). null: no limit."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have biases: query, key and value (Qwen2), or also the output (gpt_oss)."""
     qk_norm: bool = False
@@ -333,7 +333,7 @@ class HybridModel:
         builder="trainspec_cli.engine.models.hybrid",
         memory="trainspec_cli.planner.memory.engine.step",
         refuses={
-            "cp": "a state-space scan runs along the whole sequence",
+            "cp": "a state-space scan runs along the full sequence",
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
         },
@@ -435,7 +435,7 @@ class OwnModel:
         builder="trainspec_cli.engine.models.own",
         refuses={
             "tp": "the engine cannot shard user-defined blocks",
-            "cp": "user-defined blocks need whole sequences",
+            "cp": "user-defined blocks need full sequences",
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
             "muon": "the plan does not know the matrices of user-defined blocks",

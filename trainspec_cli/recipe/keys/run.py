@@ -359,7 +359,7 @@ class RunSpec:
     framework: FrameworkSpec = field(
         default_factory=lambda: FrameworkSpec(name="trainspec", counted=True, expandable_segments=True)
     )
-    """The training framework for which `trainspec plan` plans; only trainspec's own engine can be launched."""
+    """The training framework that `trainspec plan` assumes; only trainspec's own engine can be launched."""
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)

@@ -125,7 +125,7 @@ class BatchScheduleSpec:
     `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size."""
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
-    """ramp: `stages`. seesaw: the batch grows by the factor by which `optim.schedule` has reduced the learning rate
+    """ramp: `stages`. seesaw: as `optim.schedule` reduces the learning rate, the batch grows by the same factor
     (arXiv:2510.14717). noise: the batch follows the measured gradient noise scale (arXiv:1812.06162)."""
     lr_rule: Literal["optimizer", "sqrt", "linear", "none"] = "optimizer"
     """The factor on the learning rate for a larger batch: its square root (arXiv:2205.10287), in proportion

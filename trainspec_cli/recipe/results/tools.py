@@ -249,7 +249,7 @@ class LiveSteps:
     largest_micro_batches: tuple[int, ...]
     """Maximum number of samples that the first rank processed together in each step."""
     written_bytes: int
-    """Number of bytes by which the run folder grew, excluding logs, while no checkpoint was due."""
+    """Growth of the run folder in bytes, excluding logs, while no checkpoint was due."""
 
 
 @dataclass(frozen=True)

@@ -464,7 +464,7 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
     for op, backend in _named(spec):
         reason = KERNELS[op][backend].whole_vocabulary and size_of(spec.layout, "tp") > 1
         if reason:
-            message = f"`kernels.{op}` is {backend}, which needs the whole vocabulary, but layout.tp shards it"
+            message = f"`kernels.{op}` is {backend}, which needs the full vocabulary, but layout.tp shards it"
             yield Problem("unsupported", message, f"kernels.{op}", f"set kernels.{op}={TORCH}, or layout.tp=1")
 
 

@@ -608,7 +608,7 @@ def parameter_format(spec: RunSpec) -> Iterator[Problem]:
     """Reject int4 parameters: four bits could only represent differences from the previous step, and each rank would
     have to keep that step's parameters in full."""
     if spec.comm.parameters == "int4":
-        message = f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps the previous ones"
+        message = f"`{PARAMETERS}` is int4; 4 bits are too few for full weights, and no rank keeps the previous ones"
         yield Problem("unsupported", message, PARAMETERS, f"set {PARAMETERS}=int8")
 
 

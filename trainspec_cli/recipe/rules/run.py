@@ -111,7 +111,7 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
     elif not why and not has_layer_list(spec.model):
         why = f"the planner does not know the matrices of `model.family` {spec.model.family}"
     elif not why and spec.lora.rank:
-        why = f"it trains whole matrices: `lora.rank` is {spec.lora.rank}"
+        why = f"it trains complete matrices: `lora.rank` is {spec.lora.rank}"
         hint = f"set {NAME}=adamw, or lora.rank=0"
     if why:
         yield Problem("unsupported", f"`{NAME}` is muon, but {why}", NAME, hint)

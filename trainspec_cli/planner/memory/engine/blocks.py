@@ -345,8 +345,8 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
 
 
-# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, and tokens back in their
-# original order.
+# A mixture of experts on a tape: router, tokens sorted by expert, the experts' matrix multiplications, and tokens back
+# in their original order.
 # Tokens are spread evenly over experts and ranks. The experts' matrix multiplication uses the grouped GPU kernel, which
 # needs memory only for its result.
 
