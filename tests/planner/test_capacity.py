@@ -116,7 +116,7 @@ def test_figures_of_a_candidate(recompute: Any, lora: int, again: float) -> None
 )
 def test_what_was_assumed_is_said(cluster: ClusterSpec, compiled: bool, said: list[str]) -> None:
     mfu, ranked, *others = assumptions(replace(SPEC, cluster=cluster, compile=compiled), describe_fabric(cluster, None))
-    assert mfu.startswith("MFU counts") and ranked.startswith("ranked by the expected step")
+    assert mfu.startswith("MFU counts") and ranked.startswith("ranked by expected step time")
     assert len(others) == len(said)
     assert all(part in line for part, line in zip(said, others, strict=True))
 

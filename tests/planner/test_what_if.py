@@ -134,8 +134,8 @@ def test_replica_groups_keep_their_layout() -> None:
 @pytest.mark.parametrize(
     ("planned", "why"),
     [
-        (made(), "no probe of the machine"),
-        (made(layout=LayoutSpec(tp=2)), "cannot predict such a run"),
+        (made(), "no probe of this run's machine"),
+        (made(layout=LayoutSpec(tp=2)), "cannot predict this kind of run"),
         (replace(made(), device="cuda"), "the catalogue has no accelerator like the device of this run"),
     ],
 )

@@ -55,7 +55,7 @@ class Level:
     """Number of the group's ranks inside an element of the tier below, which have already divided the bytes among
     themselves."""
     bytes_per_s: float
-    """Bandwidth of one device."""
+    """Bandwidth per device."""
     hop_s: float
 
 
@@ -93,8 +93,9 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
     else:
         times["direct"] = passes * reduce_scatter_s(group, message_bytes, eff)
     if len(levels) > 1:
-        # A ring in each tier: first inside an element, then across elements, among ranks in the same position, each
-        # with its part of the bytes. With gloo, the ranks of each tier exchange their parts in one step.
+        # The hierarchical algorithm runs a ring in each tier: first inside an element, then across elements, between
+        # ranks at the same position, each with its part of the bytes. With gloo, the ranks of each tier exchange their
+        # parts in one step.
         total_s = 0.0
         for level in levels:
             is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
@@ -105,7 +106,8 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
             total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
         times["hierarchical"] = total_s
     if operation == "all_reduce" and not group.speaks_gloo:
-        # A chain inside each domain and a double binary tree over the domains, both up and down.
+        # A tree consists of a chain inside each domain and a double binary tree over the domains; data goes up, then
+        # down.
         hops_s = 0.0
         for level in levels:
             is_chain = level.below == 1 and group.per_domain > 1
@@ -125,14 +127,14 @@ def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, ef
 def exchanges_of(
     setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
 ) -> tuple[Exchange, ...]:
-    """Return the exchanges per step of the rank with the most parameters: the bytes, count and fastest algorithm of
-    each."""
+    """Return the exchanges in a step of the rank with the most parameters, with the bytes, count and fastest algorithm
+    of each."""
     layout = setup.layout
     found: list[Exchange] = []
 
     def add(axis: str, name: str, operation: Operation, size: float, per_step: float, *, buckets: bool = False) -> None:
-        """`name`: a group of `axis_groups`. `buckets`: whether these are gradients or parameters, which are exchanged
-        in buckets during computation."""
+        """`name`: the key of a group in `axis_groups`. `buckets`: whether these are gradients or parameters, which are
+        exchanged in buckets during computation."""
         group = groups[name]
         if group.size <= 1 or size <= 0 or per_step <= 0:
             return
@@ -157,7 +159,8 @@ def exchanges_of(
             )
         )
 
-    # Tensor, context and expert parallelism in the layers of an average pipeline rank, forward and backward.
+    # Exchanges of tensor, context and expert parallelism in the layers of an average pipeline rank, forward and
+    # backward.
     works = [work for parts in layer_works(setup.model, setup.tokens, setup.seq_len, layout) for work in parts]
     times = setup.grad_accum / layout.pp
     size, number = _mean((work.tp_bytes, work.tp_exchanges) for work in works)
@@ -167,12 +170,12 @@ def exchanges_of(
     size, number = _mean((work.ep_bytes, 1) for work in works)
     add("ep", "ep", "all_to_all", size, 4 * times * number)
 
-    # Activations and their gradients between pipeline stages.
+    # Messages with activations and their gradients between pipeline stages.
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     size = 2.0 * setup.tokens * setup.model.hidden_size / parts
     add("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
 
-    # Gradients and parameters of the pipeline rank with the most parameters.
+    # Exchanges of gradients and parameters on the pipeline rank with the most parameters.
     part = max((rank.whole for rank in rank_parts(once, layout)), key=lambda rank: rank.params)
     gradients = setup.trainable * setup.software.reduce_bytes
     weights = 2.0
@@ -197,7 +200,7 @@ def exchanges_of(
 
 
 def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Return (mean bytes per message, number of messages) from (bytes, count) pairs, without empty messages."""
+    """Return (mean bytes per message, number of messages) from (bytes, count) pairs, ignoring empty messages."""
     sent = [(size, number) for size, number in messages if size > 0]
     number = sum(number for _, number in sent)
     return (sum(size * times for size, times in sent) / number if number else 0.0), number
@@ -233,7 +236,7 @@ EXPERT_AXES = ("tp", "cp", "dp_shard")
 def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
     """Return the axes with more than one rank, innermost first. An axis that crosses a node boundary is split in two.
 
-    None if nodes do not contain complete parts of an axis; then moving nodes does not move axes."""
+    None if a node contains incomplete parts of an axis, because moving nodes would then not reorder axes."""
     order: list[Extent] = []
     left = per_node
     for axis in reversed(MESH_AXES):
@@ -328,7 +331,7 @@ LARGEST_TUNED = 2**32
 
 @dataclass(frozen=True)
 class _Placed:
-    """The step with one order of the axes."""
+    """A planned step with one order of the axes."""
 
     order: tuple[Extent, ...] | None
     """None if only the usual order is possible."""
@@ -401,7 +404,7 @@ def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
         reason = "each NIC of a node is on a rail's own switch: rings and trees stay on their rail"
         yield Setting("NCCL_CROSS_NIC", "0", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
     if spec.nic_wiring == "one_switch":
-        reason = "all NICs of a node are on one switch: staying on the same NIC avoids no flow collision"
+        reason = "all NICs of a node are on one switch, so staying on one NIC does not avoid flow collisions"
         yield Setting("NCCL_CROSS_NIC", "1", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
 
 

@@ -2,7 +2,8 @@
 
 The model is hierarchical. Every cluster has its own pace (`PACE`), parameters near the shipped ones, and an error
 shared by the runs of one group (a model, a run folder); the rest is noise. The prior's deviations describe how much
-clusters differ if they were not used to fit the shipped values. Four runs therefore change only what they measure."""
+clusters differ if they were not used to fit the shipped values. Even four runs are therefore useful, because they
+change only the parameters that they measure."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 PACE = "pace"
-"""Factor on all step times of the cluster, regardless of what limits them."""
+"""Name of the factor on all step times of the cluster, regardless of what limits them."""
 NINE_IN_TEN = 1.645
 """Number of standard deviations on either side that contain 90% of a normal distribution."""
 STEP = 0.02
@@ -31,7 +32,7 @@ ITERATIONS = 6
 OUTLYING = 3.0
 """Errors larger than this many deviations count linearly (Huber)."""
 TAUGHT = 0.98
-"""A parameter whose deviation stays above this fraction of the prior's was not determined by the data."""
+"""The data has not determined a parameter whose deviation stays above this fraction of the prior's."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class Posterior:
         return tuple(math.sqrt(row[place]) for place, row in enumerate(self.covariance))
 
     def known_within(self, slopes: Sequence[float], spread: Spread) -> float:
-        """Return the factor within which a step time of another group is known with 90% probability. `slopes`:
-        derivatives of that step time."""
+        """Return the 90% uncertainty factor of a step time in another group. `slopes`: derivatives of that step
+        time."""
         pairs = zip(slopes, self.covariance, strict=True)
         doubt = sum(own * sum(a * b for a, b in zip(row, slopes, strict=True)) for own, row in pairs)
         return math.exp(NINE_IN_TEN * math.sqrt(doubt + spread.group**2 + spread.noise**2))
@@ -174,12 +175,13 @@ TIMES = (
     *("kernel_s", "launch_s", "collective_latency_s", "hop_latency_s", "step_s", "step_graphed_s"),
     *("exponentials", "issue"),
 )
-"""Dividing all rates by a number and multiplying all times by it multiplies the step time by it. The other efficiencies
-are relative to these."""
+"""Efficiencies that together set the pace: dividing these rates and multiplying these times by a number multiplies the
+step time by it. The other efficiencies are relative to them."""
 GPU_SPREAD = Spread(parameter=0.1, pace=0.08, group=0.09, noise=0.05)
-"""91% of the sources that were not used for the fit lie within their 90% intervals (tests/bench/calibration.py)."""
+"""With these deviations, 91% of the sources that were not used for the fit lie within their 90% intervals
+(tests/bench/calibration.py)."""
 CPU_SPREAD = Spread(parameter=0.3, pace=0.3, group=0.05, noise=0.05)
-"""Predicted CPU steps are assumed to be off by a third because of other load. Runs with the same layout differ by
+"""Predicted CPU steps are assumed to be off by a third because of other load; runs with the same layout differ by
 5%."""
 LEAST_SHARE = 0.02
 """Parts that take less than this fraction of a step are noise and are not used."""

@@ -65,10 +65,10 @@ SHOWN = 10
 COUNTED = 40
 """Maximum number of layouts whose memory is counted tensor by tensor."""
 SLACK = 1.1
-"""How far the search's rough estimate of a layout may exceed the limit; the exact count then decides whether the layout
-fits."""
+"""Factor by which the search's rough memory estimate may exceed the limit; the exact count then decides whether the
+layout fits."""
 TRIED = 4
-"""The same as `COUNTED`, for layouts of the same complexity."""
+"""Maximum number of layouts of the same complexity whose memory is counted tensor by tensor."""
 ERR = 1.02
 """The search's estimate of the expected step time differs from the exact one by less than this factor."""
 
@@ -113,7 +113,7 @@ def capacity_of(
     considered: int,
     usual: Candidate | None = None,
 ) -> CapacityPlan:
-    """Return a plan with the model's properties, which are the same in every layout."""
+    """Return a plan with these candidates, and with the model's properties, which do not depend on the layout."""
     return CapacityPlan(
         params=workload.count_params(spec.model),
         adapter_params=workload.adapter_params(spec.model, spec.lora),
@@ -137,7 +137,7 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
 
 
 def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits among the first `most`, which are counted tensor by tensor, or None."""
+    """Return the best layout that fits, or None. Only the first `most` layouts are counted tensor by tensor."""
     found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
@@ -249,7 +249,7 @@ def search_of(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Search:
 
 
 def start_s_a_step(spec: RunSpec) -> float:
-    """Return the seconds of a failed start, divided by the number of steps in the run."""
+    """Return the duration of a failed start in seconds, divided by the number of steps in the run."""
     return spec.cluster.reliability.start_s / spec.train.max_steps
 
 
@@ -279,7 +279,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
 
 
 def software_of(spec: RunSpec, sharding: Sharding) -> Software:
-    """Return the recipe's framework as software, with the recipe's formats, compilation and optimizer."""
+    """Return the `Software` of the recipe's framework, with the recipe's formats, compilation and optimizer."""
     sums: SumFormat = "compute" if spec.precision.reduce == "bf16" else "fp32"
     return replace(
         describe_software(spec.framework, sharding, spec.compile, accumulate=sums, reduce=sums),
@@ -290,7 +290,7 @@ def software_of(spec: RunSpec, sharding: Sharding) -> Software:
 
 
 def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
-    """Return the software for each type of sharding. Equal ones share one object, because searches cache results by
+    """Return the `Software` for each type of sharding. Equal ones share one object, because searches cache results by
     object."""
     found: dict[Software, Software] = {}
     softwares = {sharding: software_of(spec, sharding) for sharding in SHARDINGS}
@@ -371,7 +371,7 @@ def rate_candidate(
 
 
 def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Setup:
-    """Return the setup with which a candidate of this spec was estimated."""
+    """Return the setup that was used to estimate a candidate of this spec."""
     template = template_of(spec, describe_fabric(spec.cluster, machine))
     return replace(
         template,
@@ -385,7 +385,7 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
 
 
 def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> int:
-    """Return the size of the largest micro-batch that fits and that the scheduler may assign to a fast rank: up to
+    """Return the largest micro-batch that fits and that the scheduler may assign to a fast rank, in samples: up to
     `wanted` (`scheduler.max_micro_batch_size`) or, if that is auto, up to twice the candidate's size."""
     usual = candidate.micro_batch_size
 
@@ -400,7 +400,7 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     chip = fabric.chip
     yield from ALWAYS_ASSUMED
     if chip.vendor == "cpu":
-        yield "the CPU's rates are those of a typical server core; nothing was measured here"
+        yield "the CPU's rates are those of a typical server core; none was measured on this machine"
     elif not chip.matmul_bf16_tflops:
         yield f"{chip.name}: no measured matmul rate; a fraction of the peak is assumed, based on its board power"
     network = spec.cluster.fabric.tiers[1:]
@@ -408,10 +408,10 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     if fabric.num_devices > fabric.scaleup_devices and not is_stated:
         yield f"the cluster specifies no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s per device is assumed"
     if main_size(spec) != spec.batching.global_batch_size:
-        yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
+        yield f"layouts are ranked for {main_size(spec):,} samples per step, the batch size for most of the run"
     if not spec.framework.counted:
         version = f" ({spec.framework.version})" * bool(spec.framework.version)
-        yield f"the step and its memory are those of {spec.framework.name}{version}, from its published description"
+        yield f"step time and memory are those of {spec.framework.name}{version}, from its published description"
     if not spec.compile and not spec.framework.fused_kernels:
         yield "kernels are launched one by one (compile: false)"
 
@@ -422,11 +422,11 @@ def sample_tokens(spec: RunSpec) -> int:
 
 
 def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:
-    """Return (the setup with its layers split by planned times if the recipe leaves the split open, each stage's
-    memory).
+    """Return (the setup, each stage's memory). If the recipe leaves the layer split open, layers are split by planned
+    times.
 
-    Uses the best layer split if it fits the device, otherwise the best that fits according to the memory estimate,
-    otherwise the even one."""
+    The best layer split is used if it fits on the device, otherwise the best one that fits according to the memory
+    estimate, otherwise the even one."""
     if not is_open(setup.layout, setup.model):
         return setup, predict_memory(setup, recompute)
     groups = axis_groups(setup.layout, setup.fabric, eff)
@@ -442,7 +442,7 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
 
 PREDICTED_SIZES = 6
-"""Number of sizes of a changing batch that are predicted; the others are interpolated."""
+"""Number of batch sizes that are predicted if the batch changes; the others are interpolated."""
 
 
 def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
@@ -479,8 +479,8 @@ def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candida
 
 
 def first_micro_batches(spec: RunSpec, candidate: Candidate) -> int:
-    """Return the number of micro-batches in the run's first step. A candidate's own number is for the main batch
-    size."""
+    """Return the number of micro-batches in the run's first step. A candidate's number applies to the main batch size
+    (`main_size`)."""
     return micro_batches_of(candidate.layout, candidate.micro_batch_size, spec.batching.global_batch_size)
 
 
@@ -508,7 +508,7 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 
 
 def pin_layout(spec: RunSpec, layout: Layout) -> RunSpec:
-    """Return the recipe with this layout (of all replicas) pinned."""
+    """Return the recipe with this layout pinned; the layout covers all replicas."""
     layout, groups = one_group(spec, layout)
     resilience = replace(spec.resilience, replica_groups=groups) if groups > 1 else spec.resilience
     return replace(spec, layout=asked_for(layout), resilience=resilience)
@@ -520,13 +520,13 @@ def asked_for(layout: Layout) -> LayoutSpec:
 
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
-"""Device counts to try: a power of two times one of these factors, which can be used for pipeline stages or for the
-batch."""
+"""Device counts to try are a power of two times one of these factors, because the odd factor may divide the number of
+layers or the batch."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
-    """Return (`spec` on the used nodes, its plan). If no layout over all nodes divides the batch evenly, this is the
-    fastest plan for all nodes or for one of the next smaller counts; the remaining nodes become spares."""
+    """Return (`spec` on the used nodes, its plan). If no layout over all nodes divides the batch evenly, the plan is
+    the fastest one on all nodes or on one of the next smaller node counts; the remaining nodes become spares."""
     fabric = describe_fabric(spec.cluster, machine)
     whole = plan_capacity(spec, machine)
     samples = spec.batching.global_batch_size
@@ -583,7 +583,7 @@ MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
 """Rank of the suggested adapters."""
 Change = tuple[str, Callable[[RunSpec], RunSpec]]
-"""(the override to set, the function that applies it to a recipe)"""
+"""(an override, the function that applies it to a recipe)"""
 OPEN: Change = (
     "layout=auto recompute=auto",
     lambda spec: replace(spec, layout=open_layout(spec), recompute=AUTO),
@@ -614,9 +614,9 @@ SINGLE: tuple[Change, ...] = (
     ADAPTERS,
 )
 TOGETHER = ((OPEN, OFFLOADED), (OPEN, ADAPTERS))
-"""Tried if neither of the two suffices alone."""
+"""Pairs of changes to try if neither change suffices alone."""
 IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
-"""Tried if adapters with an unquantised base do not fit."""
+"""Changes to try if adapters with an unquantised base do not fit."""
 
 
 def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
@@ -639,7 +639,7 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
             note = f", {ADAPTERS_NOTE}" if has_adapters else ""
             yield _describe(" ".join(words for words, _ in changes), found) + note
     words, open_all = OPEN
-    for factor in MORE_NODES:  # the smallest number that helps; more nodes would help too
+    for factor in MORE_NODES:  # this is the smallest number that helps; more nodes would help too
         nodes = spec.cluster.num_nodes * factor
         larger = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes))
         fabric_of_all = replace(fabric, num_devices=fabric.num_devices * factor)

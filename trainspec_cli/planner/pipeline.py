@@ -33,11 +33,11 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory limits for a layer split. A rank with an earlier stage keeps activations for more micro-batches, so the
-    bytes of a layer depend on the rank."""
+    """Memory limits for a layer split. Ranks with earlier stages keep activations for more micro-batches, so the bytes
+    per layer depend on the rank."""
 
     layer_bytes: Sequence[Sequence[float]]
-    """For each pipeline rank, the bytes that each layer of the model would need on it."""
+    """For each pipeline rank, the bytes that each layer of the model would need on that rank."""
     capacity_bytes: Sequence[float]
     """Total bytes that the layers of each pipeline rank may use."""
 
@@ -50,13 +50,13 @@ Borders = tuple[int, ...]
 class Rank:
     speed: float
     beside_s: float
-    """Time in seconds of everything else: the embedding, the head, and stages that are already fixed."""
+    """Time in seconds of the rank's other work: the embedding, the head, and stages that are already fixed."""
     bytes_before: Sequence[float]
-    """Cumulative bytes on this rank of the layers before each layer; empty without a limit."""
+    """For each layer, the total bytes that the layers before it would need on this rank; empty without a limit."""
     room_bytes: float
 
     def reach(self, time_before: Sequence[float], heaviest_s: float, start: int) -> int:
-        """Return the last possible border of a stage that starts at `start` and takes at most `heaviest_s`."""
+        """Return the latest possible end of a stage that starts at layer `start` and takes at most `heaviest_s`."""
         budget_s = heaviest_s * self.speed - self.beside_s
         end = bisect_right(time_before, time_before[start] + budget_s) - 1
         if not self.bytes_before:
@@ -73,7 +73,7 @@ class Rank:
 @dataclass(frozen=True)
 class CutProblem:
     time_before: Sequence[float]
-    """Cumulative time of the layers before each layer."""
+    """For each layer, the total time of the layers before it."""
     ranks: tuple[Rank, ...]
     """The pipeline's ranks; `beside_s` includes the embedding and the head."""
     rank_of_stage: tuple[int, ...]
@@ -129,7 +129,7 @@ class CutProblem:
         work_s = self.time_before[-1]
         speed = 0.0
         least = 0.0
-        for rank in ranks:  # the layers go to the ranks with a lighter fixed part
+        for rank in ranks:  # layers go only to ranks whose fixed part is below the bound
             if speed and rank.beside_s / rank.speed >= work_s / speed:
                 break
             work_s = work_s + rank.beside_s
@@ -149,7 +149,7 @@ class Chain:
     ranks: Sequence[Rank]
     """The ranks in the order of their stages."""
     near: Borders
-    """The layer split to keep if it is equally good; its ends are fixed."""
+    """The layer split to prefer among equally good ones; its ends are fixed."""
     equal: float
 
     def cut(self) -> Borders | None:
@@ -189,7 +189,8 @@ class Chain:
     def walk(self, heaviest_s: float) -> Borders | None:
         """Return the split nearest to `near` whose ranks take at most `heaviest_s`, or None.
 
-        Proceeds stage by stage, keeping the possible borders of each stage and the nearest split up to that point."""
+        The search proceeds stage by stage, and keeps the possible borders of each stage with the nearest split up to
+        there."""
         before = self.time_before
         end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
@@ -211,7 +212,8 @@ class Chain:
         return reached[end][1] if reached else None
 
 
-# Several stages per rank (interleaved, zbv): layers are moved one by one, then a bounded search looks for a better cut.
+# Several stages per rank (interleaved, zbv): layers are moved one by one, then a bounded search looks for a better
+# split.
 
 
 GAIN = 0.01
@@ -233,7 +235,7 @@ def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
 
 
 def _proportional(problem: CutProblem) -> Borders:
-    """Give each stage an equal share of what its rank can do within the lower bound, rounded to whole layers."""
+    """Divide the work that each rank can do within the lower bound evenly among its stages, rounded to whole layers."""
     before = problem.time_before
     rounds = len(problem.rank_of_stage) // len(problem.ranks)
     layers = len(before) - 1
@@ -250,8 +252,8 @@ def _proportional(problem: CutProblem) -> Borders:
 
 
 def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
-    """Repeatedly apply the best move of a layer from one stage to another (the stages in between pass one on), as long
-    as that helps.
+    """Repeatedly move a layer from one stage to another (stages in between pass one on), choosing the best move, as
+    long as that helps.
 
     A move helps if it reduces the missing memory, or if it makes the heaviest ranks lighter, compared from the heaviest
     down."""
@@ -273,7 +275,8 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
-    """Yield splits, with their loads, that shift consecutive borders by one layer and keep every rank within `most_s`.
+    """Yield splits, with their loads, in which consecutive borders are shifted by one layer and every rank stays within
+    `most_s`.
 
     If memory is sufficient (`most_s` is finite), these splits make the heaviest rank lighter."""
     before = problem.time_before
@@ -321,8 +324,8 @@ class _Search:
         return self.best
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
-        """Try the borders of the next stage, starting with those nearest to the proportional one. `ranks` include the
-        previous stages."""
+        """Try the borders of the next stage, starting with those nearest to the proportional one. `ranks` already
+        include the previous stages."""
         before = self.problem.time_before
         stage = len(borders) - 1
         start = borders[-1]
@@ -340,7 +343,7 @@ class _Search:
             if not left:
                 found = (*borders, place)
                 heaviest_s = self.problem.heaviest_s(found)
-                if heaviest_s <= self.bound_s:  # earlier branches may have lowered the bound
+                if heaviest_s <= self.bound_s:  # an earlier branch may have lowered the bound
                     self.best = found
                     self.bound_s = heaviest_s / (1 + GAIN)
             else:
@@ -366,7 +369,8 @@ Counts = tuple[int, ...]
 
 
 def cut_evenly(num_layers: int, stages: int) -> Counts:
-    """Return the same number of layers for all stages, plus one more for the first stages if layers remain."""
+    """Return the even split: the same number of layers for all stages, plus one more for the first stages if layers
+    remain."""
     even, spare = divmod(num_layers, stages)
     return tuple(even + (stage < spare) for stage in range(stages))
 
@@ -408,7 +412,7 @@ def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     """Return the exact split for equal layers, with any number of stages per rank: only the numbers of layers matter.
 
     Moves a layer from the heaviest rank to the rank that would be lightest with it, as long as that rank stays lighter
-    than the heaviest. If a lighter split exists, some rank has more layers in it than now and can take one."""
+    than the heaviest. If a lighter split exists, it gives some rank more layers than now, so that rank can take one."""
     stages = [end - start for start, end in pairwise(even)]
     rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]
@@ -549,12 +553,12 @@ class TimedAction(NamedTuple):
 
 
 def input_of(layout: Layout, action: Action) -> Action | None:
-    """Return the pass whose result arrives at the stage of `action` before it can begin, or None."""
+    """Return the pass on another stage whose result `action` needs, or None."""
     kind, stage, micro_batch = action
     if kind == "forward":
         return Action(kind, stage - 1, micro_batch) if stage > 0 else None
     if kind == "backward_weight" or stage + 1 == layout.num_stages:
-        return None  # its rank has run the pass before it
+        return None  # the same rank ran the previous pass
     return Action(kind, stage + 1, micro_batch)
 
 
@@ -565,11 +569,11 @@ def replay(
     hand_over_s: Callable[[int, int], float] = lambda _sender, _receiver: 0.0,
     begin_s: Sequence[float] = (),
 ) -> list[list[TimedAction]]:
-    """Return each rank's actions with the seconds at which they begin and end: an action begins when its rank is free
-    and its input has arrived.
+    """Return each rank's actions with their start and end times in seconds. An action starts when its rank is free and
+    its input has arrived.
 
-    `hand_over_s`: the time of a message from one rank to another; messages do not delay one another. `begin_s`: the
-    moments at which the ranks begin (0 by default). Raises ValueError if the ranks wait for one another forever.
+    `hand_over_s`: the time of a message from one rank to another; messages do not delay one another. `begin_s`: when
+    each rank starts (0 by default). Raises ValueError if the ranks wait for one another forever.
     """
     orders = actions(layout, micro_batches)
     free_s = list(begin_s) or [0.0] * len(orders)
@@ -601,15 +605,15 @@ def replay(
 
 @lru_cache(maxsize=64)
 def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one pass (forward, input gradients or
-    weight gradients).
+    """Build a zero-bubble schedule (arXiv:2401.10241) greedily. Each pass (forward, input gradients or weight
+    gradients) takes one tick.
 
     `stages`: the stages of each rank. In each tick, a rank computes an input gradient that others are waiting for,
     otherwise a forward, otherwise a weight pass. The number of micro-batches in flight on its first chunk is at most
     the number of ranks, so it needs no more memory than the fullest stage of 1F1B.
     """
     num_stages = sum(map(len, stages))
-    forwards = [0] * num_stages  # per stage: number of micro-batches that have finished the pass
+    forwards = [0] * num_stages  # number of micro-batches that have finished the pass, per stage
     inputs = [0] * num_stages
     weights = [0] * num_stages
     done: dict[Kind, list[int]] = {"forward": forwards, "backward_input": inputs, "backward_weight": weights}

@@ -39,15 +39,15 @@ from trainspec_cli.recipe.rules.layout import (
 from trainspec_cli.recipe.rules.run import measurable_noise
 
 MAX_MICRO_BATCH_TOKENS = 8192
-"""`micro_batch_size: auto` chooses the largest number of samples that have at most this many tokens in total."""
+"""`micro_batch_size: auto` chooses the largest number of samples with at most this many tokens in total."""
 FILLING = 4
-"""Number of micro-batches per pipeline stage that `auto` chooses if the batch allows it; stages then wait for a fifth
-of the time."""
+"""Number of micro-batches per pipeline stage that `auto` chooses if the batch is large enough; stages then wait for a
+fifth of the time."""
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
-    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide evenly or if no rank is left for
-    measuring."""
+    """Resolve `spec` on `machine`. Raises RecipeError if sizes do not divide evenly, or if the layout lacks exchanges
+    that the recipe compresses or measures."""
     device = spec.cluster.device
     if device == AUTO:
         device = "cuda" if machine.gpu_names else "cpu"
@@ -67,8 +67,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
-    # The data sheet's dense bf16 rate of the detected GPU, or of the GPU named in the recipe. A derived chip has none:
-    # its rate is a lower bound, and relative to it every run would look efficient.
+    # The data sheet's dense bf16 rate of the detected GPU, or of the GPU named in the recipe. A derived chip has no
+    # such rate, only a lower bound, relative to which every run would look efficient.
     chip = None
     if device == "cuda" and compute == "bf16" and not is_derived(machine):
         chip = chip_of(machine)[0] if machine.gpu_names else spec.cluster.accelerator
@@ -121,7 +121,7 @@ def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
 
 
 def _cut_layers(plan: Plan, machine: Machine) -> Layout:
-    """Split the layers into pipeline stages: by planned times on known GPUs, otherwise by the layers' FLOPs."""
+    """Split the layers into pipeline stages by planned times on known GPUs, and otherwise by FLOPs."""
     spec = plan.spec
     layout = plan.layout
     if not is_open(layout, spec.model):
@@ -141,7 +141,7 @@ def _choose(
     spec: RunSpec, machine: Machine, device: str, devices_per_node: int
 ) -> tuple[Layout, int, int, int, tuple[Recompute, Offload]]:
     """Return (layout of a group, number of groups, micro-batch size, gradient accumulation, (recompute, offload)). On
-    known GPUs, the result comes from a search, if anything fits."""
+    known GPUs, a search chooses them, if anything fits."""
     best = None
     if is_searched(spec, machine, device):
         best = best_candidate(in_engine_format(spec, machine), machine, devices_per_node)
@@ -229,8 +229,7 @@ def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
 
 
 def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
-    """Return the largest micro-batch size that is small enough: a pipeline needs enough micro-batches to fill its
-    stages."""
+    """Return the largest suitable micro-batch size. A pipeline needs enough micro-batches to fill its stages."""
     filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
     small_enough = range(1, min(per_rank, MAX_MICRO_BATCH_TOKENS // seq_len) + 1)
     numbers = (math.ceil(per_rank / size) for size in small_enough)
@@ -247,11 +246,12 @@ def _divide(total: int, part: int, path: str, what: str) -> int:
     return total // part
 
 
-# Without a search
+# Plans without a search
 
 
 def relative_times(model: ModelSpec, tokens: float, seq_len: int, layout: Layout) -> LayerTimes:
-    """Return forward FLOPs instead of seconds, because the backward is proportional to the forward everywhere."""
+    """Return the layers' forward FLOPs in place of times; the backward is proportional to the forward in every
+    layer."""
     layers = layer_works(model, tokens, seq_len, layout)
     kinds = {id(works): sum(work.flops for work in works) for works in layers}
     head = head_work(model, tokens, layout)
@@ -264,11 +264,11 @@ up to 0.44% (docs/benchmarks.md), so it has to be requested in the recipe."""
 
 
 def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
-    """Return the formats of the plan's exchanges, with no `auto` left."""
+    """Return the formats of the plan's exchanges, with every `auto` resolved."""
     comm = plan.spec.comm
     if AUTO not in (comm.gradients, comm.across_nodes):
         return comm.fixed
-    # The reason, if any, why the planner cannot compare the times of the formats.
+    # Why the planner cannot compare the times of the formats, if it cannot.
     hindrance = ""
     cluster = plan.spec.cluster
     if plan.device == "cuda" and not is_known(plan, machine):
@@ -283,7 +283,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     def step_s(formats: WireFormats) -> float:
         return estimate_step(replace(setup, software=replace(setup.software, wire=formats)), eff).total_s
 
-    # The formats left open; the first choice is uncompressed where possible.
+    # All combinations for the formats left open, starting with uncompressed ones where possible.
     formats = []
     for inside in CANDIDATES if comm.gradients == AUTO else (comm.gradients,):
         across = CANDIDATES if comm.across_nodes == AUTO else (comm.across_nodes or inside,)
@@ -292,7 +292,7 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     best = min([full, *others], key=lambda found: found[0])
     if best[1] == full[1]:
         least_s = min(seconds for seconds, _ in others)
-        reason = f"encoding takes more than it saves: {format_duration(least_s)} per step at least, predicted,"
+        reason = f"encoding takes more time than it saves: {format_duration(least_s)} per step at least, predicted,"
         return replace(full[1], reason=f"{reason} against {format_duration(full[0])}")
     reason = f"{format_duration(best[0])} per step predicted, against {format_duration(full[0])} in full"
     return replace(best[1], reason=reason)

@@ -28,9 +28,9 @@ def size_planes(spec: PlanesSpec) -> PlanesFigures:
     radix = radix_of(spec)
     tiers = spec.switch_tiers
     switches = (3 if tiers == 2 else 5) * spec.planes / radix
-    # Fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks. Losing one removes 2/k of
-    # what its NICs can send beyond the switch in that plane, and sprayed traffic loads all planes equally. Losing a
-    # port, a T0 switch or a plane takes one plane from a NIC; losing its transceiver takes all of them.
+    # The fraction of a synchronous job's speed that each loss costs. A T0 switch has k/2 uplinks. Losing one removes
+    # 2/k of what its NICs can send beyond the switch in that plane, and sprayed traffic loads all planes equally.
+    # Losing a port, a T0 switch or a plane costs a NIC one plane; losing the NIC's transceiver costs it all planes.
     link = 2 / radix
     plane = 1 / spec.planes
     lost_speed: dict[Part, float] = {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane}
@@ -77,10 +77,10 @@ DETECT_S = 0.001
 estimate, because the papers do not give a value. The loss until then is 0.2 ms of the 7.6 s that a one-minute port flap
 costs."""
 PROBE_S = 1.0
-"""Time between two probes of a path that is assumed to be bad. This is also an estimate: a flapping link is down for a
-minute."""
+"""Time between two probes of a path that is assumed to be bad. This is also an estimate; for comparison, a flapping
+link is down for a minute."""
 ENDS = 2
-"""Each NIC is an endpoint of two queue pairs: the one on which it sends, and that of the NIC that sends to it."""
+"""Number of queue pairs per NIC: the one on which it sends, and the one on which another NIC sends to it."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """The NIC of a port or transceiver; its T0 switch follows from it."""
+    """Number of the NIC for a port or transceiver, which also determines the T0 switch."""
     t0: int = 0
-    """The T0 switch itself, or the T0 switch of a link."""
+    """Number of the failed T0 switch, or of the failed link's T0 switch."""
 
 
 class SprayedFabric:
@@ -157,8 +157,8 @@ class SprayedFabric:
         return self.spec.entropy_values / self.spec.planes
 
     def paths_through(self, part: Part) -> int:
-        """Return the expected number of entropy values, over all queue pairs, whose paths pass through one such
-        part."""
+        """Return the expected number of entropy values, over all queue pairs, whose paths pass through a part of this
+        kind."""
         ends = {"port": ENDS, "transceiver": ENDS * self.spec.planes, "t0_switch": ENDS * self.nics_per_t0}
         if part in ends:
             return round(ends[part] * self.paths_per_plane)
@@ -166,7 +166,7 @@ class SprayedFabric:
         return round(shared.get(part, float(self.nics)) * self.paths_per_plane)
 
     def touched(self, part: Part) -> float:
-        """Return the fraction of queue pairs with a path through one such part."""
+        """Return the fraction of queue pairs that have a path through a part of this kind."""
         some = 1 - math.pow(1 - 1 / self.t1s, self.paths_per_plane)
         own = min(1.0, ENDS / self.nics)
         below = min(1.0, ENDS * self.nics_per_t0 / self.nics)
@@ -207,8 +207,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         resent = 0.0
         if change == "fails":
             fabric.change(failure, 1)
-            # Packets that a queue pair loses before the failure is detected: those on its paths through the failed
-            # part.
+            # Before the failure is detected, a queue pair loses the packets on its paths through the failed part.
             part = 1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec)
             resent = 1 / spec.planes * part
         elif change == "noticed":
@@ -247,11 +246,11 @@ def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, 
 
 
 REBOOT_S = 300.0
-"""Example downtime while a switch reboots."""
+"""Assumed downtime while a switch reboots."""
 DAY_S = 86_400.0
 MONTH_HOURS = 720.0
 MOST_FLAPS = 300.0
-"""Expected number of flaps that the random simulation covers at most."""
+"""Maximum expected number of flaps in the random simulation."""
 
 
 def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
@@ -291,23 +290,23 @@ def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
     yield simulate(spec, nics, ports(0, 1), "a NIC's port flaps")
     if spec.planes > 1:
         flaps = [*ports(0, 2), *ports(other, 1), *ports(nics - 1, 1)]
-        yield simulate(spec, nics, flaps, "four ports flap, two of them of one NIC")
+        yield simulate(spec, nics, flaps, "four ports flap, two of them on one NIC")
     yield simulate(spec, nics, [Failure("t1_switch", 0.0, REBOOT_S)], "a T1 switch reboots")
     yield simulate(spec, nics, [Failure("t0_switch", 0.0, REBOOT_S)], "a T0 switch reboots")
     if spec.planes > 1:
-        yield simulate(spec, nics, [Failure("plane", 0.0, down_s)], "a whole plane is cut")
+        yield simulate(spec, nics, [Failure("plane", 0.0, down_s)], "an entire plane fails")
     yield simulate(spec, nics, [Failure("transceiver", 0.0, down_s)], "a NIC's transceiver flaps")
 
 
 def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the rate, over the entire job, of network failures that planes survive."""
+    """Return the rate, over the entire job, of network failures that a multi-plane fabric survives."""
     fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
     return fraction * nics / (reliability.mtbf_device_hours * 3600)
 
 
 def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
-    """Return the fraction of a run's time that these failures cost. Each one takes a plane from the slowest NIC until
-    the link is repaired and probed.
+    """Return the fraction of a run's time that these failures cost. During each one, the slowest NIC lacks a plane
+    until the link is repaired and probed.
 
     Overlapping dips are counted separately, which overestimates their cost."""
     one_s = simulate(spec, nics, [Failure("port", 0.0, spec.flap_s)]).lost_s
@@ -315,7 +314,7 @@ def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> floa
 
 
 def ending_failures(spec: PlanesSpec, reliability: ReliabilitySpec) -> ReliabilitySpec:
-    """Return the failures that still end a job if network failures only cause a dip."""
+    """Return the rates of failures that still end a job if network failures only cause a dip in speed."""
     if spec.planes == 1:
         return reliability
     left = 1 - spec.network_fraction * (1 - spec.fatal_fraction)

@@ -19,7 +19,8 @@ RecordT = TypeVar("RecordT", Layout, "Setup")
 
 def changed(record: RecordT, **values: object) -> RecordT:
     """Return the record with changed values. This is four times as fast as `dataclasses.replace`, which matters because
-    a search creates tens of thousands of records. Both kinds of record have only fields, without checks."""
+    a search creates tens of thousands of records. It skips `__init__`, which is safe because the records have no
+    checks."""
     made = object.__new__(type(record))
     vars(made).update(vars(record), **values)
     return made
@@ -27,7 +28,7 @@ def changed(record: RecordT, **values: object) -> RecordT:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The parts of the forward that the backward recomputes, and the layers to which this applies."""
+    """The parts of the forward that the backward recomputes, and the fraction of layers that do so."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -46,7 +47,8 @@ RECOMPUTE = {
     "selective_op": Recompute(matmul=0.5, elementwise=1.0),
     "full": Recompute(1.0, 1.0, 1.0),
 }
-"""selective: the attention core (arXiv:2205.05198). selective_op: every second matmul's output is kept."""
+"""selective: the attention core is recomputed (arXiv:2205.05198). selective_op: every second matmul's output is
+kept."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Software:
     reduce_bytes: float = 4.0
     """Bytes per value of an uncompressed gradient when it is sent."""
     wire: WireFormats = field(default_factory=WireFormats)
-    """Formats of sent gradients and parameters."""
+    """Wire formats of gradients and parameters."""
     master_bytes: float = 4.0
     optimizer: KeptState = "adamw"
     moment_bytes: float = 8.0
@@ -109,10 +111,10 @@ class Setup:
     recompute: Recompute = field(default_factory=Recompute)
     software: Software = field(default_factory=Software)
     trainable: float = 1.0
-    """Fraction of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight
+    """Fraction of the parameters that have gradients. It is below 1 with adapters (LoRA), whose base needs no weight
     gradients."""
     sharded: float = 1.0
-    """Fraction of the parameters that are sharded and gathered: below 1 if the adapters' base is quantised."""
+    """Fraction of the parameters that are sharded and gathered. It is below 1 if the adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
     replica_groups: int = 1
@@ -194,7 +196,7 @@ matrices, in `engine/optim/muon.py` without Newton-Schulz, counted by operation 
 of other optimizers reads and writes gradients, weights and moments once."""
 STEPS = 5
 WIRE_BYTES = 2.0
-"""Bytes per value for sending a matrix to the rank that orthogonalises it, and back."""
+"""Bytes per value when a matrix is sent to the rank that orthogonalises it, and back."""
 
 
 @lru_cache(maxsize=256)

@@ -27,7 +27,7 @@ DEPARTURES = (
     *("gated_mlp", "activation", "gate_limit", "learned_positions", "sliding_window", "mla", "experts"),
     *("prediction_layers", "attention_bias", "qk_norm", "attention_sinks"),
 )
-"""Decoder fields that make its arithmetic differ from that of a llama."""
+"""Decoder fields that make a model's arithmetic differ from that of a llama."""
 
 
 def is_predictable(plan: Plan) -> bool:
@@ -44,7 +44,7 @@ def is_predictable(plan: Plan) -> bool:
 
 
 def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
-    """Predict a plan where `is_predictable` is true: its step time, and the peak resident bytes of one process. The
+    """Predict the step time of a predictable plan (`is_predictable`), and the peak resident bytes of one process. The
     peak occurs in a step's backward, or in the loss before it."""
     memory = {
         "worker": probe.bare_bytes,
@@ -55,22 +55,21 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 
 def least_memory(plan: Plan) -> LocalPrediction:
-    """Predict only the tensors of a plan where `is_predictable` is true, without times, on a machine without a
+    """Predict only the tensors of a predictable plan (`is_predictable`), without times, on a machine without a
     probe."""
     return LocalPrediction(time_s={}, memory=tensor_bytes(plan))
 
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")
-"""Causes of memory use that do not occur between two steps."""
+"""Causes of memory use that are absent between two steps."""
 STATE = ("parameters", "optimizer", "error feedback")
 MOVING_BYTES = 2.0 * 2**26
-"""Bytes of one bucket of state that is moved (`engine/checkpoint/reshard.py`), and of its messages."""
+"""Size of one bucket of moved state and its messages (`engine/checkpoint/reshard.py`)."""
 
 
 def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
-    """Return the maximum memory that a process needs while its state moves from one layout to another.
-
-    In the worst case, it holds both states, because a rank may receive all of its new state before it sends
+    """Return the maximum memory that a process needs while its state moves from one layout to another. In the worst
+    case, it holds the old and the new state, because a rank may receive all of its new state before it sends
     anything."""
     kept = sum(size for cause, size in before.memory.items() if cause not in PASSING)
     return kept + sum(after.memory.get(cause, 0.0) for cause in STATE) + MOVING_BYTES + sum(before.beside.values())
@@ -147,7 +146,7 @@ def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     return parts | {"backward": time.total_s - sum(parts.values())}
 
 
-# What would fit
+# Changes that would make a plan fit
 
 Predict = Callable[[Plan], LocalPrediction]
 
@@ -171,9 +170,9 @@ def suggest(plan: Plan, predict: Predict, limit_bytes: float) -> str:
 
 # The CPU: step parts and process memory of an eager decoder, from a probe.
 #
-# A step takes the time of a nearly empty model (its blocks, hooks and small collectives), plus a time that grows with
-# sizes: each operation's measured time at its size, minus the cost of the call. The total is scaled by reference models
-# that the probe has trained.
+# A step takes the time of a nearly empty model (its blocks, hooks and small collectives), plus the time of each
+# operation measured at its size, minus the cost of the call. The total is scaled by reference models that the probe has
+# trained.
 
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
@@ -185,7 +184,7 @@ CAST_BYTES = 6.0
 
 
 def _decoder(plan: Plan) -> DecoderModel:
-    assert isinstance(plan.spec.model, DecoderModel), "no other family is predictable, and the engine probes with these"
+    assert isinstance(plan.spec.model, DecoderModel), "only decoders are predictable, and the engine probes with them"
     return plan.spec.model
 
 
@@ -199,7 +198,7 @@ def block_matrices(model: DecoderModel) -> tuple[int, ...]:
 
 
 def unit_params(plan: Plan) -> tuple[int, int]:
-    """Return the number of parameters in a block, and of those outside the blocks: the two kinds of sharded units."""
+    """Return the number of parameters in one block and outside the blocks, which are the two kinds of sharded units."""
     model = _decoder(plan)
     block = sum(block_matrices(model)) + 2 * model.hidden_size
     return block, plan.params - model.num_layers * block
@@ -219,7 +218,7 @@ def _step_parts_s(plan: Plan, probe: MachineProbe) -> dict[str, float]:
     references = [(curve_parts_s(one.plan, probe), one.parts_s) for one in probe.references]
     held = {}
     for part, seconds in parts.items():
-        # The ratio of the measured time of the reference models to that from the curves, interpolated linearly in the
+        # The measured time of the reference models divided by the time from the curves, interpolated linearly in the
         # logarithm.
         ratios = {own[part]: took[part] / own[part] for own, took in references if own[part] > 0 and took[part] > 0}
         sizes = tuple(sorted(ratios))
@@ -286,8 +285,7 @@ def _block_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
         backward += operation.backward.beyond_call(elements)
     forward += _attention_s(probe.attention_narrow.forward, probe.attention.forward, plan)
     backward += _attention_s(probe.attention_narrow.backward, probe.attention.backward, plan)
-    # Residuals: two sums in the forward. In the backward: the sums of their gradients, and those of q, k, v and of
-    # gate, up.
+    # Additions. Forward: two residuals. Backward: their gradients, and the input gradients of q, k, v and of gate, up.
     forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
     backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
     return forward, backward
@@ -307,11 +305,11 @@ def _outside_passes_s(plan: Plan, probe: MachineProbe) -> tuple[float, float]:
     forward += tokens / chunk * probe.loss.beyond_call(chunk * model.vocab_size)
     width = COMPUTE_BYTES[plan.compute]
     groups = math.ceil(tokens / loss_group_tokens(hidden, width, loss_chunk_tokens(model.vocab_size)))
-    added = 2 * groups * (width < 4)  # in fp32, the product itself adds
+    added = 2 * groups * (width < 4)  # in fp32, the matrix multiplication itself adds
     forward += added * probe.cast.beyond_call(head) + probe.cast.beyond_call(params)
     forward += probe.norm.forward.beyond_call(tokens * hidden) + probe.add.beyond_call(tokens * hidden)
     backward = probe.norm.backward.beyond_call(tokens * hidden) + 2 * probe.add.beyond_call(tokens * hidden)
-    # Scale and cast, zero and fill the embedding's gradient, then gather for the collective.
+    # The embedding's gradient is scaled and cast, zeroed and filled, then copied for the collective.
     backward += 2 * probe.cast.beyond_call(head) + 2 * probe.add.beyond_call(head) + 2 * probe.cast.beyond_call(params)
     return forward, backward
 
@@ -376,7 +374,7 @@ def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: Machi
 
 
 def tensor_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes by cause that are the same on every machine and therefore known before a probe."""
+    """Return the bytes, by cause, that do not depend on the machine and are therefore known without a probe."""
     found = {"parameters": parameter_bytes(plan), **step_bytes(plan), "checkpoint copy": copy_bytes(plan)}
     if kept := feedback_bytes(_decoder(plan), plan.as_one_group.layout, plan.comm):
         found["error feedback"] = kept
@@ -386,8 +384,8 @@ def tensor_bytes(plan: Plan) -> dict[str, float]:
 
 
 def copy_bytes(plan: Plan) -> float:
-    """Return the bytes of the copy of the state while it is written. The ranks divide the part that they have in
-    common. In host memory there are two copies."""
+    """Return the bytes of the state's copy while a checkpoint is written. Ranks divide the part that all of them have.
+    In host memory, there are two copies."""
     checkpoint = plan.spec.checkpoint
     moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
     held = (4 + moments) * plan.params / plan.world_size
@@ -406,7 +404,8 @@ def fragmentation(probe: MachineProbe) -> float:
 
 
 def parameter_bytes(plan: Plan) -> float:
-    """Return the bytes of parameters: the rank's part in fp32, and the gathered parameters in the compute format."""
+    """Return the bytes of the rank's part of the parameters in fp32, and of the gathered parameters in the compute
+    format."""
     block, outside = unit_params(plan)
     freed = plan.layout.shards_parameters
     gathered = (2 * block if freed else _decoder(plan).num_layers * block) + outside
@@ -431,7 +430,7 @@ def step_bytes(plan: Plan) -> dict[str, float]:
 
 def activation_bytes_per_token(model: DecoderModel, compute: str) -> int:
     """Return the bytes per token that a block saves for its backward: the inputs of norms (twice, in fp32) and of
-    matrices; the attention's q, k, v, output and log-sums; and the feed-forward's gate, its activation, up and the
+    matrices; the attention's q, k, v, output and log-sum-exps; and the feed-forward's gate, its activation, up and the
     product of the last two."""
     unit = COMPUTE_BYTES[compute]
     norms = 2 * (8 + unit) * model.hidden_size + 8

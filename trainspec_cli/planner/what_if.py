@@ -45,7 +45,7 @@ BUBBLE = "the pipeline's bubble"
 CALLS = "calls of small operations"
 WIDER = "twice the links' bandwidth"
 SOONER = "half the links' latency"
-ALONE = "only the measured parts count here"
+ALONE = "this report relies on measurements alone"
 Parts = Mapping[str, float]
 
 
@@ -57,14 +57,14 @@ def look_ahead(plan: Plan, machine: Machine, probe: MachineProbe | None) -> Outl
         try:
             return _on_gpus(whole, machine, may_change=may_change)
         except RecipeError as error:
-            return Outlook(f"the planner cannot say more: {error}; {ALONE}")
+            return Outlook(f"the planner cannot predict this run: {error}; {ALONE}")
     if plan.device == "cuda":
         name = machine.gpu_names[0] if machine.gpu_names else "the device of this run"
         return Outlook(f"the catalogue has no accelerator like {name}: {ALONE}")
     if not is_predictable(whole):
-        return Outlook(f"the planner cannot predict such a run on a CPU: {ALONE}")
+        return Outlook(f"the planner cannot predict this kind of run on a CPU: {ALONE}")
     if probe is None:
-        return Outlook(f"the cache here has no probe of the machine of this run: {ALONE}")
+        return Outlook(f"the cache has no probe of this run's machine: {ALONE}")
     return _on_cpu(whole, machine, probe, may_change=may_change)
 
 
@@ -106,7 +106,7 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
         if best and (other := _other(plan, best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute)):
             others.append((_describe_change(plan, other), setup_of(other, machine), eff))
     changes = (PlannedChange(what, _factors(before, _planned_parts(one, its))) for what, one, its in others)
-    basis = f"shares of the passes, and what would help, are planned for {fabric.num_devices} x {fabric.chip.name}"
+    basis = f"the breakdown and the suggestions are predictions for {fabric.num_devices} x {fabric.chip.name}"
     time = estimate_step(setup, eff)
     bounds_s = {
         COMPUTING: time.matmul_s + time.attention_s + time.recompute_s,
@@ -127,7 +127,7 @@ def _planned_parts(setup: Setup, eff: Efficiency) -> dict[str, float]:
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
-"""Suffixes of an accelerator's rates, and of its power, which is scaled as well so that the clock does not drop."""
+"""Suffixes of the accelerator values to double: the rates, and the power, so that the clock does not drop."""
 
 
 def _half(seconds: float | None) -> float | None:
@@ -151,10 +151,10 @@ def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bo
     if may_change and (other := _fastest_probed(plan, machine, probe)):
         factors = _factors(before, _curve_parts(other, probe))
         changes.append(PlannedChange(_describe_change(plan, other), factors))
-    disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
-    basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
-    # What bounds passes and optimizer: the time saved without matrix multiplications and attention, and without the
-    # operations that move memory. The rest is call overhead.
+    disturbed = ", which other programs slowed" if probe.is_disturbed else ""
+    basis = f"the breakdown and the suggestions are based on the probe of this machine{disturbed}"
+    # What bounds passes and optimizer is found from the time saved without matrix multiplications and attention, and
+    # from the time saved without operations that move memory. The rest is call overhead.
     no_products = replace(
         probe,
         matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
@@ -186,10 +186,9 @@ def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
-    """Return the probe with the time per exchanged byte, and the latency, multiplied by factors.
+    """Return the probe with the time per exchanged byte multiplied by `transfers`, and the latency by `latency`.
 
-    On a busy machine, an exchange may have been measured to be faster than an empty one; its bytes then count as
-    free."""
+    On a busy machine, an exchange may have been measured as faster than an empty one; its bytes then count as free."""
 
     def changed(curve: Curve) -> Curve:
         call_s = curve.seconds[0]
@@ -254,7 +253,7 @@ def _keys(plan: Plan) -> dict[str, object]:
 
 
 def _describe_change(plan: Plan, other: Plan) -> str:
-    """`another layout: layout.dp_shard=4 layout.tp=2`, written as overrides."""
+    """Return text such as `another layout: layout.dp_shard=4 layout.tp=2`."""
     now = _keys(plan)
     return (
         f"another layout: {' '.join(f'{key}={value}' for key, value in _keys(other).items() if now.get(key) != value)}"

@@ -1,2 +1,2 @@
-"""Frozen dataclasses that describe a run, its rules and its results. They do not import torch, and every other package
-may import them."""
+"""Frozen dataclasses for the recipe and the results of a run, and the rules that a recipe must satisfy. Every other
+package may import this one, which does not import torch."""

@@ -42,7 +42,7 @@ AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
 AutoInt = PositiveInt | Auto
 Option = bool | int | float | str | tuple[float, ...] | None
-"""An argument of user-defined code."""
+"""The value of an argument for user-defined code."""
 
 
 @cache
@@ -84,7 +84,8 @@ _NAMES_BY_LARGEST = {
     10**12: ("max_steps",),
 }
 LARGEST_OF = {name: largest for largest, names in _NAMES_BY_LARGEST.items() for name in names}
-"""Last word of a key -> its largest value: far beyond any real run, yet small enough for loops over it to end."""
+"""Last word of a key -> its largest value, which is far beyond any real run, yet small enough that loops over it
+end."""
 
 
 def largest_of(path: str, value: int | float) -> int | float:

@@ -73,7 +73,7 @@ UNITS = {
 class KeyMeaning:
     key: str
     of: str
-    """The dataclass that has the field, because different model families have keys with the same name."""
+    """The dataclass that has the field; different model families have keys with the same name."""
     doc: str
     value: str
     """The allowed values."""
@@ -194,7 +194,7 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
 
 
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
-    """Return the schema for the files in conf/GROUP, for which `sections_of_group` is not empty."""
+    """Return the schema for the files in conf/GROUP, a group with a recipe section (`sections_of_group`)."""
     names = "|".join(map(re.escape, groups))
     entry: JsonObject = {
         "type": "object",
@@ -216,8 +216,8 @@ def plain_schema(name: str, section: type) -> JsonObject:
 
 
 def written_sections(roots: Iterable[type]) -> JsonObject:
-    """Return definitions for the input to `from_plain`, by dataclass name: JSON written by trainspec, without
-    references and with every key that has no default."""
+    """Return the definitions, by dataclass name, for JSON that `from_plain` reads. trainspec writes this JSON without
+    references, and with every key that has no default."""
     writer = _SchemaWriter(has_references=False, is_written=True)
     return writer.define(roots)
 
@@ -421,7 +421,7 @@ def events_schema(
     title: str, base: type, kinds: Mapping[str, type], one_of: Mapping[str, Collection[str]], *, closed: bool = False
 ) -> JsonObject:
     """Return the schema for a line of an events file. `base` has the fields of all events, `kinds` those of each type,
-    and at least one field of `one_of` must be present. `closed`: whether the file has no other types."""
+    and at least one field of `one_of` must be present. `closed`: whether the file has no events of other types."""
     writer = _RecordWriter()
     found = writer.record(base, ())
     keys = found["properties"]

@@ -162,8 +162,8 @@ def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
 
 
 def _kind_of(annotation: Any) -> ValueKind:
-    """Return the kind of value allowed in a field with this annotation. `Absent` in a union means that the key may be
-    missing, and so does a default."""
+    """Return the kind of value allowed in a field with this annotation. The key may be missing if the annotation
+    includes `Absent` or the field has a default."""
     origin = typing.get_origin(annotation)
     members = typing.get_args(annotation)
     if origin is Annotated:
@@ -185,7 +185,7 @@ def _kind_of(annotation: Any) -> ValueKind:
             lambda value: {key: one.read(inner) for key, inner in _exactly(dict, value).items()},
         )
     if origin is typing.Literal:
-        # A newer version may write words that this version does not know, and its files must stay readable.
+        # Files from a newer version must stay readable, even if they contain words that this version does not know.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
@@ -219,7 +219,7 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
                 values[one.name] = one.kind.read(plain[one.key])
             except FieldError as error:
                 if inner := str(error):
-                    raise FieldError(f"`{one.key}` does not fit: {inner}") from error
+                    raise FieldError(f"`{one.key}` is invalid: {inner}") from error
                 wrong = show_kind(plain[one.key])
                 raise FieldError(f"`{one.key}` is {wrong}; expected {one.kind.name}") from error
         elif one.needed:
@@ -288,8 +288,8 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     problems: list[Problem] = []
     for key in data:
         former = FORMER_KEYS.get((cls.__name__, str(key)))
-        # An old file may still state a choice that has since become the only behaviour. It is accepted, because it is
-        # correct.
+        # An old file may still state a choice that has since become the only behaviour; such a file is correct, so
+        # accept it.
         if key in fields or (former is not None and former.always == data[key]):
             continue
         problems.append(_unknown_key(cls, str(key), path, data[key], former))

@@ -86,7 +86,7 @@ class Extension:
 
 
 KINDS = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
-"""The extension points, in the order that a run reaches them."""
+"""The extension points, in the order in which a run reaches them."""
 
 
 def user_code_of(spec: RunSpec) -> Iterator[Extension]:
@@ -127,7 +127,7 @@ def describe_code(spec: RunSpec) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """The location of code."""
+    """Where a piece of user-defined code is defined."""
 
     module: str
     """The module's dotted name; empty for a file."""
@@ -297,7 +297,7 @@ def _find_module(extension: Extension, module: str, name: str) -> Path | None:
     """Return the source of a module; None for a compiled one. This does not import any package."""
     top, *others = module.split(".")
     spec = None
-    with suppress(ImportError, ValueError):  # a partially imported module has no spec
+    with suppress(ImportError, ValueError):  # raised for a partially imported module, which has no spec
         spec = importlib.util.find_spec(top)
     if spec is None:
         message = f"`{extension.path}` names the module {module}, but no package {top} is installed"
@@ -438,7 +438,7 @@ def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | N
 
 
 class _Default:
-    """A default in a displayed signature, whose value does not matter."""
+    """Stands for a default value in a displayed signature."""
 
     def __repr__(self) -> str:
         return "..."
@@ -522,7 +522,7 @@ def _import(extension: Extension, source: Source) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
-    assert spec is not None and spec.loader is not None, "a file of Python has a loader"
+    assert spec is not None and spec.loader is not None, "a Python file has a loader"
     # This comes before the file runs, because its imports come first.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
@@ -557,7 +557,7 @@ def user_code_errors(
 
 
 def _problem(extension: Extension, when: str, error: Exception) -> Problem:
-    shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # as Python prints it
+    shown = f"{type(error).__name__}: {error}".strip().rstrip(":")  # in Python's own format
     message = f"`{extension.path}`: {extension.text} raised {shown} {when}"
     frame = _user_frame(error)
     hint = ""
@@ -577,7 +577,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 def _user_frame(error: Exception) -> tuple[str, int, str] | None:
     """Return file, line and function of the innermost frame in the user's code, as opposed to frames in trainspec or in
-    libraries that it calls, or None."""
+    libraries that the code calls; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
     outside = _frames_outside(error)

@@ -201,7 +201,7 @@ def test_a_forecast_has_an_answer_for_every_number_in_range(
         except RecipeError as error:
             (problem,) = error.problems
             assert problem.path == "cluster.reliability.mtbf_device_hours"
-            assert "no work is ever kept" in problem.message
+            assert "the run never makes progress" in problem.message
         else:
             assert 0 < run.goodput.goodput.low <= run.goodput.goodput.value <= 1
             assert 0 < run.wall_time_s.value < math.inf
@@ -502,7 +502,7 @@ def test_layouts_are_ranked_for_the_size_that_trains_most_samples() -> None:
     assert layouts[0] == layouts[1] != of_the_first
     first, same = plans[0].candidates[0], plans[1].candidates[0]
     assert (first.step_time_s, first.tokens_per_s, first.mfu) == (same.step_time_s, same.tokens_per_s, same.mfu)
-    assert "layouts are ranked by steps of 512 samples, which train most of the run" in plans[0].assumptions
+    assert "layouts are ranked for 512 samples per step, the batch size for most of the run" in plans[0].assumptions
     assert as_plan(growing, first, plans[0], "bf16").grad_accum_steps == same.grad_accum_steps // 16
 
 

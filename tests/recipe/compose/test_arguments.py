@@ -52,7 +52,7 @@ def test_tilde_takes_a_key_out() -> None:
         ("-train.seed=1", "`-train.seed` is not a key; a key is words joined by dots, such as optim.lr",
          "did you mean `train.seed`?"),
         ("a[0]=1", "`a[0]` is not a key; a key is words joined by dots, such as optim.lr",
-         "give the whole list: a=[...]"),
+         "write the complete list: a=[...]"),
         ("data.path=~/text", "the value ~/text contains characters that must be quoted", "set 'data.path=\"~/text\"'"),
         ("data.path=[a", "`[` is not closed in [a", "close the ["),
         ("sample.prompt='a", "`'` is not closed in 'a", "close the '"),

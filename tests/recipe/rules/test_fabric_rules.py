@@ -33,10 +33,10 @@ def test_whole_elements_inside_one_another_are_taken(make_spec: Callable[..., Ru
         (
             [DOMAIN, {"name": "leaf", "devices": 20}, SPINE],
             ".1.devices",
-            "is 20; `leaf` holds more than one of `nvlink`, which has 8, and whole nodes of 8",
+            "is 20; a `leaf` must contain several `nvlink` elements (8 devices each), and entire nodes of 8",
         ),
-        ([DOMAIN, {"name": "leaf", "devices": 64}, {"name": "spine", "devices": 64}], ".2.devices", "one of `leaf`"),
-        ([DOMAIN, {"name": "leaf", "devices": 8}, SPINE], ".1.devices", "more than one of `nvlink`, which has 8"),
+        ([DOMAIN, {"name": "leaf", "devices": 64}, {"name": "spine", "devices": 64}], ".2.devices", "several `leaf`"),
+        ([DOMAIN, {"name": "leaf", "devices": 8}, SPINE], ".1.devices", "several `nvlink` elements (8 devices each)"),
         ([DOMAIN, LEAF, {"name": "spine", "devices": 32}], ".2.devices", "is 32, but the cluster has 64 devices"),
         ([{"name": "nvlink", "kind": "roce"}, SPINE], ".0.kind", "the first tier is the devices' own links"),
         ([DOMAIN, {"name": "spine", "oversubscription": 0.5}], ".1.oversubscription", "at least 1"),
@@ -53,7 +53,7 @@ def test_what_is_refused(
 def test_a_size_that_fits_is_named(make_spec: Callable[..., RunSpec]) -> None:
     tiers = [DOMAIN, {"name": "leaf", "devices": 20}, SPINE]
     [problem] = check(make_spec({"cluster.devices_per_node": 8, "cluster.fabric.tiers": tiers}))
-    assert problem.hint == "type a multiple of 8, such as 16"
+    assert problem.hint == "set a multiple of 8, such as 16"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def planned(spec: RunSpec) -> Plan:
         ("attention", "math", {}, {}, "it needs more memory than the plan counts"),
         ("rope", "liger", {}, {}, "only on CUDA"),
         ("rope", "compiled", {"compile": True}, {}, "compiled blocks keep the default"),
-        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective observes single operations"),
+        ("rope", "compiled", {}, {"recompute": "selective"}, "recompute=selective must see each operation"),
         ("linear_cross_entropy", "native", {}, {"layout": Layout(tp=2)}, "layout.tp shards the vocabulary"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_has_no_result(run: RunDir) -> None:
 
 def test_a_damaged_result_is_reported(run: RunDir) -> None:
     write_json(run.result_json, {"status": "done", "time_s": {"productive": "long"}})
-    with pytest.raises(UnreadableFileError, match="`time_s` does not fit: `productive` is 'long'; expected a number"):
+    with pytest.raises(UnreadableFileError, match="`time_s` is invalid: `productive` is 'long'; expected a number"):
         read_result(run)
     write_json(run.result_json, {"exit_code": 0})
     with pytest.raises(UnreadableFileError, match="it has no `status`"):

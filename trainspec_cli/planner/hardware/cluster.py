@@ -17,12 +17,12 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
 
 NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6, "measured": 1.0}
-"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand. Measured rates are not
-scaled."""
+"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand. Measured rates are used as
+they are."""
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
-    """Return the rate that collectives reach over a device's share of a network; above 0."""
+    """Return the rate that collectives reach over a device's share of a network. It is always above 0."""
     return max(eff.nic * NIC_KIND_RATIO.get(kind, 0.8) * gbit_per_s / 8 * 1e9, 1.0)
 
 
@@ -32,12 +32,12 @@ class NetworkTier:
 
     name: str
     devices: int
-    """Devices below one element of the tier."""
+    """Number of devices below one element of the tier."""
     gbit_per_s: float
     """A device's share of the tier's bandwidth, per direction, after oversubscription."""
     kind: str = "infiniband"
     latency_s: float | None = None
-    """Latency of a message that crosses the tier; None for the planner's default hop."""
+    """Latency of a message that crosses the tier; None: the planner's default latency of a hop."""
 
     def bytes_per_s(self, eff: Efficiency) -> float:
         return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
@@ -51,17 +51,17 @@ class Fabric:
     num_devices: int
     devices_per_node: int
     scaleup_devices: int
-    """Devices that share the fast links."""
+    """Number of devices that share the fast links."""
     link_gb_per_s: float
     nic_gbit_per_s: float
-    """A device's share of the network cards, per direction."""
+    """A device's share of its node's NIC bandwidth, per direction."""
     nic_kind: str = "infiniband"
     host_link_gb_per_s: float = 50.0
     described: tuple[NetworkTier, ...] = ()
     """The network's tiers, innermost first; the last one reaches every device. If empty, the NICs reach every
     device."""
     link_latency_s: float | None = None
-    """Latency of a message inside a scale-up domain; None for the planner's default hop."""
+    """Latency of a message inside a scale-up domain; None: the planner's default latency of a hop."""
     name: str = ""
 
     @cached_property
@@ -82,18 +82,18 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tier above the first network tier, for a group of ranks that crosses it."""
+    """A tier above the first network tier, as seen by a group of ranks that crosses it."""
 
     ranks: int
     """Number of the group's ranks inside one element of the tier below."""
     bytes_per_s: float
-    """Bandwidth of one device."""
+    """Bandwidth of one device through the tier."""
     latency_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one collective, by their position in the network."""
+    """The ranks of one collective, described by their positions in the network."""
 
     size: int
     per_domain: int
@@ -119,8 +119,8 @@ class Group:
 
     @cached_property
     def ring_bytes_per_s(self) -> float:
-        """Return the rate of rings through all ranks, ordered by tier. Each rank of an element has a separate ring to
-        the next element."""
+        """Return the total rate of rings through all ranks, which are ordered by tier. Each rank of an element has a
+        separate ring to the next element."""
         if not self.crosses:
             return self.link_bytes_per_s
         network = self.nic_bytes_per_s * self.per_domain
@@ -129,8 +129,8 @@ class Group:
 
     @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
-        """Return, for each network tier that the group crosses, how many elements of the tier below it connects, and
-        the latency of a message through it (None for the planner's default hop)."""
+        """Return, for each network tier that the group crosses, the number of elements of the tier below that it
+        connects, and the latency of a message through it (None: the planner's default latency of a hop)."""
         insides = (self.per_domain, *(tier.ranks for tier in self.outer))
         latencies = (self.nic_latency_s, *(tier.latency_s for tier in self.outer))
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
@@ -184,7 +184,7 @@ def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Eff
 
 
 def group_of_ranks(fabric: Fabric, ranks: Sequence[int], eff: Efficiency) -> Group:
-    """Return the group of these global ranks, which need no regular stride."""
+    """Return the group of these global ranks, which need not have a regular stride."""
     return group_with(fabric, len(ranks), lambda devices: max(Counter(rank // devices for rank in ranks).values()), eff)
 
 
@@ -340,15 +340,16 @@ NVIDIA_FLOPS = {
 clock (architecture papers). GeForce cards of the Turing, Ampere, Ada and Blackwell generations have half the rate of
 their workstation siblings; the table lists the lower rate."""
 AMD_FLOPS = {(9, 0x08): 512, (9, 0x0A): 1024, (9, 0x42): 2048, (9, 0x50): 4096, (11, 0): 512, (12, 0): 1024}
-"""gfx target -> the same per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX, RX 9070
-XT)."""
+"""gfx target -> the same FLOPs per compute unit and clock (data sheets of MI100, MI250X, MI300X, MI355X, RX 7900 XTX,
+RX 9070 XT)."""
 FP32_FLOPS = 128
-"""The same for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported generation."""
+"""The same FLOPs for fp32 without matrix units: 64 lanes with two operations each, the lowest of any supported
+generation."""
 SUSTAINED = 0.75
 """Assumed fraction of the highest clock. On a GeForce, that clock is 1.2 to 1.3 times the boost clock in the data
 sheet."""
 
-# Used for values that an old driver, or a GPU without dedicated memory, does not report: the lowest among
+# Defaults for values that an old driver, or a GPU without dedicated memory, does not report: the lowest among
 # torch-supported cards with at least 8 GB, and PCIe 3 x16.
 LEAST_PROCESSORS = 16
 LEAST_CLOCK_MHZ = 1000.0
@@ -423,14 +424,14 @@ def _chip_of_gpu(gpu: Gpu) -> tuple[AcceleratorSpec, str]:
 
 
 def _part_of(chip: AcceleratorSpec, part: float, gpu: Gpu) -> tuple[AcceleratorSpec, str]:
-    """Return one die of a board, or a partition of a chip, which ROCm reports as a separate GPU."""
+    """Return the values of one die of a board, or of a partition of a chip, which ROCm reports as a separate GPU."""
     rates = {field.name: part * getattr(chip, field.name) for field in fields(chip) if field.name.endswith(RATES)}
-    note = f"{gpu.name} has {part:.0%} of the memory of a whole {chip.name}, and is planned with that part of its rates"
+    note = f"{gpu.name} has {part:.0%} of the memory of a full {chip.name}, and is planned with that part of its rates"
     return replace(chip, **rates), note
 
 
 def derive(gpu: Gpu) -> AcceleratorSpec:
-    """Return a chip with the GPU's memory, whose rates do not exceed the GPU's."""
+    """Derive a chip from the driver's values for a GPU. The chip's rates do not exceed the GPU's."""
     clocks_per_s = (gpu.processors or LEAST_PROCESSORS) * (gpu.clock_mhz or LEAST_CLOCK_MHZ) * 1e6
     table = NVIDIA_FLOPS if gpu.vendor == "nvidia" else AMD_FLOPS
     exact = table.get(gpu.compute_capability) or table.get((gpu.compute_capability[0], 0))
@@ -461,7 +462,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     per_node = cluster.devices_per_node
     if per_node == AUTO:
         per_node = 8 if machine is None else max(1, len(machine.gpu_names))
-    # Times are divided by these rates, and capacities are fractions of this memory, so they are required.
+    # These must not be 0: the planner divides by the rates, and capacities are fractions of the memory.
     wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
     wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
     problems = []
@@ -484,7 +485,7 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         name=cluster.fabric.name,
     )
     tiers = cluster.fabric.tiers
-    if cluster.oversubscription is not None and tiers:  # this applies to the last tier, as for the cluster
+    if cluster.oversubscription is not None and tiers:  # as with the cluster's value, this applies to the last tier
         tiers = (*tiers[:-1], replace(tiers[-1], oversubscription=cluster.oversubscription))
     fabric = with_tiers(fabric, tiers)
     if cluster.oversubscription is not None and not fabric.described:
@@ -507,7 +508,7 @@ def usual_gbit(chip: AcceleratorSpec) -> float:
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
-    """Return the fabric with a recipe's tiers; values left open are taken from the cluster."""
+    """Return the fabric with the recipe's tiers; values left open are taken from the cluster."""
     if not tiers:
         return fabric
     domain, *network = tiers

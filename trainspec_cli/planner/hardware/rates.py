@@ -18,7 +18,7 @@ from trainspec_cli.recipe.keys.model import ModelSpec
 from trainspec_cli.recipe.records import choose_section, from_plain
 
 REFERENCE_W_PER_TFLOP = 0.7
-"""Board power per bf16 peak of the chips whose best matrix multiplication was measured (H100 SXM). With less power, the
+"""Board power per bf16 peak of the chip whose best matrix multiplication was measured (H100 SXM). With less power, the
 clock drops."""
 FRACTIONS = frozenset(
     {
@@ -38,7 +38,7 @@ class Efficiency:
     Fractions refer to the chip's sustained matmul rate, its memory bandwidth or a link's bandwidth."""
 
     matmul: float = 0.937
-    """Fraction of the best matmul rate measured on a chip, because of clocks under a training load and cold caches."""
+    """Matmul rate in training as a fraction of the best measured one, which has higher clocks and warm caches."""
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472
@@ -51,24 +51,26 @@ class Efficiency:
     """Rate lost each time the largest power of two that divides a matrix dimension halves below 64 (tensor-core
     tiles)."""
     attention_forward: float = 0.694
-    """Fused attention's rate relative to the sustained bf16 matmul rate."""
+    """Rate of fused attention relative to the sustained bf16 matmul rate."""
     attention_backward: float = 0.605
     attention_older: float = 0.626
-    """The same for attention kernels written for the generation before the chip's (no Hopper or later instructions)."""
+    """The same for attention kernels written for the previous chip generation (without Hopper or later
+    instructions)."""
     exponentials: float = 0.497
-    """Fraction of attention's exponentials that its matrix products do not hide."""
+    """Fraction of attention's exponentials that its matrix multiplications do not hide."""
     memory: float = 0.877
     """Fraction of the memory bandwidth that element-wise kernels achieve."""
     cache_reuse: float = 0.372
-    """Fraction of the memory traffic that a cache much larger than the tensors saves."""
+    """Fraction of the memory traffic that is saved by a cache much larger than the tensors."""
     elementwise: float = 1.11
     """Actual number of passes over memory, relative to the number counted for lightly fused kernels."""
     elementwise_eager: float = 1.48
-    """The same if each operation is a separate kernel."""
+    """The same if every operation is a separate kernel."""
     issue: float = 1.06
-    """Passes of element-wise kernels through the load and store units that memory traffic does not hide."""
+    """Number of passes through the load and store units, per pass of an element-wise kernel, that memory traffic does
+    not hide."""
     cast_fp8: float = 0.746
-    """Passes over a matmul's inputs for fp8 scaling and casting."""
+    """Number of passes over a matmul's inputs for fp8 scaling and casting."""
     launch_s: float = 8.46e-06
     """Host time to launch one kernel without graphs or compilation."""
     link_nvswitch: float = 0.684
@@ -86,12 +88,12 @@ class Efficiency:
     cp_overlap: float = 0.721
     ep_overlap: float = 0.328
     ep_overlap_network: float = 0.503
-    """The same for traffic to experts spread over nodes, with a schedule that overlaps it."""
+    """The same for traffic to experts on other nodes, if the schedule overlaps it."""
     dp_overlap: float = 0.8
     """Fraction of the backward (or forward) that can hide data-parallel traffic."""
     pp_overlap: float = 0.471
     contention: float = 0.226
-    """Hidden traffic slows concurrent computation by this fraction of the traffic's time."""
+    """Slowdown of computation by concurrent traffic, as a fraction of the traffic's time."""
     expert_imbalance: float = 0.201
     """Load of the fullest expert relative to the mean, minus one."""
     experts_ungrouped: float = 1.39
@@ -105,7 +107,7 @@ class Efficiency:
     step_graphed_s: float = 0.00441
     """The same if kernel launches are replayed from a graph."""
     bubble: float = 0.898
-    """The pipeline bubble relative to the ideal."""
+    """Pipeline bubble relative to the ideal."""
     conv: float = 0.886
     """Rate of convolutions relative to a matrix multiplication of the same size."""
     conv_memory: float = 1.02
@@ -193,7 +195,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
     Options include the options named in their `defaults`. A broken user file is left out with a LeftOutWarning, so that
     commands that do not need it still work. A shipped option with the same name is left out too, because the user
     replaced it. Raises UnreadableFileError or RecipeError if a shipped file is broken."""
-    from trainspec_cli.core.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
+    from trainspec_cli.core.reading.yaml_file import read_yaml  # imported late, because `plan` never needs it
 
     package = Path(__file__).resolve().parents[2]
     options: dict[str, JsonObject] = {}
@@ -210,7 +212,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
                     raise unreadable(path, f"holds {show_kind(content)}; expected `key: value` lines", line=1)
                 if odd := [key for key in content if not isinstance(key, str)]:
                     line = _line_of(path, str(odd[0]))
-                    raise unreadable(path, f"has a key that is no text: {odd[0]!r}", line=line)
+                    raise unreadable(path, f"has a key that is not text: {odd[0]!r}", line=line)
                 options[path.stem] = content
             except UnreadableFileError as error:
                 broken[path.stem] = _why_left_out(path, error)
@@ -226,7 +228,7 @@ def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
 
 
 def _why_left_out(path: Path, error: TrainspecError) -> str:
-    """Return the file, the line and the error as text. Re-raises the error if the file is not a user file."""
+    """Return the file, the line and the error as text. Re-raises the error if the file is not the user's."""
     own = Path.cwd() / "conf"
     if not path.is_relative_to(own):
         raise error
@@ -234,7 +236,7 @@ def _why_left_out(path: Path, error: TrainspecError) -> str:
     shown = path.relative_to(own.parent)
     line = problem.line or _line_of(path, problem.path)
     why = problem.message.removeprefix(f"{path} ")
-    return f"{shown}{f':{line}' if line else ''}: {why}; the file is left out: correct it, or move it elsewhere"
+    return f"{shown}{f':{line}' if line else ''}: {why}; the file is ignored: fix it, or move it elsewhere"
 
 
 def _line_of(path: Path, key: str) -> int | None:
@@ -264,7 +266,7 @@ def _with_defaults(
         if entry in (*within, name):
             why = f"its defaults lead back to it: {' -> '.join((*within, name, entry))}"
         elif entry not in options:
-            why = f"its defaults name {entry}, {'which is broken' if entry in files else 'and there is no such option'}"
+            why = f"its defaults name {entry}, {'which is broken' if entry in files else 'but there is no such option'}"
         else:
             whole = _laid_over(whole, _with_defaults(entry, options, files, (*within, name)))
             continue

@@ -1,4 +1,5 @@
-"""Simulate PyTorch's caching allocator for CUDA devices: the bytes that it reserves for a sequence of allocations.
+"""Simulate PyTorch's caching allocator for CUDA devices, to find the bytes that it reserves for a sequence of
+allocations.
 
 The rules follow c10/cuda/CUDACachingAllocator.cpp. With and without expandable segments:
 
@@ -50,7 +51,7 @@ class MemoryBlock:
     def __init__(self, address: int, size: float, pool: _Pool, *, is_mapped: bool = True):
         self.address = address
         self.size = size
-        """Infinite for the unmapped end of an address range."""
+        """Size in bytes; infinite for the unmapped end of an address range."""
         self.pool = pool
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
@@ -97,7 +98,8 @@ class _Pool:
         del self.blocks[block.address]
 
     def best_fit(self, size: int) -> MemoryBlock | None:
-        """Return the smallest free block that is large enough; a block that can grow counts with its maximum size."""
+        """Return the smallest free block that is large enough; the size of a block that can grow is its maximum
+        size."""
         place = bisect_left(self.free, (size, 0))
         if place == len(self.free):
             return None
@@ -260,7 +262,7 @@ def _joined(block: MemoryBlock) -> MemoryBlock:
 
 
 def _absorb(block: MemoryBlock, after: MemoryBlock) -> None:
-    """Extend a block by the following one."""
+    """Merge a block with the one after it."""
     block.size += after.size
     block.after = after.after
     if block.after is not None:

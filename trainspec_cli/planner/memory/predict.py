@@ -1,7 +1,8 @@
 """The device memory of a run. Plans, launches and rejections all use `predict_memory`.
 
-`layer_memory` is only for searches over thousands of layouts: `peak_of` uses it for a rough estimate of at most `SLACK`
-times the prediction, so that a search drops no layout that fits. That estimate is never shown to users."""
+`layer_memory` is only for searches over thousands of layouts: `peak_of` uses it for a rough estimate, which is at most
+`SLACK` times the prediction, so that a search does not drop a layout that fits. This estimate is never shown to
+users."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ GROWN_RECOMPUTE_FRAGMENTATION = 0.05
 LOGIT_BYTES = 10.0
 """Bytes per logit: 2 in the compute format, 4 in the loss, 4 for its gradient before it is cast back."""
 LOGIT_BYTES_EAGER = 12.0
-"""The same plus the cast back."""
+"""The same, plus 2 for the gradient after the cast back."""
 REUSE = 0.5
 """Fraction of the memory freed by the backward that the optimizer's temporaries can reuse."""
 RESERVE = 0.06
@@ -73,7 +74,7 @@ little."""
 NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
 """Bytes per weight in 4-bit NormalFloat, including the scales."""
 FEEDBACK_BYTES = 2 * 2
-"""Bytes of error feedback per value: in bf16, both after the last update and during the current step."""
+"""Bytes of error feedback per value: one bf16 copy from the last update, and one for the current step."""
 USABLE = 0.97
 """Fraction of a device's memory that can be used before allocations fail or thrash."""
 
@@ -93,9 +94,9 @@ class LayerMemory:
     kept_bytes: float
     """Bytes kept from forward to backward."""
     working_bytes: float
-    """Bytes that are live while the layer itself runs."""
+    """Additional bytes that are live while the layer runs."""
     output_bytes: float
-    """Bytes of its output, which is the next layer's input."""
+    """Size of the layer's output, which is the next layer's input."""
     logits_bytes: float
     """Bytes on the last stage for logits and the loss's temporaries, for the tokens that are processed at once."""
 
@@ -104,8 +105,8 @@ def saved_of(work: Work, setup: Setup) -> float:
     """Return the bytes of activations that one part of a layer keeps without recomputation."""
     saved = work.saved_bytes
     if setup.trainable < 1 and setup.software.weight_bytes >= 2.0 and not work.attention_flops:
-        # Adapters are in the attention. Other matmuls are frozen and do not need their inputs (a quantised base keeps
-        # them).
+        # Only attention has adapters. Other matmuls are frozen, so their inputs are not kept (except with a quantised
+        # base).
         saved -= work.saved_gemm_bytes
     elif setup.matmul in EIGHT_BIT:
         saved -= 0.5 * work.saved_gemm_bytes
@@ -127,7 +128,7 @@ def kept_of(works: tuple[Work, ...], setup: Setup) -> float:
         scores = sum(2.5 * work.score_bytes for work in works if work.attention_flops)
         core = scores if not setup.software.fused_attention else 0.0
         kept = saved - again.attention * core
-        # Element-wise kernels and repeated matmuls keep roughly everything except the inputs of matmuls.
+        # Recomputing element-wise kernels or matmuls saves roughly everything except the inputs of matmuls.
         rest = kept - sum(work.saved_gemm_bytes for work in works) - works[0].input_bytes
         kept -= max(again.matmul, again.elementwise) * max(0.0, rest)
     return again.layers * kept + (1 - again.layers) * saved
@@ -167,7 +168,7 @@ def in_flight(setup: Setup, stage: int) -> float:
         # All forwards run before the first backward.
         return float(total)
     if layout.virtual_stages > 1:
-        # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
+        # This is the warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
         chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
         return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
     # 1F1B: a stage runs ahead by the number of stages after it.
@@ -175,7 +176,7 @@ def in_flight(setup: Setup, stage: int) -> float:
 
 
 def sharding_stage(setup: Setup) -> int:
-    """Return the ZeRO stage; 0 if nothing is sharded. Context-parallel ranks also share the shards."""
+    """Return the ZeRO stage; 0 if nothing is sharded. State is also sharded over context-parallel ranks."""
     is_sharded = setup.layout.shards > 1 and setup.software.shards_states
     return setup.layout.zero_stage if is_sharded else 0
 
@@ -207,8 +208,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         gradients = 4.0 * trained / shards
     replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
     if stage >= 2 and (keeps_unsharded(setup) or replicated):
-        # With replicas, the engine exchanges once per step (`Layout.exchanges_every_backward`), and sums stay unsharded
-        # until then.
+        # With replicas, the engine exchanges gradients once per step (`Layout.exchanges_every_backward`); until then,
+        # their sums are unsharded.
         gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
@@ -287,9 +288,9 @@ def with_overhead(
     buffers: float,
     counted: bool = False,
 ) -> MemoryBreakdown:
-    """Return the memory of a stage from these tensor bytes, adding the error feedback of compressed gradients,
-    communicators, fragmentation, the device context and the reserve. `counted`: whether gradients and buffers are
-    allocated within a step, as in the engine, instead of persisting."""
+    """Return the memory of a stage: these tensor bytes, plus the error feedback of compressed gradients, communicators,
+    fragmentation, the device context and the reserve. `counted`: whether gradients and buffers are allocated within a
+    step, as in the engine, instead of persisting."""
     feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
     again = setup.recompute.matmul * setup.recompute.layers
     states = parameters + optimizer
@@ -321,8 +322,8 @@ def with_overhead(
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
-    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients): for
-    unsharded gradients if the sum runs over shards, for its shard if it runs over replicas."""
+    """Return the bytes of a rank's error feedback (the accumulated rounding error of compressed gradients). It covers
+    the unsharded gradients if they are summed over shards, and the rank's shard if it is summed over replicas."""
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
@@ -331,7 +332,7 @@ def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float
 
 def communicators(setup: Setup) -> int:
     """Count the communicators: one per axis. Some frameworks have another one for all ranks of several axes, and one
-    for a pipeline's ends."""
+    between a pipeline's first and last stage."""
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp_shard, layout.dp_replicate)
     axes = sum(size > 1 for size in sizes)
@@ -339,8 +340,8 @@ def communicators(setup: Setup) -> int:
 
 
 def peak_of(setup: Setup, layer: LayerMemory, beyond_bytes: float = math.inf) -> float:
-    """Return the bytes of the fullest stage: the first, the last, or the first among those with the most layers.
-    Returns early if one needs more than `beyond_bytes`."""
+    """Return the peak bytes over all stages, which occur in the first stage, the last, or the first of those with the
+    most layers. Returns early if one needs more than `beyond_bytes`."""
     counts = layers_per_rank(setup.model.num_layers, setup.layout)
     peak = 0.0
     for stage in {0, counts.index(max(counts)), len(counts) - 1}:
@@ -357,12 +358,12 @@ def estimate_memory(setup: Setup) -> tuple[MemoryBreakdown, ...]:
     return tuple(stage_memory(setup, stage, count, layer) for stage, count in enumerate(counts))
 
 
-# The prediction: counted if the engine supports the run, otherwise estimated.
+# The prediction, which is counted if the engine supports the run, and otherwise estimated.
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Return the memory of each pipeline stage: counted tensor by tensor for a run of trainspec's engine (eager, or
-    with compiled blocks that can be counted), otherwise estimated as for any framework."""
+    """Return the memory of each pipeline stage. It is counted tensor by tensor for trainspec's engine (eager, or with
+    compiled blocks that can be counted), and otherwise estimated as for any framework."""
     return tuple(_predict_stages(setup, recompute))
 
 
@@ -413,7 +414,8 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 
 def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
-    """Return the run to count; None if the engine does not support it, or if it cannot be counted."""
+    """Return the run in the form that the count needs; None if the engine does not support it, or if it cannot be
+    counted."""
     software = setup.software
     layout = setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
@@ -469,9 +471,9 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
 
 
 LOG_BIAS = -0.038
-"""m: predictions are 4% too high on average, because the model includes a reserve."""
+"""The mean m: predictions are 4% too high on average, because the model includes a reserve."""
 LOG_DEVIATION = 0.043
-"""s: 0.037 within a source, 0.021 between them."""
+"""The deviation s: 0.037 within a source, 0.021 between sources."""
 RELIEF = 1 / 3
 """Relative slowdown of a step by recomputation, which adds one forward to a forward and a backward that takes twice as
 long."""
@@ -486,15 +488,15 @@ def fit_probability(peak_bytes: float, limit_bytes: float) -> float:
 
 
 def expected_step_s(step_s: float, probability: float, start_s: float) -> float:
-    """Return the expected step time of a layout that fits with `probability`. `start_s`: time of a start, divided by
-    the number of steps in the run."""
+    """Return the expected step time of a layout that fits with `probability`. `start_s`: the duration of a start,
+    divided by the number of steps in the run."""
     return step_s + (1 - probability) * (step_s * RELIEF + start_s)
 
 
 def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float] = ()) -> Room:
-    """Return the estimated bytes that each rank's layers may use, scaled to the predicted `memory`, and the bytes of
-    one layer there (the difference made by one more layer per stage). `limits_bytes`: the limit of each rank, if they
-    differ."""
+    """Return the estimated bytes that each rank's layers may use, and the bytes of one layer on that rank (the
+    difference made by one more layer per stage), both scaled to the predicted `memory`. `limits_bytes`: the limit of
+    each rank, if limits differ."""
     layout = setup.layout
     estimated, predicted = (max(stage.total_bytes for stage in one) for one in (estimate_memory(setup), memory))
     scale = estimated / predicted

@@ -60,8 +60,8 @@ from trainspec_cli.recipe.results.blueprint import PoolChoice, PoolsPlan
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
 
 KEPT = 2
-"""Number of layouts kept per shown layout, for each way to use the pools. More are kept than shown because only
-counting every tensor reveals later which of them fit."""
+"""Number of layouts kept per shown layout, for each way to use the pools. More are kept than shown because some may
+turn out not to fit once every tensor is counted."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Placed:
 
 
 class _Unit(NamedTuple):
-    """Candidates, each of which is tried with every recomputation."""
+    """A layout to try with each kind of recomputation."""
 
     layout: Layout
     micro_batch_size: int
@@ -132,7 +132,7 @@ class PoolSearch:
         return [self.count(Placed(setups, placement, name, self.watch.step(setups, placement, self.samples)))]
 
     def _count_some(self, heap: list[tuple[float, int, Placed]], shown: int) -> Iterator[Placed]:
-        """Yield layouts of a heap, best first, until `most` fit when every tensor is counted."""
+        """Yield layouts from a heap, best first, until `most` of them fit when every tensor is counted."""
         ordered = [placed for *_, placed in sorted(heap, key=lambda item: item[:2], reverse=True)]
         fitting = 0
         for place, placed in enumerate(ordered):
@@ -152,13 +152,13 @@ class PoolSearch:
         return fit_probability(self._part(placed), 1.0)
 
     def _part(self, placed: Placed) -> float:
-        """Return the largest ratio of peak to limit over the pools."""
+        """Return the ratio of peak memory to the limit in the fullest pool."""
         pool = placed.fullest_pool(self.pools)
         return placed.peak_bytes(pool) / self.pools[pool].limit_bytes
 
     def _try_all(self, keep: int) -> None:
-        """Try every layout in every placement, with each recomputation that the recipe leaves open."""
-        # Use the smallest scale-up domain of all pools, since all have the same layout.
+        """Try every layout in every placement, with each kind of recomputation that the recipe leaves open."""
+        # All pools have the same layout, so the smallest scale-up domain counts.
         scaleup_devices = min(pool.fabric.scaleup_devices for pool in self.pools)
         space = Space(self.spec, self.pools[0].fabric.num_devices, scaleup_devices)
         names = recompute_names(self.spec.recompute)
@@ -172,7 +172,7 @@ class PoolSearch:
                 lightest = self._setups(unit, names[0])
                 bound_s = self.watch.bound_s(lightest, placement, self.samples)
                 units.append((bound_s, len(units), unit))
-        for *_, unit in sorted(units):  # most promising first, so that others can be dropped early
+        for *_, unit in sorted(units):  # the most promising ones come first, so that others can be dropped early
             for name in names:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
                     break  # if a layout surely fits, a heavier recomputation would only be slower
@@ -193,8 +193,8 @@ class PoolSearch:
         )
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
-        """Try one recomputation. Return whether heavier ones are pointless, because this one surely fits or is already
-        too slow."""
+        """Try one kind of recomputation. Return whether heavier ones are pointless, because this one surely fits or is
+        already too slow."""
         self.considered += 1
         best = self._best[bool(placement.order)]
         worst_s = -best[0][0] if len(best) == keep else float("inf")
@@ -214,15 +214,15 @@ class PoolSearch:
                 room += placement.ranks[pool] * max(0.0, 1 + more)
             over = SLACK * setups[0].model.num_layers / max(room, 1e-9)
         else:
-            # Use the pool with the most memory, with full micro-batches. Those of the fastest pool have about that
-            # size, and other sizes are tried as well.
+            # Use the pool with the most memory, with full micro-batches. The fastest pool's micro-batches have about
+            # that size, and other sizes are tried as well.
             most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
             over = peak_of(setups[most], self._memory.of(setups[most], name)) / self.pools[most].limit_bytes
         if over > SLACK:
             return self._refuse(over, setups, placement, name)
         step = self.watch.step(setups, placement, self.samples)
         placed = Placed(setups, placement, name, step)
-        parts = []  # ratio of the estimated peak to the limit, by pool
+        parts = []  # ratio of the estimated peak to the limit, for each pool
         for pool, setup in enumerate(self._of_step(placed)):
             layer = self._memory.of(setup, placed.recompute)
             counts = layers_per_rank(setup.model.num_layers, setup.layout)
@@ -256,12 +256,12 @@ class PoolSearch:
         )
 
     def count(self, placed: Placed) -> Placed:
-        """Return a layout with its layers split by time and every tensor counted. Uses the best layer split if it fits,
-        otherwise the best that fits according to the memory estimate, otherwise the even one."""
+        """Return a layout with its layers split by time and every tensor counted. The best layer split is used if it
+        fits, otherwise the best one that fits according to the memory estimate, otherwise the even one."""
         even = self._counted(placed, placed.setups[0].layout)
         if not is_open(placed.setups[0].layout, self.spec.model):
             return even
-        # The limit of each pipeline rank: its pool's, or the smallest among the pools that share it.
+        # The memory limit of each pipeline rank: its pool's, or the smallest of the pools that share it.
         limits = [self.pools[pool].limit_bytes for pool in placed.placement.pool_of_stage_rank]
         limits = limits or [min(pool.limit_bytes for pool in self.pools)] * placed.setups[0].layout.pp
         for bounded in (False, True):
@@ -295,7 +295,7 @@ def stages_on(pool: int, placement: Placement, layout: Layout) -> list[int]:
 
 
 SAME = 5e-3
-"""Choices that differ by less than this fraction count as equally fast or cheap."""
+"""Choices that differ by less than this fraction count as equally fast or equally cheap."""
 
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
@@ -322,7 +322,7 @@ def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
     setup = replace(placed.setups[0], layout=step.layout, grad_accum=step.micro_batches)
     fullest = placed.fullest_pool(pools)
     peaks = [pool.devices * peak_flops_per_s(pool.fabric.chip, setup.matmul) for pool in pools]
-    # If every stage is on all pools, use each stage's memory on the fullest pool.
+    # If every pool has every stage, use each stage's memory on the fullest pool.
     memory = placed.memory[fullest]
     if placed.placement.order:
         of_pool = [iter(stages) for stages in placed.memory]
@@ -365,14 +365,14 @@ def _part(placed: Placed, pools: Sequence[Pool], pool: int) -> PoolPart:
 
 
 def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
-    """Yield the assumptions about the layouts, without repeating them for each pool."""
+    """Yield the assumptions about the layouts, each only once even if it holds for several pools."""
     names = pool_names(spec.cluster.pools)
     alone = ((on_pools(spec, [spec.cluster.pools[names.index(pool.name)]]), pool.fabric) for pool in pools)
     yield from dict.fromkeys(line for on_one, fabric in alone for line in assumptions_of(on_one, fabric))
     if pools[0].link_gbit_per_s is None:
-        yield "pools are joined by the NICs of the slower one (cluster.pool_link_gbit_per_s)"
-    yield "tensor-, context- and expert-parallel groups stay in one pool; no blueprint is drawn over several"
-    yield "a cluster of several pools is planned, not launched: the engine places no layout by kind of node"
+        yield "pools are connected by the slower pool's NICs (cluster.pool_link_gbit_per_s)"
+    yield "tensor-, context- and expert-parallel groups stay in one pool; there is no blueprint across pools"
+    yield "a cluster with several pools can only be planned: the engine cannot place ranks by kind of node"
 
 
 # Comparison with plans on fewer pools
@@ -417,7 +417,7 @@ def advise_pools(spec: RunSpec, compared: PoolsPlan) -> Iterator[str]:
 
 
 def division_of(candidate: Candidate) -> str:
-    """Return what a candidate divides over the pools: the `samples` of a step, or the `layers` of the model."""
+    """Return what a candidate divides over the pools: the `samples` of a step, or the model's `layers`."""
     return "layers" if candidate.pipelines_cross_pools else "samples"
 
 
@@ -450,12 +450,13 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
             f"no layout over all pools fits; {_name(fitting)} is the fastest that does" if fitting else "nothing fits"
         )
     said = [_compare("faster", "slower", _gains(fewer, whole, "tokens_per_s"))]
-    said.append(_compare("cheaper for each token", "dearer for each token", _gains(fewer, whole, "usd_per_token")))
+    said.append(_compare("cheaper per token", "more expensive per token", _gains(fewer, whole, "usd_per_token")))
     return "; ".join(line for line in said if line)
 
 
 def _gains(fewer: Sequence[PoolChoice], whole: PoolChoice, figure: str) -> tuple[PoolChoice, float] | None:
-    """Return the best choice of fewer pools by the given figure, and its ratio to all pools; None if unknown."""
+    """Return the choice of fewer pools that is best by `figure`, and its improvement ratio over all pools; None if
+    unknown."""
     of_all = getattr(whole, figure)
     known = [(choice, getattr(choice, figure)) for choice in fewer]
     ratios = [(choice, own / of_all if figure == "tokens_per_s" else of_all / own) for choice, own in known if own]

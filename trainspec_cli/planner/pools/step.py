@@ -53,12 +53,12 @@ from trainspec_cli.recipe.results.plan import StepTime
 
 @dataclass(frozen=True)
 class Pool:
-    """Nodes of one kind."""
+    """A pool of nodes of one kind."""
 
     name: str
     devices: int
     fabric: Fabric
-    """Devices and links of a cluster of the same size that has only this kind of device."""
+    """The fabric of a cluster of the same size that has only this kind of device."""
     link_gbit_per_s: float | None
     """A device's share of the link between pools; None if the pools' NICs are used."""
 
@@ -77,7 +77,7 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
     for place, (name, pool) in enumerate(zip(pool_names(cluster.pools), cluster.pools, strict=True)):
         try:
             fabric = describe_fabric(cluster_of(cluster, pool), None)
-        except RecipeError as error:  # errors name the pool's keys
+        except RecipeError as error:  # so that errors name the pool's keys
             own = f"cluster.pools.{place}.accelerator"
             problems = []
             for problem in error.problems:
@@ -91,15 +91,15 @@ def describe_pools(cluster: ClusterSpec) -> tuple[Pool, ...]:
 
 
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
-NOT_WHOLE = "a pool's devices do not hold whole groups of the layout"
+NOT_WHOLE = "a pool's devices do not form complete groups of the layout"
 MESSAGE_BYTES = 1e6
-"""Number of bytes sent between stages when finding the slowest of several links."""
+"""Message size that is used to find the slowest of several links between stages."""
 
 
 @dataclass(frozen=True)
 class Placement:
     ranks: tuple[int, ...]
-    """Data-parallel ranks of each pool, or pipeline ranks (`order`)."""
+    """Number of data-parallel ranks in each pool or, if `order` is set, of pipeline ranks."""
     order: tuple[int, ...] = ()
     """The order of the pools along each pipeline; empty if every pool has complete replicas."""
 
@@ -162,10 +162,10 @@ def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Effi
 
 
 Setups = tuple[Setup, ...]
-"""The same layout and micro-batch on the devices of each pool."""
+"""One setup for each pool, all with the same layout and micro-batch."""
 BETWEEN = 0.99
-"""A sample in a micro-batch of any size takes at least this fraction of its time at the best halved size; tests check
-this for all sizes."""
+"""At any micro-batch size, a sample takes at least this fraction of its time at the best of the halved sizes; tests
+check this for all sizes."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class PoolStep:
     layout: Layout
     """The layout, with its layers split into stages."""
     time: StepTime
-    """The time of the pool that all others wait for."""
+    """The step time, which is that of the pool that all others wait for."""
     of_pools: tuple[StepTime, ...]
     """The step time of each pool, including its wait for others."""
     waiting_s: tuple[float, ...]
@@ -217,7 +217,7 @@ def _of_pools(counts: Sequence[int], placement: Placement) -> list[Sequence[int]
 
 
 class Stopwatch:
-    """Times steps over pools. It caches micro-batch times, which many layouts share."""
+    """Predicts step times over pools, and caches the micro-batch times that many layouts share."""
 
     def __init__(self, pools: Sequence[Pool], eff: Efficiency):
         self.pools = pools
@@ -226,7 +226,7 @@ class Stopwatch:
         self._least_s: dict[tuple[object, ...], float] = {}
 
     def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
-        """Return the step for `samples`. If the layer split is left open, layers are split as if all were equal."""
+        """Return the step for `samples`. If the layer split is left open, all layers are treated as equal."""
         layout = self.cut(setups, placement)
         return self.step_as_cut(tuple(replace(setup, layout=layout) for setup in setups), placement, samples)
 
@@ -237,14 +237,14 @@ class Stopwatch:
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return a lower bound on the step over all layer splits: ranks wait only while pipelines fill and drain, and
-        only exchanges within a micro-batch count."""
+        """Return a lower bound on the step time over all layer splits. It counts waits only while pipelines fill and
+        drain, and only exchanges within a micro-batch."""
         least = self._least_through_pools if placement.order else self._least_over_pools
         return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
 
     def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return the bound for complete replicas: each sample's time at the best micro-batch size, spread evenly over
-        the pipeline's ranks."""
+        """Return the bound for complete replicas: each sample takes its time at the best micro-batch size, spread
+        evenly over the pipeline's ranks."""
         layout = setups[0].layout
         ranks = placement.ranks
         sample_s = [self._least_sample_s(pool, setup, samples) / layout.pp for pool, setup in enumerate(setups)]
@@ -273,8 +273,8 @@ class Stopwatch:
         return self._least_s[key]
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return the bound for pipelines across pools. The slowest rank takes at least the mean of all ranks, weighted
-        by speed; each layer adds its smallest weighted time. The total over all ranks is at least the sum of each
+        """Return the bound for pipelines across pools. The slowest rank takes at least the speed-weighted mean of all
+        ranks, to which each layer adds its smallest weighted time. The total over all ranks is at least the sum of each
         layer's smallest time."""
         layout = setups[0].layout
         pools = range(len(setups))
@@ -293,11 +293,12 @@ class Stopwatch:
         return (micro_batches - fills) * pace_s + fills * whole_s
 
     def _fills(self, layout: Layout) -> float:
-        """Return the number of other ranks' micro-batches that the slowest rank waits for in a step."""
+        """Return the waiting time of the slowest rank in a step, as a number of other ranks' micro-batches."""
         return self._eff.bubble * layout.bubble_part
 
     def cut(self, setups: Setups, placement: Placement, room: Room | None = None, *, alike: bool = True) -> Layout:
-        """Return the layout with its layers split by the planned times. `alike`: treat all layers as average.
+        """Return the layout with its layers split by the planned times. `alike`: treat all layers as equal to the
+        average.
 
         If each pool has separate stages, these get layers according to their speed. If every pool has complete
         replicas, all pools have the same stages, because they sum their gradients; the stages are split by the times of
@@ -352,7 +353,8 @@ class Stopwatch:
         return best_division(even, samples, of_ranks, size, 0.0, keeps_micro_batches=keeps).division
 
     def _speed(self, pool: int, setup: Setup) -> Speed:
-        """Return the line through the times of the layout's micro-batch and of one half its size."""
+        """Return a linear model of a micro-batch's time, through its times at the layout's size and at half that
+        size."""
         size = int(setup.micro_batch_size)
         small, large = (size // 2, size) if size > 1 else (1, 2)
         small_s = self._seconds(pool, setup, small)
@@ -369,8 +371,8 @@ class Stopwatch:
     def _own_step(
         self, pool: int, setup: Setup, groups: dict[str, Group], samples: int, micro_batches: int
     ) -> StepTime:
-        """Return the step time of a pool whose ranks have `samples` in the given number of micro-batches, some of which
-        have one more sample; empty ones take no time."""
+        """Return the step time of a pool whose ranks divide `samples` into the given number of micro-batches, some of
+        which have one more sample than the others. Empty micro-batches take no time."""
         each, larger = divmod(samples, micro_batches)
         if not each:
             return self._sized(pool, setup, groups, 1, max(1, larger))
@@ -385,7 +387,7 @@ class Stopwatch:
         return assemble_step(sized, self._steps[pool].micro_batch(sized), groups, self._eff)
 
     def _in_turns_s(self, setups: Setups, samples: Sequence[int], micro_batches: int) -> list[float]:
-        """Return how long each pool waits in a step if ranks synchronise in every micro-batch, with larger ones
+        """Return how long each pool waits in a step if ranks synchronise in every micro-batch and run larger ones
         first."""
         shapes = [divmod(count, micro_batches) for count in samples]
         own_s = [0.0] * len(setups)

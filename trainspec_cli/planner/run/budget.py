@@ -35,7 +35,7 @@ SENSITIVE = (
 
 @dataclass(frozen=True)
 class PortfolioRun:
-    """A planned run, and the number of times it is done per year (the last number applies to all later years)."""
+    """A planned run, and how many times per year it is run (the last number applies to all later years)."""
 
     name: str
     per_year: tuple[float, ...]
@@ -54,9 +54,8 @@ class PortfolioRun:
 
 
 def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
-    """Return the cluster's failures, including preemptions of spot nodes.
-
-    Both are random: their rates add up, and weight the mean wait for a node. Only failures can end all groups."""
+    """Return the cluster's failure rates, including preemptions of spot nodes. Both are random, so their rates add up,
+    and the mean wait for a node is weighted by these rates. Only failures can end all groups."""
     failing = cluster.reliability
     cost = cluster.cost
     mtbf = 1 / (1 / failing.mtbf_device_hours + 1 / cost.spot_mtbf_device_hours)
@@ -181,8 +180,8 @@ def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
 
 
 def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, float]:
-    """Return the total cash for each way of buying or renting; for owned machines, their remaining value is subtracted.
-    Ways that are missing in any year are omitted."""
+    """Return the total cash cost of each way to buy or rent machines; the remaining value of owned machines is
+    subtracted. Ways that are missing in any year are omitted."""
     ways = [way for way in WAYS if all(way in row.usd for row in table)]
     usd = {str(way): sum(row.usd[way] for row in table) for way in ways}
     usd["owned"] -= _worth(cluster, table)
@@ -203,7 +202,7 @@ def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
 
 def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float | None:
     """Return the month after which cumulative rent stays above the cost of buying, interpolated linearly. It is 0 if
-    that holds from the start, and None if it never does. Later purchases may reverse the order, so the last crossing
+    rent is higher from the start, and None if it never is. Later purchases may reverse the order, so the last crossing
     counts."""
     gaps = [paid - rent for paid, rent in zip(owned, rented, strict=True)]
     last = max((month for month, gap in enumerate(gaps) if gap > 0), default=None)

@@ -71,14 +71,14 @@ for SimuMax, 16% for vTrain): 90% of the runs are within x1.39 of their source's
 the same interval: all 12 in that table are within x1.33, and of the 131 that were used for the fit, 97% are within
 x1.7."""
 VALUE_BYTES = 4.0
-"""Bytes per parameter in a checkpoint, in fp32. With AdamW's two moments, there are 12; published checkpoints have 12.8
-to 13.2."""
+"""Bytes per parameter in a checkpoint, in fp32. AdamW's two moments bring the total to 12; published checkpoints have
+12.8 to 13.2."""
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
 MEMORY_KNOWN_WITHIN = 1.1
-"""Factor within which a peak that is counted tensor by tensor is known. Traces of the engine's steps are within 2%; 6%
-is added for the spread between identical runs."""
+"""Uncertainty factor of a peak that is counted tensor by tensor. Traces of the engine's steps are within 2%; 6% is
+added for the spread between identical runs."""
 MEMORY_ELSEWHERE_WITHIN = 1.3
 """The same for other frameworks: 90% of 26 nanotron peaks, which were not used for the fit, are within x1.31."""
 STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from 48 nodes (stas00/ml-engineering)"
@@ -97,9 +97,9 @@ def forecast_run(
         path = "cluster.reliability.mtbf_device_hours"
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         message = (
-            f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
+            f"the run never makes progress: a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices)"
         )
-        raise RecipeError(Problem("out_of_range", message, path, f"specify a larger {path}, or fewer devices"))
+        raise RecipeError(Problem("out_of_range", message, path, f"set a larger {path}, or fewer devices"))
     if other is not None:
         alternatives = [other_recovery(spec.resilience)]
     beside = other or candidate
@@ -151,7 +151,7 @@ def expect_goodput(
 ) -> Goodput | None:
     """Simulate the run SEEDS times with one recovery mode; return the median and the middle 90%.
 
-    None if more than one in twenty simulations keeps no work.
+    None if no work is kept in more than one of twenty simulations.
     """
     planes = spec.cluster.fabric.planes
     every = spec.cluster.reliability
@@ -161,7 +161,7 @@ def expect_goodput(
     job = describe_job(spec, plan, candidate, resilience)
     outcomes = goodput.simulate_many(job, cluster, resilience, SEEDS)
     parts = [{cause: lost / outcome.wall_s for cause, lost in outcome.lost_s.items()} for outcome in outcomes]
-    # The mean time parts over the simulated runs, scaled so that they and the median goodput sum to 1.
+    # Average the time parts over the simulated runs, and scale them so that they and the median goodput sum to 1.
     causes = sorted({cause for part in parts for cause in part})
     mean = {cause: sum(part.get(cause, 0.0) for part in parts) / len(parts) for cause in causes}
     whole = sum(mean.values())
@@ -197,7 +197,8 @@ def describe_job(
     size_bytes: float | None = None,
 ) -> goodput.SimulatedJob:
     """Return the run in the form that the simulation needs, with the recipe's checkpoint interval or, if that is open,
-    the best one. `size_bytes`: the size of a checkpoint, if a better figure than `checkpoint_bytes` is known."""
+    the best one. `size_bytes`: the size of a checkpoint, if it is known more accurately than from
+    `checkpoint_bytes`."""
     groups = candidate.layout.dp_replicate
     work = expect_work(spec, candidate)
     size_bytes = size_bytes or checkpoint_bytes(spec, plan.params)
@@ -251,8 +252,9 @@ def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     if spec.batching.schedule.kind == "noise":
         largest = spec.batching.schedule.max_global_batch_size
         notes.append(
-            f"the batch follows what the run will measure; this assumes {spec.batching.global_batch_size:,} samples "
-            f"per step throughout; larger batches, up to {largest:,}, take fewer steps"
+            "the batch size depends on measurements during the run; this assumes "
+            f"{spec.batching.global_batch_size:,} samples per step throughout; "
+            f"larger batches, up to {largest:,}, take fewer steps"
         )
     return notes
 
@@ -290,7 +292,7 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
 
 
 def _memory_knowledge(spec: RunSpec) -> tuple[float, str]:
-    """Return (the factor within which a peak is known, what it includes besides the tensors)."""
+    """Return (the uncertainty factor of a predicted peak, a description of what the peak includes besides tensors)."""
     chip = spec.cluster.accelerator
     grows = spec.framework.expandable_segments and (chip is None or chip.vendor in GROWS_SEGMENTS)
     idle = FRAGMENTATION
@@ -301,7 +303,7 @@ def _memory_knowledge(spec: RunSpec) -> tuple[float, str]:
         again = GROWN_RECOMPUTE_FRAGMENTATION
         of = "all tensors"
     source = (
-        f"predicted, {RESERVE:.0%} added for the spread between like runs; {idle:.0%} of {of} held idle "
+        f"predicted, {RESERVE:.0%} added for the spread between identical runs; {idle:.0%} of {of} reserved but unused "
         f"({idle + again:.0%} where all are recomputed), {CONTEXT_BYTES / GIB:.1f} GiB for the device's "
         f"context, {GROUP_BYTES / GIB:.2f} GiB for each communicator"
     )
@@ -322,7 +324,7 @@ def _of(path: str, spec: Any, keys: Iterable[str]) -> list[Assumption]:
 
 
 def _of_accelerators(cluster: ClusterSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
-    """Return the assumption on the cluster's accelerator, or on each pool's accelerator."""
+    """Return the assumption about the cluster's accelerator, or about each pool's accelerator."""
     found: list[tuple[str, AcceleratorSpec | None]] = [("cluster", cluster.accelerator)]
     if cluster.pools:
         found = [(f"cluster.pools.{place}", pool.accelerator) for place, pool in enumerate(cluster.pools)]
@@ -368,14 +370,14 @@ def _of_price(cluster: ClusterSpec) -> list[Assumption]:
 
 @dataclass(frozen=True)
 class RunWork:
-    """The work of a run without failures."""
+    """The steps of a run without failures."""
 
     steps: int
     time: StepTime
     """The mean step time."""
     step_time_s: float
     batches: tuple[BatchForecast, ...] = ()
-    """The steps of each size; empty if the batch size is constant or its changes are not known yet."""
+    """The steps with each batch size; empty if the batch size is constant or its changes are not known yet."""
 
     @property
     def work_s(self) -> float:
@@ -383,7 +385,7 @@ class RunWork:
 
 
 def expect_work(spec: RunSpec, candidate: Candidate) -> RunWork:
-    """Return the work of `candidate`'s steps, over all batch sizes of the run."""
+    """Return the run's steps with `candidate`'s layout, over all batch sizes."""
     if not candidate.sized_steps:
         return RunWork(spec.train.max_steps, candidate.time, candidate.step_time_s)
     phases = run_phases(schedule_batches(spec))
@@ -452,9 +454,9 @@ def expect_energy(
     """Return the energy and its parts by consumer; None if the accelerator's power is unknown.
 
     The ratio of an accelerator's mean power to its thermal design power (TDP) is linear in the time spent in each
-    state. For an accelerator that is always busy, including its host, the ratio is 1.35; an eight-H100 node in training
-    was measured at 1.38 (76% of 10.2 kW over 8 x 700 W, arXiv:2506.14551). The building uses another (PUE - 1) times
-    the machines' energy.
+    state. An accelerator that is always busy has a ratio of 1.35 including its host; an eight-H100 node in training was
+    measured at 1.38 (76% of 10.2 kW over 8 x 700 W, arXiv:2506.14551). The building adds (PUE - 1) times the machines'
+    energy.
     """
     if cluster.accelerator is None or not cluster.accelerator.tdp_w:
         return None, {}
@@ -485,7 +487,7 @@ Cost = tuple[Interval | None, dict[str, float]]
 
 def add_costs(costs: Sequence[Cost]) -> Cost:
     """Return the total cost of several pools, which share the wall time; None if any cost is unknown."""
-    # The shared wall time changes all costs together, so the bounds of the intervals are summed.
+    # All pools share the wall time, so their costs change together, and the bounds of the intervals are summed.
     known = [interval for interval, _ in costs if interval is not None]
     if len(known) < len(costs):
         return None, {}

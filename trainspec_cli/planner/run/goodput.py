@@ -23,10 +23,10 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery import recovery, reliability, run_state
 
 MAX_FAILURES = 1000
-"""A simulation stops after this many failures, because its goodput is then known to within one percent."""
+"""A simulation stops after this many failures, when its goodput is known to within one percent."""
 ENOUGH_OF_MANY = 300
-"""The same for one of many simulations. The cost of a failure is then known well enough, compared with the failure
-rates."""
+"""The same for one of many simulations. Fewer failures suffice, because the failure rates are more uncertain than the
+cost of a failure."""
 NORMAL_90 = 1.645
 """Number of standard deviations on either side of the mean that contain 90% of a normal distribution."""
 
@@ -81,10 +81,9 @@ def simulate(
 def simulate_many(
     job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
 ) -> list[SimulatedRun]:
-    """Simulate runs that differ by chance and in uncertain inputs: each draws its rates within `known_within`.
-
-    Returns them sorted by goodput, worst first. A seed leads to the same draws for every job, so that jobs are
-    comparable."""
+    """Simulate runs that differ by chance and in uncertain inputs: each run draws its rates within `known_within`.
+    Returns the runs sorted by goodput, worst first. Every job uses the same seeds and thus the same draws, so that jobs
+    are comparable."""
     rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
     runs = [simulate(job, drawn, resilience, seed, max_failures=ENOUGH_OF_MANY) for seed, drawn in enumerate(rates)]
     return sorted(runs, key=lambda run: run.goodput)
@@ -98,7 +97,7 @@ def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
 
 
 class Clock:
-    """Runs actions in chronological order; actions at the same time run in the order that they were scheduled."""
+    """Runs actions in chronological order; actions at the same time run in the order in which they were scheduled."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -138,7 +137,7 @@ class _Simulation:
         self.progress = _Progress(job)
         self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
         self.away: dict[int, int] = {}
-        """Absent replica groups, each with the failure that its return will end."""
+        """Absent replica groups, each with the failure that ends when the group returns."""
         self.paused_by = 0
         """The failure or return that the job is waiting for; the ends of earlier ones are ignored."""
         self.event = 0
@@ -179,7 +178,7 @@ class _Simulation:
             repaired_s = self.clock.now_s + self.cluster.repair_s
             wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
         if self.standing.is_lost:
-            self.away.clear()  # absent groups start together with the job
+            self.away.clear()  # absent groups start when the job does
             self.standing = self.started
             self._pause("restart", self.takes.restart_s + wait_for_node_s)
         else:
@@ -220,7 +219,7 @@ class _Simulation:
 
 
 class _Progress:
-    """The work done and saved, and the position in the cycle of working for `interval_s` and then writing a
+    """Tracks the work done and saved, and the position in the cycle of working for `interval_s` and then writing a
     checkpoint."""
 
     def __init__(self, job: SimulatedJob) -> None:
@@ -275,7 +274,7 @@ class _Progress:
             self.position_s = 0.0
 
     def wall_to_finish_s(self) -> float:
-        """Return the time until the last step, provided that no event occurs before it."""
+        """Return the time until the last step ends, provided that no event occurs before that."""
         if self.paused_for:
             return float("inf")
         interval_s = self.job.interval_s
@@ -286,14 +285,14 @@ class _Progress:
 
 
 Change = Literal["lost", "left", "returned"]
-"""Events of groups: a node is lost, the group is absent until the node is replaced, or the group takes steps again."""
+"""What can happen to a group: it loses a node, it is absent until the node is replaced, or it takes steps again."""
 PATIENCE = 10**6
-"""Allowed restarts per hour, effectively unlimited. The question is how long the work takes, so a run that the recipe's
-limit would end is started again."""
+"""Allowed restarts per hour, effectively unlimited. The forecast is about how long the work takes, so it assumes that a
+run that reaches the recipe's limit is started again."""
 
 
 class Standing:
-    """A state of the run, with the successors computed so far."""
+    """A state of the run, with its successor states computed so far."""
 
     def __init__(self, state: run_state.RunState, known: dict[run_state.RunState, Standing]) -> None:
         self.state = state

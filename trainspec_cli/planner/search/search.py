@@ -68,7 +68,7 @@ class Steps:
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
 
     def micro_batch(self, setup: Setup, key: tuple[object, ...] | None = None) -> MicroBatch:
-        """`key`: the setup's key, if known."""
+        """Return the times of one micro-batch, which are cached. `key`: the setup's cache key, if known."""
         key = key or self.key_of(setup)
         if key not in self._parts:
             self._parts[key] = micro_batch(setup, self.groups(setup.layout), self.eff)
@@ -101,7 +101,7 @@ class Steps:
 
 
 class Costs:
-    """Step times, and bounds on them, for layouts of the model in `template` on its fabric."""
+    """Step times, and bounds on step times, for layouts of the model in `template` on its fabric."""
 
     def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
         self.template = template
@@ -161,7 +161,8 @@ class Costs:
                     min(kind.params / time_s for kind, time_s in kinds_s),
                     min(kind.expert_params / time_s for kind, time_s in kinds_s),
                     sum(map(own_work_s, ends)),
-                    # Exchanges may be hidden by the work of embedding and head, as if these were recomputed too.
+                    # Embedding and head may hide exchanges too; to keep this a lower bound, assume that they are
+                    # recomputed.
                     sum(recompute_part_s(end, setup.recompute) for end in ends),
                 )
             params_per_s, experts_per_s, ends_s, ends_again_s = self._densities[dense]
@@ -193,8 +194,8 @@ class LayerMemories:
 
 @lru_cache(maxsize=4)
 def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
-    """Return the costs, which searches with equal arguments share. Searches that differ only in the replica groups
-    share everything but the exchanges."""
+    """Return the costs, which searches with equal arguments share. Searches that differ only in their replica groups
+    share everything except the exchanges."""
     # Replica groups change exchanges but not micro-batches. The two searches for one plan differ only in replica
     # groups.
     alike = replace(template, replica_groups=1)
@@ -212,7 +213,7 @@ def part_key(layout: Layout, micro: float, accum: int, matmul: str, software: So
     # Weights are cast to 8 bits once per step, at a cost that micro-batches share. In other formats, it only matters
     # whether gradients of several micro-batches are added.
     counted = accum if matmul in EIGHT_BIT else accum > 1
-    # The schedule and the method of context parallelism matter for what the engine's exchanges overlap with.
+    # The schedule and the method of context parallelism determine what the engine's exchanges overlap with.
     of_exchanges = layout.splits_backward, layout.context_method
     return (
         *axes_of_layer(layout),
@@ -241,8 +242,8 @@ NEAR = 1.05
 """Among layouts of the same complexity, the one with the fewest stages is chosen if its step takes at most this many
 times as long."""
 SAFEST = 4
-"""Number of safest layouts that a search keeps. Several are kept because only counting every tensor reveals later which
-of them fit."""
+"""Number of safest layouts that a search keeps. Several are kept because some may turn out not to fit once every tensor
+is counted."""
 MANY_TOO_LARGE = 64
 """After this many layouts that are too large, a search that has not found a fitting one checks memory before time."""
 TOO_LARGE = "memory"
@@ -265,15 +266,15 @@ class Option(NamedTuple):
     bound_s: float
     """Lower bound on its step time."""
     order: int
-    """Sequence number, in order of discovery."""
+    """The option's number, in order of discovery."""
     layout: Layout
     micro_batch_size: int
     grad_accum: int
     recompute: int
-    """Index in `Search.recomputes`."""
+    """Index of its recomputation in `Search.recomputes`."""
     offload: bool
     counts_exchanges: bool = False
-    """If False, the bound includes only the work."""
+    """If False, the bound includes only the work, not the exchanges."""
 
     @property
     def shape(self) -> tuple[Layout, int, int]:
@@ -291,7 +292,7 @@ class Search:
     space: Space
     template: Setup
     softwares: dict[Sharding, Software]
-    """The software for each type of sharding."""
+    """The `Software` for each type of sharding."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
@@ -400,7 +401,7 @@ class Search:
                 yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
     def heavier(self, option: Option) -> Option | None:
-        """Return the layout with the next heavier recomputation, whose step is not shorter, or None."""
+        """Return the layout with the next heavier recomputation, whose step is not shorter; None if there is none."""
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None
@@ -429,7 +430,8 @@ class Search:
             self._leave(option, surely_fits=self._predict(option))
 
     def _leave(self, option: Option, *, surely_fits: bool = False) -> None:
-        """Remove the option. If it surely fits, a heavier recomputation would only make it slower, so none is added."""
+        """Remove the option from the heap, and add its layout with a heavier recomputation, unless this option surely
+        fits."""
         heapq.heappop(self._options)
         heavier = self.heavier(option)
         if heavier and not surely_fits:
@@ -437,7 +439,7 @@ class Search:
 
     def least_bytes(self, option: Option) -> float:
         """Return the layout's memory with micro-batches of one sample (or of the pinned size), which is a lower bound
-        over all sizes. If it does not fit, return any number above the limit."""
+        for all sizes. If it does not fit, the result is some number above the limit."""
         key = option.layout, option.recompute, option.offload
         if key not in self._least_bytes:
             batching = self.space.spec.batching
@@ -452,7 +454,7 @@ class Search:
         return self._least_bytes[key]
 
     def peak(self, option: Option) -> tuple[Setup, float]:
-        """Return (the option's setup, its peak). A peak that does not fit is not refined."""
+        """Return (the option's setup, its peak memory). If a rough peak does not fit, it is not refined."""
         name = self.recomputes[option.recompute]
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
         return setup, peak_of(setup, self._memory.of(setup, name), beyond_bytes=self._beyond_bytes)
@@ -487,7 +489,7 @@ class Search:
 
     @property
     def _beyond_bytes(self) -> float:
-        """Return the memory above which a layout neither fits nor is the smallest one."""
+        """Return the memory above which a layout neither fits nor is the smallest one so far."""
         return max(self._limit, math.inf if self.smallest is None else self.smallest.peak_bytes)
 
     def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: int) -> float:
@@ -511,6 +513,6 @@ def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> 
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:
-    """Return the recomputations to try, lightest first. Selective recomputation exists to avoid storing the score
-    matrix, which fused attention never writes."""
+    """Return the kinds of recomputation to try, lightest first. Selective recomputation exists to avoid storing the
+    score matrix, which fused attention never writes."""
     return ("none", "full") if wanted == "auto" else (wanted,)

@@ -47,17 +47,16 @@ class Space:
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
         self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self.anyhow = self._problems({})
-        """Problems that the engine has with every layout. They come from the recipe and are not a reason to reject a
-        layout."""
+        """Problems of the recipe that occur with every layout, and are therefore not a reason to reject one."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
-        """Keyed by a rank's samples and turns: the numbers of micro-batches, and how many others are left out."""
+        """(A rank's samples, turns) -> (the numbers of micro-batches to try, how many others are left out)."""
         self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
         compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
         self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
         self._measures_noise = self.spec.batching.schedule.kind == "noise"
 
     def layouts(self) -> Iterator[tuple[Layout, int, int]]:
-        """Yield (layout, micro-batch, gradient accumulation)."""
+        """Yield (layout, micro-batch size, gradient accumulation) for every layout to try."""
         wanted = self.spec.layout
         model = self.spec.model
         for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
@@ -125,7 +124,7 @@ class Space:
                         starved = wanted.pipeline_schedule == AUTO and layout.splits_backward and accum < layout.pp
                         if not self._keep(not starved, "a zero-bubble schedule needs one micro-batch per stage"):
                             continue
-                        # Require the exchanges that the recipe compresses or measures.
+                        # Reject layouts without the exchanges that the recipe compresses or measures.
                         if self.spec.framework.counted and (self._limits_exchanges or self._measures_noise):
                             one, groups = one_group(self.spec, layout)
                             noise = measurable_noise(self.spec, one, groups, accum)
@@ -134,11 +133,11 @@ class Space:
                         yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
-        """Yield shardings: over all ranks, for ZeRO-3 also over a node's ranks with replicas across nodes, and no
-        sharding.
+        """Yield the shardings to try: over all ranks, over the ranks of a node with replicas across nodes (ZeRO-3), and
+        none.
 
-        A run that survives failures by shrinking needs groups that each have the full state. Their number is either
-        that of the recipe, or several numbers are tried."""
+        A run that survives failures by shrinking needs groups that each have the full state. Their number comes from
+        the recipe, or several numbers are tried."""
         wanted = self.spec.layout
         elastic = self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
@@ -168,7 +167,7 @@ class Space:
                     and self._keep(parts, "nodes do not divide over the replica groups")
                 ):
                     continue
-            # Try the ZeRO stages that the framework supports. Without sharding, the stage has no meaning.
+            # Try the ZeRO stages that the framework supports. The stage has no meaning without sharding.
             facts = self.spec.framework
             stages = stages_of(wanted, shard, replicate)
             had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
@@ -239,8 +238,8 @@ def asked_groups(spec: RunSpec) -> int | None:
 
 
 def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
-    """Return (the layout of a replica group, the number of groups). A search counts the replicas of all groups
-    together."""
+    """Return (the layout of a replica group, the number of groups) for a search's layout, which counts the replicas of
+    all groups together."""
     groups = asked_groups(spec) or layout.dp_replicate
     if groups == 1:
         return layout, 1

@@ -1,10 +1,10 @@
-"""The step of trainspec's engine with eager blocks on GPUs: FSDP2's exchanges block by block, and the schedule pass by
-pass.
+"""Predict a step of trainspec's engine with eager blocks on GPUs: FSDP2's exchanges block by block, and the schedule
+pass by pass.
 
-The closed forms of `step.py` describe any framework. They assume that exchanges and computation overlap evenly over a
-pass, and that a pipeline's ranks differ only in the time of a micro-batch. Here, each rank's passes are run through two
-clocks, that of the compute stream and that of the communicator of its shards, and the schedule is replayed with the
-durations of the passes.
+The closed forms in `step.py` describe any framework. They assume that exchanges and computation overlap evenly over a
+pass, and that pipeline ranks differ only in their time per micro-batch. This module instead simulates each rank's
+passes with separate clocks for the compute stream and for communication, and then replays the schedule with the
+resulting pass durations.
 """
 
 from __future__ import annotations
@@ -45,37 +45,36 @@ from trainspec_cli.planner.time.step import (
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
 from trainspec_cli.recipe.results.plan import StepTime
 
-# Memory traffic in bytes per parameter of FSDP2's copies, with a 2-byte compute format and gradients summed in fp32.
+# Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
 CAST_BYTES = 10.0
-"""A shard is cast to the compute format and copied into the buffer of its all-gather."""
+"""Traffic to cast a shard to the compute format and copy it into the all-gather buffer."""
 COPY_OUT_BYTES = 4.0
-"""Gathered parameters are copied out of the buffer."""
+"""Traffic to copy gathered parameters out of that buffer."""
 COPY_IN_BYTES = 6.0
-"""Gradients are cast while they are copied into the buffer of their reduce-scatter."""
+"""Traffic to cast gradients and copy them into the reduce-scatter buffer."""
 COPY_SUMS_IN_BYTES = 8.0
-"""The same if they were summed in fp32 over several micro-batches."""
+"""The same for gradients that were summed in fp32 over several micro-batches."""
 FIRST_SUM_BYTES = 6.0
-"""The first gradient that is kept without an exchange is cast."""
+"""Traffic to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
 SUM_BYTES = 10.0
-"""A later one is added to it."""
+"""Traffic to add a later micro-batch's gradients to them."""
 SHARD_SUM_BYTES = 12.0
-"""A reduced gradient is added to that of earlier micro-batches, in fp32."""
+"""Traffic to add reduced gradients to those of earlier micro-batches, in fp32."""
 LATE_SUM_BYTES = 32.0
-"""Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
+"""Traffic to stack, sum, join and copy back the gradients of parameters that are replicated over tp, in fp32."""
 GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 LAUNCHES: dict[Kind, float] = {"forward": 1 / 3, "backward": 2 / 3, "backward_input": 1 / 3, "backward_weight": 1 / 3}
 """Fraction of a micro-batch's kernel launches in each kind of pass (`host_wait_s`)."""
 AGREEMENT_KERNELS = 36
-"""Kernels between the passes of two steps that handle a few numbers: the loss, the norm and the report."""
+"""Number of small kernels between two steps, for the loss, the gradient norm and the report."""
 
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Parameters that FSDP2 gathers and reduces together: a block, or what a stage has outside of its blocks. Times are
-    in seconds."""
+    """Parameters that FSDP2 gathers and reduces together: those of a block, or those of a stage outside its blocks."""
 
     group: str
-    """The communicator of its shards."""
+    """The group of ranks that share the parameters: `dp_shard` or `expert_dp`."""
     gather_s: float
     reduce_s: float
     across_s: float
@@ -88,34 +87,34 @@ class FsdpUnit:
     shard_sum_s: float
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """With recomputation. If the schedule splits the backward: the gradients of the inputs."""
+    """Includes recomputation. If the schedule splits the backward, this covers only the input gradients."""
     weights_s: float = 0.0
-    """The gradients of the weights, if the schedule splits the backward."""
+    """Time for the weight gradients, if the schedule splits the backward."""
     forward_waits_s: float = 0.0
-    """Exposed exchanges inside the layer."""
+    """Time of exposed exchanges inside the layer (tp, cp, ep)."""
     backward_waits_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The blocks of a pipeline stage, what comes before them (the embedding) and after them (the head), and `root`, the
-    parameters of both."""
+    """A pipeline stage: its blocks, and the embedding or head if it has one. `root` holds the parameters outside the
+    blocks."""
 
     blocks: tuple[tuple[FsdpUnit, ...], ...]
-    """Each block's parameters, followed by those of its experts if these are spread over ranks."""
+    """The units of each block: the block itself, then its experts if they are spread over ranks."""
     root: FsdpUnit
     before_s: tuple[float, float]
-    """Forward and backward of the embedding, including waits."""
+    """Forward and backward time of the embedding, including waits."""
     after_s: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """The passes of one pipeline rank in the order of its schedule, in seconds."""
+    """The times of one pipeline rank's passes."""
 
     passes_s: tuple[float, ...]
     waited_s: float
-    """The part that waits for FSDP2's exchanges."""
+    """Time spent waiting for FSDP2's exchanges."""
     sent_s: float
     """Total duration of these exchanges."""
     launches_s: float = 0.0
@@ -130,13 +129,13 @@ class RankRun:
 class StepRun:
     ranks: list[RankRun]
     ends_s: list[float]
-    """When each rank has made its passes."""
+    """When each rank finishes its passes."""
     alone_s: list[float]
-    """The same if messages between stages take no time."""
+    """The same if messages between stages took no time."""
 
 
 class RankClock:
-    """Runs the passes of one pipeline rank, as if the other stages were always ready."""
+    """Simulates the passes of one pipeline rank, as if the other stages were always ready."""
 
     def __init__(self, stages: dict[int, Stage], setup: Setup, eff: Efficiency):
         self.stages = stages
@@ -144,20 +143,21 @@ class RankClock:
         self.overlaps = setup.software.overlap_dp
         self.eff = eff
         self.now_s = 0.0
-        """Time of the compute stream."""
+        """The compute stream's clock."""
         self.free_s = dict.fromkeys(("gather", "reduce", "dp_shard", "expert_dp"), 0.0)
-        """When FSDP2's streams and the communicators are free: an exchange occupies one of both."""
+        """When each of FSDP2's streams and each communicator becomes free; an exchange occupies one stream and one
+        communicator."""
         self.across_s = 0.0
-        """The same for the communicator of the replicas."""
+        """The same for the communicator between replicas."""
         self.reduced_s = 0.0
-        """End of the last reduce-scatter."""
+        """When the last reduce-scatter ends."""
         self.waited_s = 0.0
         self.sent_s = 0.0
         """Total duration of the exchanges."""
         self.has_root = dict.fromkeys(stages, False)
         self.has_blocks = dict.fromkeys(stages, False)
         self.sums = dict.fromkeys(stages, 0)
-        """Number of micro-batches whose gradients were kept without an exchange."""
+        """Number of micro-batches, per stage, whose gradients have been accumulated but not yet exchanged."""
         self.exchanged = dict.fromkeys(stages, 0)
 
     def run(self, order: Sequence[Action]) -> RankRun:
@@ -178,7 +178,7 @@ class RankClock:
         self.now_s = max(self.now_s, until_s)
 
     def _exchange(self, stream: str, unit: FsdpUnit, after_s: float) -> float:
-        """Return when an exchange ends that may begin at `after_s`."""
+        """Return the end of an exchange that may begin at `after_s` at the earliest."""
         seconds = unit.gather_s if stream == "gather" else unit.reduce_s
         if not seconds:
             return after_s
@@ -191,7 +191,7 @@ class RankClock:
 
     def _forward(self, number: int) -> None:
         stage = self.stages[number]
-        # FSDP2's streams wait for the compute stream when a pass of a stage begins.
+        # FSDP2's streams wait for the compute stream at the start of a stage's pass.
         after_s = self.now_s
         if not self.has_root[number]:
             self._wait(self._exchange("gather", stage.root, after_s))
@@ -199,7 +199,7 @@ class RankClock:
             self.now_s += stage.root.copy_out_s
             self.has_root[number] = True
         self.now_s += stage.before_s[0]
-        # Parameters are gathered while those before them are in use.
+        # A unit's parameters are gathered while the previous unit computes.
         copied_out_s = after_s
         for unit in (unit for block in stage.blocks for unit in block):
             if not self.has_blocks[number]:
@@ -232,7 +232,7 @@ class RankClock:
             for unit in block if gathers else ():
                 self._wait(ready_s)
                 self.now_s += unit.copy_out_s
-                # Until these parameters have been copied out, the next ones are not gathered.
+                # The next gather starts only after these parameters have been copied out.
                 waiting.pop()
                 ready_s = self._exchange("gather", waiting[-1], self.now_s) if waiting else 0.0
             for unit in reversed(block):
@@ -256,7 +256,7 @@ class RankClock:
     def _reduce(self, unit: FsdpUnit, number: int) -> None:
         if self.sums[number]:
             self.now_s += unit.sum_s
-        # The buffer of the last reduce-scatter is used again.
+        # The reduce-scatter buffer is reused, so the previous reduce-scatter must have ended.
         self._wait(self.reduced_s)
         self.now_s += unit.copy_sums_in_s if self.sums[number] else unit.copy_in_s
         self.reduced_s = self._exchange("reduce", unit, self.now_s)
@@ -287,7 +287,7 @@ class EngineStep:
 
     @cached_property
     def _inside(self) -> dict[str, Group]:
-        """Return the groups of a replica group."""
+        """Return the process groups inside one replica group."""
         if self.setup.replica_groups == 1:
             return self.groups
         return axis_groups(self.setup.group_layout, self.setup.fabric, self.eff)
@@ -304,7 +304,7 @@ class EngineStep:
             gather_s=gathered_s + cast_s if gathered_s else 0.0,
             reduce_s=scatter_s(shard, reduce_bytes * params, setup, self.eff),
             across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
-            # One rank casts and copies its shard in place of gathering it.
+            # A single rank casts and copies its shard instead of gathering it.
             copy_out_s=self._moved_s(COPY_OUT_BYTES * params) if gathered_s else cast_s,
             copy_in_s=self._moved_s(COPY_IN_BYTES * params),
             copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES * params),
@@ -327,19 +327,20 @@ class EngineStep:
 
     @cached_property
     def _again(self) -> Recompute:
-        """Return what the engine repeats: `selective` keeps the results of products and attention, and repeats the
-        rest, with the exchanges between them."""
+        """Return what the engine recomputes. `selective` keeps the results of matrix multiplications and attention, and
+        recomputes everything else, including the exchanges."""
         again = self.setup.recompute
         return Recompute(elementwise=1.0, layers=again.layers) if again == RECOMPUTE["selective"] else again
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
-        """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
+        """Return the times in seconds of the forward work and of the exchanges that the backward of these layers
+        repeats."""
         work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0), self._again)
         return work_s, (self._again.elementwise > 0) * self._again.layers * (part.tp + part.cp + part.ep)
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
         again_s, again_waits_s = self._repeated(part)
-        # A split backward computes the gradients of the inputs first.
+        # A split backward computes the input gradients first.
         weights_s = part.matmul_b / 2 if self.setup.layout.splits_backward else 0.0
         return replace(
             unit,
@@ -372,7 +373,7 @@ class EngineStep:
             if number == layout.num_stages - 1:
                 head = self.once.head
                 outside = outside.plus(head)
-                # The loss computes its gradients in its forward (`engine/models/cross_entropy.py`).
+                # The loss computes its gradients in the forward (`engine/models/cross_entropy.py`).
                 after_s = (head.forward + head.backward + PASSES["tp"] * head.tp, 0.0)
             stages[number] = Stage(
                 tuple(blocks[self.once.kind_of(layer)] for layer in layers[number]),
@@ -383,9 +384,9 @@ class EngineStep:
         return stages
 
     def _late_sums_s(self, rank: int, part: LayersPart) -> tuple[float, float]:
-        """Return the seconds of copies and of exchanges for gradients that are summed once per step, after the passes:
-        over tp, those of experts that are not spread; between the first and the last stage, those of an embedding that
-        is also the head."""
+        """Return the times in seconds of copies and of exchanges for gradients that are summed only once per step,
+        after the passes. These are the gradients of experts that all tp ranks hold, and those of a tied embedding,
+        which are summed between the first and the last stage."""
         layout = self.setup.layout
         model = self.setup.model
         exchange_s = copies_s = 0.0
@@ -403,14 +404,14 @@ class EngineStep:
         return copies_s, exchange_s
 
     def _run(self, micro_batches: int) -> StepRun:
-        """Run this many micro-batches through the ranks, and replay the schedule with the durations of their passes."""
+        """Simulate this many micro-batches on each rank, and replay the schedule with the resulting pass durations."""
         layout = self.setup.layout
         orders = actions(layout, micro_batches)
         stages = self._stages
         known: dict[object, RankRun] = {}
         ranks = []
         for rank, order in enumerate(orders):
-            # Ranks in the middle of a long pipeline have equal stages in the same order.
+            # Middle ranks of a long pipeline have equal stages in the same order, so they share one simulation.
             like = tuple((action.kind, action.stage // layout.pp, action.micro_batch) for action in order)
             key = (like, tuple(stages[rank].values()))
             if key not in known:
@@ -425,7 +426,7 @@ class EngineStep:
             pair = group_of_ranks(self.setup.fabric, (sender * per_stage, receiver * per_stage), self.eff)
             return send_s(pair, message_bytes, self.eff)
 
-        # A pass takes longer than on the device if launching its kernels does.
+        # If launching a pass's kernels takes longer than running them, the launches determine its duration.
         device_s = [rank.busy_s / micro_batches for rank in ranks]
         launches_s = [
             host_wait_s(part.whole, seconds, self.setup, self.eff) / layout.chunks_per_rank
@@ -447,12 +448,12 @@ class EngineStep:
         return StepRun(ranks, ends_s(hand_over_s), ends_s(lambda _sender, _receiver: 0.0))
 
     def time(self) -> StepTime:
-        """Return the step time by part, those of the rank with the most work."""
+        """Return the step time by part, based on the rank with the most work."""
         setup = self.setup
         layout = setup.layout
         eff = self.eff
         micro = setup.grad_accum
-        # After some micro-batches the schedule repeats itself.
+        # The schedule repeats itself after some micro-batches, so simulate only a few and extrapolate.
         few = 3 * layout.num_stages + setup.grad_accum % layout.pp
         counts = [setup.grad_accum] if few + layout.pp >= setup.grad_accum else [few, few + layout.pp]
         runs = [self._run(count) for count in counts]
@@ -471,7 +472,7 @@ class EngineStep:
         slowest = max(range(layout.pp), key=busy_s.__getitem__)
 
         def end_s(ends: Callable[[StepRun], Sequence[float]]) -> float:
-            """Return when the last rank reaches the agreement."""
+            """Return when the last rank finishes its passes and late sums."""
 
             def of_rank(rank: int) -> float:
                 return whole(lambda run: ends(run)[rank]) + sum(late_s[rank])
@@ -497,7 +498,7 @@ class EngineStep:
         )
         busy = replace(
             busy,
-            # The rest are norms, gates, losses, and FSDP2's copies.
+            # The remainder consists of norms, gates, losses and FSDP2's copies.
             memory_bound_s=busy_s[slowest] - launches_s - waits_s - late_s[slowest][1] - busy.total_s,
             dp_comm_s=waits_s + slowed_s + late_s[slowest][1] + agreement_s,
             bubble_s=alone_s - busy_s[slowest],

@@ -30,7 +30,7 @@ from trainspec_cli.planner.time.step import (
 )
 
 Tier = Literal["scaleup", "network"]
-"""Links inside a scale-up domain, and links between domains."""
+"""scaleup: links inside a scale-up domain. network: links between domains."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of a layout's step, for use with other divisions of the samples."""
+    """The parts of a layout's step, from which step times for other divisions of the samples follow."""
 
     stages: tuple[StageTime, ...]
     bubble: float
@@ -63,23 +63,23 @@ class StepParts:
     """Time in seconds of data-parallel exchanges that happen once per step."""
     gradients_tier: Tier
     optimizer_s: float
-    """Time of the update on a device of usual speed."""
+    """Time of the update on a device of normal speed."""
     rest_s: float
-    """Time between steps, and of the sends that fill and drain the pipeline; and the difference of an eager step of the
-    engine (`EngineStep`) from these closed forms, which may be below 0."""
+    """Other time per step: between steps, and for the sends that fill and drain the pipeline. It also includes the
+    difference between an eager step of the engine (`EngineStep`) and these closed forms, which may be negative."""
 
 
 def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
-    """Return the parts of a step. For the setup's own micro-batches, they sum to `estimate_step`.
+    """Return the parts of a step. With the setup's micro-batches, they sum to `estimate_step`.
 
-    A micro-batch's time is assumed to be linear in its samples, through the times at the setup's size and at twice that
-    size."""
+    A micro-batch's time is assumed to be linear in its samples; the line passes through the times at the setup's size
+    and at twice that size."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
 
 
 def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Efficiency) -> StepParts:
-    """Return `step_parts`, from a micro-batch of the setup's size and one of twice that size."""
+    """Return `step_parts`, based on a micro-batch of the setup's size and one of twice that size."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
     stages = rank_parts(once, setup.layout)
     larger = rank_parts(twice, setup.layout)
@@ -131,19 +131,19 @@ def _stage_time(
 
 
 def _through(once_s: float, twice_s: float, size: float) -> Speed:
-    """Return the line through the times of `size` and 2 x `size` samples, with a fixed part of at least 0."""
+    """Return the line through the times of `size` and 2 x `size` samples. Its constant part is at least 0."""
     fixed_s = fixed_part_s(once_s, twice_s)
     return Speed(fixed_s, (once_s - fixed_s) / size)
 
 
 def fixed_part_s(once_s: float, twice_s: float) -> float:
-    """Return the time in seconds of a micro-batch that does not grow with its samples, from the line through its time
-    and that of twice the samples. It is 0 if twice the samples take more than twice as long."""
+    """Return the part of a micro-batch's time that does not grow with its samples, in seconds, given its time and that
+    of twice the samples. It is 0 if twice the samples take more than twice as long."""
     return min(once_s, max(0.0, 2 * once_s - twice_s))
 
 
 def _each_and_once(time_s: Callable[[Setup], float], setup: Setup) -> tuple[float, float]:
-    """Split a time into the part per micro-batch and the fixed remainder."""
+    """Split a time into a part per micro-batch and a fixed remainder."""
     # Micro-batches are equal, so the second one shows the cost of each; the remainder is incurred once.
     one, two = (time_s(replace(setup, grad_accum=count)) for count in (1, 2))
     return two - one, 2 * one - two

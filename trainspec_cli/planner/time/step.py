@@ -43,33 +43,36 @@ FUSED_LOSS = 1 / 3
 """Memory traffic of a fused softmax and loss relative to one kernel per operation. The fused kernel reads the logits
 once per direction and keeps nothing."""
 LOSS_KERNELS = 18
-"""Kernels per chunk of trainspec's loss without compilation; most of them are for one number per token."""
+"""Number of kernels per chunk of trainspec's uncompiled loss; most of them handle only one number per token."""
 WAVE_OUTPUTS = 128 * 256 * 128
-"""Outputs per wave: tiles of 128 x 256 on 128 multiprocessors. This is accurate enough for all chips in the table."""
+"""Number of outputs per wave: one tile of 128 x 256 on each of 128 multiprocessors. This is accurate enough for all
+chips in the catalogue."""
 EIGHT_BIT = ("fp8", "mxfp8", "nvfp4")
 CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
-"""Additional kernels per matrix multiplication: its inputs are scaled and cast. Block scales are also rearranged for
-it."""
+"""Number of additional kernels per matrix multiplication, which scale and cast its inputs and, for block scales,
+rearrange them."""
 EAGER_CAST_BYTES = 35.0
 """Memory traffic per value of torchao's cast from bf16 to fp8 with separate kernels: absolute values and their maximum,
-to fp32, scaled, clamped, rounded, padded. Each product's operands are cast again, and output gradients twice."""
+conversion to fp32, scaling, clamping, rounding and padding. Each matrix multiplication casts its operands anew, and
+output gradients are cast twice."""
 EAGER_CAST_KERNELS = 13
 REARRANGED_BYTES = 2.0
-"""The same of a copy in fp8 that changes the order in memory: the kernel needs weights and inputs by column in the
-backward."""
+"""Memory traffic per value of a copy in fp8 that changes the memory order: in the backward, the kernel needs weights
+and inputs in column order."""
 HOST_BYTES_PER_S = 100e9
 """Memory bandwidth of the host for one device's offloaded update."""
 OFFLOADED_BYTES = 4.0
-"""Bytes per offloaded parameter, and per gradient of one: FSDP2 converts parameters to the compute format on the
-device, and gradients to fp32 before they leave it."""
+"""Bytes per offloaded parameter, and per gradient of an offloaded parameter: FSDP2 converts parameters to the compute
+format on the device, and gradients to fp32 before they leave it."""
 APART_BYTES = 10.0
-"""Bytes per weight: a 2-byte gradient is read and added to a 4-byte sum, which is read and written."""
+"""Memory traffic per weight of a separate kernel that reads a 2-byte gradient and adds it to a 4-byte sum, which is
+read and written."""
 NF4_TRAFFIC_BYTES = 22.5
 """Memory traffic per weight of dequantising with separate kernels: codes to indices, lookup in fp32, scaling, and a
 write in the compute format."""
 NF4_KERNELS = 14
 NF4_FUSED_BYTES = 2.5
-"""The same as `NF4_TRAFFIC_BYTES`, with a compiled kernel."""
+"""The same as `NF4_TRAFFIC_BYTES` for a compiled kernel."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Rates:
     """Rate of matrix multiplications in the compute format."""
     memory: float
     exponentials: float
-    """Rate of the special-function units, which softmax uses. It has not grown along with the tensor cores."""
+    """Rate of the special-function units, which softmax uses; it has not grown as fast as that of the tensor cores."""
     load_store: float
     """Rate of the multiprocessors' load and store units, which depends on their number and clock, not on the memory."""
     cache_bytes: float
@@ -148,8 +151,9 @@ def moved_s(moved_bytes: float, rates: Rates, eff: Efficiency) -> float:
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency, *, convolves: bool = False) -> tuple[float, float, float]:
     """Return the times in seconds of (forward, backward of the inputs, backward of the weights)."""
     if convolves:
-        # An implicit matrix multiplication, whose memory traffic is counted with the element-wise passes. Its patches
-        # (m x k) go through the load and store units. With few channels per group, that takes longer than multiplying.
+        # A convolution is an implicit matrix multiplication, whose memory traffic is counted with the element-wise
+        # passes. Its patches (m x k) go through the load and store units. With few channels per group, that takes
+        # longer than multiplying.
         loss = 1.0 + eff.misalignment * (alignment(gemm.n) + alignment(gemm.k)) / 2
         multiply = gemm.flops / (rates.plain_matmul * eff.conv) * loss
         load = rates.element_bytes * gemm.m * gemm.k * gemm.count / rates.load_store
@@ -185,8 +189,8 @@ def attention_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> tupl
 
 @dataclass(frozen=True)
 class LayersPart:
-    """Layers on one rank: the time in seconds per micro-batch by cause (`_f` forward, `_b` backward, without
-    recomputation), and the number of parameters."""
+    """The time of layers on one rank in seconds per micro-batch, by cause (`_f` forward, `_b` backward, without
+    recomputation), and their number of parameters."""
 
     matmul_f: float = 0.0
     matmul_b: float = 0.0
@@ -198,14 +202,14 @@ class LayersPart:
     """Number of kernels launched in the forward."""
     experts: float = 0.0
     tp: float = 0.0
-    """Exposed communication inside layers in the forward, as for cp and ep. A full micro-batch takes `PASSES` times as
-    long."""
+    """Exposed communication inside layers in the forward; the same holds for cp and ep. A full micro-batch takes
+    `PASSES` times as long."""
     cp: float = 0.0
     ep: float = 0.0
     params: float = 0.0
     expert_params: float = 0.0
     again: float = 0.0
-    """Exposed communication of a forward that is repeated, less that of `tp`, `cp` and `ep`."""
+    """Additional exposed communication when the forward is recomputed, compared with the sum of `tp`, `cp` and `ep`."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -240,22 +244,24 @@ class LayersPart:
 
 
 PASSES = {"tp": 2, "cp": 3, "ep": 2}
-"""Number of times that a micro-batch performs the forward's exchange in each layer. The backward repeats it once. With
-context parallelism it repeats it twice, to gather keys and values again and to reduce their gradients. For trainspec's
-engine, `LayersPart` has the mean of these times."""
+"""Number of times that a micro-batch performs the forward's exchange in each layer. The backward repeats it once or,
+with context parallelism, twice: to gather keys and values again and to reduce their gradients. For trainspec's engine,
+`LayersPart` has the mean duration of these exchanges."""
 
 
 def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> LayersPart:
-    """Time one part of a layer, the embedding or the head."""
+    """Return the time of one part of a layer, of the embedding or of the head."""
     if work is None:
         return LayersPart()
     software = setup.software
-    # Experts that run one after another lose nothing with one expert per rank, and `experts_ungrouped` with 16.
+    # Running experts one after another costs nothing with one expert per rank, and a factor of `experts_ungrouped` with
+    # 16.
     slow = 1.0
     if not software.grouped_experts and work.experts > 1:
         slow = 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
 
-    # The fitted factors belong to other frameworks' passes; what trainspec runs without compilation is counted.
+    # The fitted factors describe the memory passes of other frameworks; trainspec's uncompiled operations are counted
+    # instead.
     counted = software.counted and not (software.fused_kernels or setup.lora.rank)
     gemms = work.counted_gemms if counted and work.counted_gemms is not None else work.gemms
     times = [gemm_s(gemm, rates, eff, convolves=work.convolves) for gemm in gemms]
@@ -295,7 +301,8 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
             passes_s(moved_bytes, 1.0) + kernels * eff.kernel_s
             for moved_bytes, kernels in zip(work.counted_bytes, work.counted_kernels or (0, 0), strict=True)
         )
-    # Inputs of products in 8 bits or fewer are scaled and cast: read in 2 bytes, written twice (also transposed).
+    # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
+    # (one transposed).
     casts = 0.0
     if setup.matmul in EIGHT_BIT:
         share = 1.0 / setup.grad_accum  # weights are cast once per step
@@ -311,7 +318,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     if counted and setup.matmul == "fp8":
         given = sum((gemm.m + gemm.n) * gemm.k * gemm.count for gemm in gemms if gemm.wide)
         outputs = sum(gemm.m * gemm.n * gemm.count for gemm in gemms if gemm.wide)
-        # The copies in fp32 are too large to stay in the cache.
+        # The fp32 copies are too large to stay in the cache.
         byte_s = 1 / rates.memory + eff.issue / rates.load_store
         launched = 2 * EAGER_CAST_KERNELS * sum(gemm.count for gemm in gemms if gemm.wide)
         casts = EAGER_CAST_BYTES * given * byte_s + launched * eff.kernel_s
@@ -319,7 +326,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         casts_b += REARRANGED_BYTES * given * byte_s
         kernels += launched
     else:
-        # Each expert's inputs and weights are cast separately, even if its products are grouped.
+        # Each expert's inputs and weights are cast separately, even if a grouped kernel multiplies them.
         kernels += CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
     waits = work.serial_kernels * eff.kernel_s
 
@@ -327,7 +334,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         tp, cp, ep, again = _engine_exchanges_s(work, attention_f, attention_b, setup, rates, groups, eff)
     else:
         copies = work.expert_copies if software.grouped_experts else 1
-        first = 1 / setup.layout.tp  # a ring's first chunk, before any product can start
+        first = 1 / setup.layout.tp  # a ring's first chunk, before any matrix multiplication can start
         hidden_tp = eff.tp_overlap * (1 - first) if software.overlap_tp else 0.0
         hidden_ep = eff.ep_overlap
         if groups["ep"].crosses and software.grouped_experts:
@@ -364,19 +371,19 @@ def _engine_exchanges_s(
     groups: dict[str, Group],
     eff: Efficiency,
 ) -> tuple[float, float, float, float]:
-    """Return the exposed exchanges of trainspec's engine in seconds (`LayersPart`'s tp, cp, ep and again): it waits for
-    each, except while it computes the gradients of weights or a part of the ring's attention."""
+    """Return the exposed exchanges of trainspec's engine in seconds (`LayersPart`'s tp, cp, ep and again). The engine
+    waits for every exchange, except while it computes weight gradients or a part of ring attention."""
     layout = setup.layout
     split = layout.sequence_parallel
     whole = work.tp_exchanges * all_reduce_s(groups["tp"], work.tp_bytes, eff)
-    # The sum over ranks is in the forward or, with a split sequence, half of it on each side of the region.
+    # The exchange is an all-reduce at one end of the region or, with sequence parallelism, one half of it at each end.
     entering = whole / 2 if split else whole
     leaving = whole / 2 if split else 0.0
     if not (layout.splits_backward or setup.lora.rank or setup.matmul in EIGHT_BIT):
         entering = max(0.0, entering - sum(gemm_s(gemm, rates, eff)[2] for gemm in work.tp_delayed))
         leaving = max(0.0, leaving - sum(gemm_s(gemm, rates, eff)[2] for gemm in work.tp_delayed_after))
     in_loss = 0.0
-    if work.loss_bytes and layout.tp > 1:  # of each token's maximum, and then its sum and the target's logit
+    if work.loss_bytes and layout.tp > 1:  # for each token's maximum, then for its sum and the target's logit
         chunk = min(setup.tokens, loss_chunk_tokens(cast("TextModel", setup.model).vocab_size // layout.tp))
         each = sum(all_reduce_s(groups["tp"], size * chunk, eff) for size in (4.0, 8.0))
         in_loss = math.ceil(setup.tokens / chunk) * each
@@ -388,7 +395,7 @@ def _engine_exchanges_s(
     if number > 1 and work.cp_bytes:
         keys_bytes = work.cp_bytes / number
         if layout.context_method == "ring":
-            # Keys and values are sent while a part of attention is computed; then their gradients, in fp32.
+            # Keys and values are sent while a part of attention is computed, and their gradients afterwards, in fp32.
             passed = send_s(groups["cp"], keys_bytes, eff)
             cp_f = (number - 1) * max(0.0, passed - attention_f / number)
             cp_b = (number - 1) * max(0.0, passed - attention_b / number)
@@ -434,8 +441,8 @@ GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "in
 PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
 ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
 SECOND_ENCODING = 0.5
-"""Relative cost of encoding the sums of an all-reduce again, because each rank encodes only its part but decodes all
-parts."""
+"""Relative cost of the second encoding in an all-reduce, where each rank encodes only its part of the sums but decodes
+all parts."""
 
 
 def scatter_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
@@ -498,7 +505,7 @@ class MicroBatch:
     head: LayersPart
     rates: Rates
     mixers: tuple[tuple[LayersPart, ...], ...] = ()
-    """The parts of each kind of layer, such as attention and experts."""
+    """The parts of each kind of layer, such as its attention and its experts."""
 
     @classmethod
     def of(
@@ -557,7 +564,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
         head = replace(head, memory_b=head.memory_b + head_gradient_s(setup, rates, eff))
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates, mixers)
-    if model.prediction_layers:  # each one adds a layer and a head on the last stage
+    if model.prediction_layers:  # each prediction layer adds a layer and a head on the last stage
         head = head.plus(head.plus(once.layer), model.prediction_layers)
     if setup.tabled:
         return MicroBatch.of((once.layer,), [0] * len(order), embedding, head, rates)
@@ -565,16 +572,16 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
 
 
 def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
-    """Return the seconds per micro-batch where trainspec's loss casts, adds, and scales the head's gradient in fp32,
-    and runs the kernels of its chunks (`engine/models/cross_entropy.py`)."""
+    """Return the time in seconds per micro-batch that trainspec's loss takes to cast, add and scale the head's gradient
+    in fp32, and to run the kernels of its chunks (`engine/models/cross_entropy.py`)."""
     model = cast("TextModel", setup.model)
     rows = model.vocab_size // setup.layout.tp
     width = rates.element_bytes
     chunk = loss_chunk_tokens(rows)
     products = math.ceil(setup.tokens / loss_group_tokens(model.hidden_size, width, chunk))
-    moved = width + 4.0  # scaled, in one kernel
+    moved = width + 4.0  # one kernel scales the gradient
     kernels = 1
-    if width < 4.0:  # in fp32, the products themselves add
+    if width < 4.0:  # in fp32, the matrix multiplications themselves add
         moved += 6.0 + 10.0 * (products - 1)
         kernels += products
     if not setup.software.fused_kernels:
@@ -584,7 +591,8 @@ def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
 
 
 def runs_eagerly(setup: Setup) -> bool:
-    """Return whether this is trainspec's engine with eager blocks on GPUs, fully trained, whose steps are counted."""
+    """Return whether the step can be counted: trainspec's engine with eager blocks on GPUs, where all parameters are
+    trained."""
     software = setup.software
     elsewhere = setup.tabled or setup.offload_optimizer or setup.fabric.speaks_gloo
     return software.counted and not (software.fused_kernels or elsewhere) and setup.trainable >= 1.0
@@ -599,17 +607,17 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Compose a full step in the setup's layout from the parts of a micro-batch."""
     if runs_eagerly(setup):
-        from trainspec_cli.planner.time.engine_step import EngineStep  # deferred: it builds on this module
+        from trainspec_cli.planner.time.engine_step import EngineStep  # imported here because it imports this module
 
         return EngineStep(setup, once, groups, eff).time()
     return step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
 
 
 def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
-    """Return the pipeline rank where the others wait.
+    """Return the slowest pipeline rank, which the others wait for.
 
-    While a pipeline fills and drains, the others also wait for that rank's kernel launches: the stages of a small model
-    take as long as their launches."""
+    While a pipeline fills and drains, the others also wait for that rank's kernel launches, because the stages of a
+    small model take as long as their launches."""
     ranks = rank_parts(once, setup.layout)
     # Most ranks of a long pipeline share one object (`rank_parts`), and a search times thousands of pipelines.
     distinct = {id(rank): rank for rank in ranks}
@@ -663,7 +671,7 @@ class RankParts:
 
     layers: LayersPart
     beside: LayersPart = field(default_factory=LayersPart)
-    """The embedding and the head, if the rank has them; they are not recomputed."""
+    """The embedding or head, if the rank has it; neither is recomputed."""
 
     @property
     def whole(self) -> LayersPart:
@@ -675,7 +683,7 @@ class RankParts:
         return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
 
     def compute_s(self, setup: Setup) -> float:
-        """Return the same time without the layers' exchanges, except for those of recomputed forwards."""
+        """Return the same time without the layers' exchanges, except those in recomputed forwards."""
         return self.whole.forward + self.whole.backward + recompute_part_s(self.layers, setup.recompute)
 
 
@@ -687,12 +695,12 @@ class TimedRank:
     time_s: float
     """Time of one micro-batch in seconds, forward and backward."""
     bubble_s: float
-    """Time in seconds that it waits for the others, over the full step."""
+    """Time in seconds that this rank waits for the others, over the full step."""
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
-    """Return each pipeline rank's part: its stages' layers, and the embedding or head if it has them. Ranks with the
-    same layers and neither embedding nor head share one object."""
+    """Return the times of each pipeline rank's layers, and of its embedding or head. Ranks with the same layers and
+    neither embedding nor head share one object."""
     stages = cut_layers(once.num_layers, layout)
     numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
     parts = {number: RankParts(once.layers(number)) for number in set(numbers)}
@@ -717,12 +725,12 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     message = 2.0 * setup.tokens * setup.model.hidden_size / parts
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
-    # Unlike those of each micro-batch, sends while the pipeline fills and drains cannot be hidden behind work.
+    # Sends while the pipeline fills and drains cannot be hidden behind work, unlike those of each micro-batch.
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
 
 def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency) -> float:
-    """Return by how many seconds launching a micro-batch's kernels takes longer than running them."""
+    """Return how much longer launching a micro-batch's kernels takes than running them, in seconds."""
     if setup.software.graphs:
         return 0.0
     kernels = part.kernels + (0 if setup.software.grouped_experts else 6 * part.experts)
@@ -738,17 +746,18 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
     over the host link if offloaded. If an update has several operations, the reads and writes of each are counted."""
     layout = setup.layout
     software = setup.software
-    # Without `ep`, trainspec's engine keeps a block's experts with its other parameters, so ranks of tp hold the same.
+    # Without `ep`, trainspec's engine keeps a block's experts with its other parameters, so all tp ranks hold the same
+    # experts.
     expert_shards = layout.shards if software.counted and layout.ep == 1 else layout.expert_shards
     params = setup.trainable * (part.params / layout.shards + part.expert_params / expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer and software.counted:
-        # The update also writes gradients, which it scales; their norm reads them once more. The copies overlap with
-        # the passes (`exchanges_of`).
+        # The update also scales and writes gradients, and the norm reads them once more. The copies overlap with the
+        # passes (`exchanges_of`).
         touched = 3 * OFFLOADED_BYTES + 2 * software.master_bytes + 2 * software.moment_bytes
         return params * touched / HOST_BYTES_PER_S
     if setup.offload_optimizer:
-        # Gradients are sent to the host and bf16 weights come back. The update runs there.
+        # Gradients are sent to the host, which runs the update and sends bf16 weights back.
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / HOST_BYTES_PER_S
     if software.optimizer == "adamw8bit":
         traffic += params * UPDATE_BYTES["adamw8bit"]
@@ -758,8 +767,8 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
 
 def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
     """Return the duration of muon in seconds: operations on this rank's `params`, sending each matrix to the rank that
-    assembles it and back, and Newton-Schulz on this rank's matrices. The ranks of dp_shard, cp and tp divide a stage's
-    matrices among themselves; experts are not sharded."""
+    assembles it and back, and Newton-Schulz on the matrices that this rank assembles. The ranks of dp_shard, cp and tp
+    divide a stage's matrices among themselves; experts are not sharded."""
     layout = setup.layout
     model = cast("TextModel", setup.model)
     dense, experts = newton_schulz_flops(model)
@@ -785,7 +794,7 @@ class DataParallelExchange:
     across_s: float = 0.0
     """Time to reduce over replicas, once per step, which overlaps with half of a backward."""
     waited_s: float = 0.0
-    """Time in a step during which nothing is queued, because the host adds gradients (`offload`)."""
+    """Time per step during which the device has no work queued, because the host adds gradients (`offload`)."""
 
 
 def exchanges_of(
@@ -793,8 +802,8 @@ def exchanges_of(
 ) -> DataParallelExchange:
     """Return the exchanges for a rank with this many parameters. `groups`: groups of the setup's layout.
 
-    Each replica group has separate data parallelism. Afterwards, ranks with the same number sum their results over the
-    groups."""
+    Each replica group first reduces its gradients separately. Then ranks with the same number in their groups sum the
+    results over the groups."""
     layout = setup.group_layout
     number = setup.layout.dp_replicate // layout.dp_replicate
     groups_s = 0.0
@@ -803,7 +812,8 @@ def exchanges_of(
         groups_s = across_groups_s(own, number, setup, eff)
         groups = axis_groups(layout, setup.fabric, eff)
     gradients = setup.trainable * setup.software.reduce_bytes
-    # Offloaded shards are copied to the device before they are gathered, and gradients to the host after their sum.
+    # Offloaded shards are copied to the device before they are gathered, and gradients are copied to the host after
+    # they are summed.
     own = params / layout.shards + expert_params / layout.expert_shards
     offloads = setup.offload_optimizer and setup.software.counted
     copied_s = offloads * OFFLOADED_BYTES * own / (setup.fabric.host_link_gb_per_s * 1e9)
@@ -820,7 +830,7 @@ def exchanges_of(
         reduce_s = scatter + back_s
         waited_s = 0.0
         if offloads:
-            # After the first micro-batch, the host waits for each sum, and adds it to earlier ones before it queues the
+            # After the first micro-batch, the host waits for each sum and adds it to earlier ones before it queues the
             # next layer.
             added_s = setup.trainable * 3 * OFFLOADED_BYTES * own / HOST_BYTES_PER_S
             waited_s = (setup.grad_accum - 1) * (reduce_s + added_s)
@@ -864,7 +874,7 @@ def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], ef
 
 
 def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:
-    """Return the part of `comm` in seconds that is not hidden behind work of length `beside`, plus the time by which
+    """Return the part of `comm` in seconds that is not hidden behind work of duration `beside`, plus the time by which
     the hidden part slows that work."""
     if not setup.software.overlap_dp:
         return comm
@@ -885,7 +895,7 @@ def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
 
 
 def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
-    """Return the same with every layer at the average, for layer splits in a search over many layouts."""
+    """Return the same with average times for all layers, for layer splits in a search over many layouts."""
     layers_s = [layer_s(once.layer, setup.recompute)] * once.num_layers
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 

@@ -65,8 +65,8 @@ def predicted_as(metric: str, setup: Setup) -> float:
     outside = fullest.context_bytes + GROUP_BYTES * communicators(setup)
     if "reserved" not in metric and any(name in metric for name in ("torch", "lora max", "allocated")):
         tensors = fullest.total_bytes - fullest.fragmentation_bytes - outside
-        return tensors * (1 + RESERVE)  # the same reserve as for the total
-    # For nvidia-smi: before a device is full, the allocator releases its unused blocks.
+        return tensors * (1 + RESERVE)  # the same relative reserve as for the total
+    # This applies to nvidia-smi: the allocator releases its unused blocks when a device becomes full.
     needed = (fullest.total_bytes - fullest.fragmentation_bytes) * (1 + RESERVE)
     resident = max(needed, min(fullest.total_bytes, setup.fabric.chip.memory_gb * GIB))
     return resident - outside if "reserved" in metric else resident
@@ -95,8 +95,8 @@ class Prediction:
 
     @property
     def judged(self) -> bool:
-        """True if the row counts towards the errors. For rows that the table marks as unsuitable or incomplete, there
-        is only a prediction."""
+        """True if the row counts towards the errors. Rows that the table marks as unsuitable or incomplete are only
+        predicted."""
         flags = (self.row.get("fit_ok"), self.row.get("config_complete"))
         return all((flag or "1").lower() in ("1", "1.0", "true") for flag in flags)
 
@@ -157,7 +157,7 @@ SWEEP_KEYS = (
     *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
     *("task", "framework"),
 )
-"""Rows that agree in all of these differ only in layout."""
+"""Columns that identify a sweep: rows that agree in all of them differ only in layout."""
 
 
 def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
@@ -234,11 +234,11 @@ def fit_table(result: Backtest, start: Efficiency, prior: float = 0.3) -> Effici
 
 
 CASE_WEIGHT = 0.2
-"""Weight of one run: five runs weigh as much as the prior of one parameter."""
+"""Weight of a run: five runs weigh as much as the prior of one parameter."""
 
 
 def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
-    """Merge identical setups from one source into one case that has their median."""
+    """Merge identical setups from one source into one case with their median step time."""
     groups: dict[tuple[Setup, str], list[float]] = defaultdict(list)
     for run in runs:
         assert run.setup is not None and run.measured_step_time_s is not None

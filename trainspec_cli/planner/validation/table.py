@@ -31,7 +31,7 @@ ADAPTER_SHARE = 0.002
 
 
 class RowRefused(ValueError):  # noqa: N818 - a result, not a failure
-    """The row lacks something that a prediction needs; the message states what."""
+    """The row lacks a value that a prediction needs; the message states which one."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Stated:
     """Number of samples per step, over all devices."""
     assumed: tuple[str, ...]
     recompute_open: bool
-    """True if the row leaves the recomputation open; if so, the lightest one that fits is used."""
+    """True if the row does not state the recomputation; the lightest one that fits is then used."""
 
 
 SHOWN_CHARS = 40
 LARGEST_CELL = 1e15
 COLUMNS = {"layers": "num_layers", "hidden": "hidden_size", "n_experts": "num_experts", "n_gpus": "num_nodes"}
-"""Column -> the recipe key whose maximum applies."""
+"""Column -> the recipe key whose maximum also applies to the column."""
 
 
 def number(row: Row, key: str, default: float | None = None) -> float | None:
@@ -120,10 +120,11 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     # Tables do not state position encodings. Models with gates, or with keys shared by several queries, use rotations.
     # Others are GPTs with learned positions or ALiBi slopes, which cost nothing.
     is_gpt = not gated and kv_heads == heads
-    # Use DeepSeek's ranks if the row names latent attention or omits the head width, as tables of such models do.
+    # Use DeepSeek's latent widths if the row names latent attention or omits the head width, as tables of such models
+    # do.
     text = (row.get("model") or "").lower() + (row.get("act_ckpt") or "")
     is_latent = "mla" in text or (number(row, "head_dim") is None and re.search(r"deepseek-?v[23]|kimi", text))
-    # If the width is not divisible by the number of heads (bloom's trials), it is kept by rounding the width of one
+    # If the hidden width is not divisible by the number of heads (bloom's trials), keep it, and round the width of a
     # head.
     model = DecoderModel(
         num_layers=layers,
@@ -211,7 +212,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
     shard = 1
     stage: ZeroStage = 1
     if any(word in mode for word in SHARDED):
-        group = number(row, "shard_group")  # this includes context-parallel ranks, which share the shards
+        group = number(row, "shard_group")  # this includes context-parallel ranks
         shard = max(1, min(dp, round(group / cp))) if group else (min(8, dp) if "hsdp" in mode else dp)
         while dp % shard:
             shard -= 1
@@ -238,7 +239,7 @@ def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
 
 
 def formats_of(row: Row, chip: AcceleratorSpec) -> tuple[str, str]:
-    """Return (compute, matmul)."""
+    """Return (the compute format, the matmul format)."""
     text = (row.get("dtype") or "bf16").lower()
     half = "bf16" if chip.bf16_tflops else "fp16"
     for name in ("mxfp8", "nvfp4", "fp8"):
@@ -291,7 +292,7 @@ for bitsandbytes' other data (litgpt's tables)."""
 
 
 def software_of(row: Row) -> tuple[Software, bool]:
-    """Return (the properties of the framework as the row uses it, whether the row leaves the framework open)."""
+    """Return (the framework's properties for this row's run, whether the row leaves the framework open)."""
     try:
         facts, is_open = framework_of(row)
     except UnknownFramework as unknown:
@@ -336,7 +337,7 @@ def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ..
         assert accum is not None
         return samples / width / accum, int(accum), samples, ("mbs",)
     if accum is None and number(row, "gbs") is None and layout.pp > 1:
-        accum = 4.0 * layout.pp * layout.virtual_stages  # enough to fill the pipeline
+        accum = 4.0 * layout.pp * layout.virtual_stages  # enough micro-batches to fill the pipeline
         samples = micro * accum * width
     accum = accum or max(1, round(samples / width / micro))
     if micro * accum * width != samples:
@@ -408,11 +409,11 @@ def recompute_of(row: Mapping[str, str], model: ModelSpec, layout: Layout) -> tu
     return RECOMPUTE["none"], True
 
 
-# The framework of a row, matched by the names listed in the files of conf/framework: full words, without guessing.
+# The framework of a row, found by exact matches of full words with the names listed in the files of conf/framework.
 
 
 UNSTATED = "pytorch"
-"""The file to use if a row does not name a framework; it describes plain PyTorch."""
+"""The file in conf/framework for rows that do not name a framework; it describes plain PyTorch."""
 
 
 class UnknownFramework(ValueError):  # noqa: N818 - a result, not a failure
@@ -426,7 +427,7 @@ def frameworks() -> dict[str, FrameworkSpec]:
 
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
-    """Return (the framework as of the row's year, whether it is assumed because the row names none). Raises
+    """Return (the framework as of the row's year, whether it is assumed because the row does not name one). Raises
     UnknownFramework.
 
     Looks first for a file that claims the entire table, then in the column `framework` or, if that is empty, in
@@ -474,7 +475,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def of_year(versions: list[FrameworkSpec], year: int | None) -> FrameworkSpec:
-    """Return the version used in a year, or the newest if the year is unknown."""
+    """Return the version in use in the given year, or the newest one if the year is unknown."""
     latest = 10**4
     reach = [one for one in versions if year is None or (one.until_year or latest) >= year]
     order = sorted(reach or versions, key=lambda one: one.until_year or latest)

@@ -44,11 +44,11 @@ class Work:
     """FLOPs of the forward, counting only the causal half (or the window)."""
     attention_head_dim: float = 128.0
     score_bytes: float = 0.0
-    """Bytes of the score matrix if it were materialised with 2 bytes per value."""
+    """Size of the score matrix if it were materialised with 2 bytes per value."""
     pass_bytes: float = 0.0
     """Memory traffic of the element-wise kernels in the forward."""
     loss_bytes: float = 0.0
-    """The same for the loss over the vocabulary."""
+    """Memory traffic of the loss over the vocabulary in the forward."""
     eager_bytes: float = 0.0
     """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) run in separate
     kernels."""
@@ -56,30 +56,31 @@ class Work:
     """Memory traffic (forward, backward) of the operations that trainspec runs without compilation, counted from its
     code; None: not counted."""
     counted_gemms: tuple[Gemm, ...] | None = None
-    """The products of those operations, if they are not `gemms`."""
+    """The matrix multiplications that trainspec runs without compilation, if they differ from `gemms`."""
     counted_kernels: tuple[int, int] | None = None
-    """Number of those operations (forward, backward), without products."""
+    """Number of kernels (forward, backward) that trainspec runs without compilation, excluding matrix
+    multiplications."""
     tensor_bytes: float = 1e9
-    """Bytes of one activation passed from kernel to kernel."""
+    """Size of one activation passed between kernels, which determines whether it stays in the cache."""
     kernels: int = 0
     """Number of kernels that an eager framework launches in the forward."""
     serial_kernels: int = 0
-    """Number of small kernels that wait for each other regardless of the batch size, so that their time is their
-    latency."""
+    """Number of small kernels that run one after another at any batch size, so that only their latency counts."""
     tp_bytes: float = 0.0
-    """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of them."""
+    """Bytes of one tensor-parallel exchange (a full activation). The forward has `tp_exchanges` of these."""
     tp_exchanges: int = 0
     tp_delayed: tuple[Gemm, ...] = ()
-    """The products whose weights' gradients trainspec's engine computes while the gradient of the input of a region of
-    tensor parallelism is exchanged."""
+    """Matrix multiplications whose weight gradients trainspec's engine computes while it exchanges the gradient of a
+    tensor-parallel region's input."""
     tp_delayed_after: tuple[Gemm, ...] = ()
-    """The same for the gradient of the region's output; these are products of the block's next region."""
+    """The same for the gradient of the region's output; these multiplications belong to the block's next region."""
     tp_last: bool = False
-    """True if a repeated forward ends before the exchange of the output, because no backward needs its result."""
+    """True if a recomputed forward ends before the output is exchanged, because the backward does not need the
+    result."""
     cp_query_bytes: float = 0.0
-    """Bytes of this rank's queries, and of its attention's output."""
+    """Size of this rank's queries; its attention output has the same size."""
     cp_bytes: float = 0.0
-    """Bytes of the keys and values of the full sequence, which context parallelism exchanges."""
+    """Size of the full sequence's keys and values, which context parallelism exchanges."""
     ep_bytes: float = 0.0
     """Bytes that a rank sends to the experts, in one direction."""
     expert_copies: int = 1
@@ -87,12 +88,12 @@ class Work:
     experts: float = 0.0
     """Number of experts on this rank."""
     params: float = 0.0
-    """Number of parameters on this rank that all data-parallel ranks share."""
+    """Number of parameters on this rank, without those of routed experts."""
     expert_params: float = 0.0
     saved_bytes: float = 0.0
     """Bytes of activations kept for the backward."""
     saved_gemm_bytes: float = 0.0
-    """The part that serves only as matmul inputs. It is kept in 8 bits if the matmuls run in 8 bits."""
+    """The part of `saved_bytes` that only matmuls read. It is kept in 8 bits if the matmuls run in 8 bits."""
     saved_eager_bytes: float = 0.0
     """Additional bytes that a framework without fused norms and activations keeps: fp32 copies and the gate's
     output."""
@@ -101,10 +102,10 @@ class Work:
     leaf: bool = False
     """True if its input is data, which needs no gradient."""
     frozen: bool = False
-    """True if it has no backward, because neither it nor anything before it is trained."""
+    """True if it has no backward, because neither this part nor anything before it is trained."""
 
     convolves: bool = False
-    """True if its products are convolutions, whose kernels reach different rates."""
+    """True if its matrix multiplications are convolutions, whose kernels reach different rates."""
 
     @property
     def flops(self) -> float:
@@ -121,8 +122,8 @@ class Work:
 
 
 def delayed_in_block(first: Work, last: Work | None, layout: Layout) -> tuple[Work, ...]:
-    """Return the parts of a block with the products that hide exchanges of tensor parallelism, as in
-    `engine/parallel/context.py`. `last`: its second region, whose last product is not delayed."""
+    """Return the parts of a block, including the matrix multiplications that hide tensor-parallel exchanges
+    (`engine/parallel/context.py`). `last`: the block's second region, whose last weight gradient is not delayed."""
     if last is None:
         return (replace(first, tp_delayed=first.products, tp_last=True),)
     delayed = last.products[:-1] if last.tp_delayed == () else last.tp_delayed
@@ -136,15 +137,16 @@ def delayed_in_block(first: Work, last: Work | None, layout: Layout) -> tuple[Wo
 Layers = tuple[tuple[Work, ...], ...]
 """The parts of each layer of a model, in order; layers of one kind share them."""
 Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
-"""(number, parts) for each kind of layer in a model, in order of first appearance."""
+"""(number of layers, parts of one layer) for each kind of layer in a model, in order of first appearance."""
 WHOLE = LoraSpec()
 COUNTED_LOSS_BYTES = 32.0
 """Memory traffic per logit of trainspec's loss (`engine/models/cross_entropy.py`): a cast to fp32, softmax and its
-exponential, a copy in the compute format, and a mask; its backward only scales the gradients."""
+exponential, a copy in the compute format, and a mask. The backward only scales the gradients."""
 CUT_LOSS_BYTES = 48.0
-"""The same along a cut vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
+"""The same for a sharded vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
 LOSS_BYTES = 12.0
-"""Memory traffic per logit of softmax and loss in the forward: 2 bytes written and read, 4 bytes kept and read."""
+"""Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, a 4-byte value is
+kept and read."""
 
 
 class FamilyWork(Protocol):
@@ -228,7 +230,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         gemms=(Gemm(tokens, vocab, hidden, wide=False),),
         pass_bytes=tokens * 8.0 * hidden / split,
         loss_bytes=tokens * LOSS_BYTES * vocab,
-        # Norm; and in the backward, the gradient of the hidden states scaled.
+        # The norm; and in the backward, scaling the gradient of the hidden states.
         counted_bytes=(
             tokens * (4.0 * hidden / split + (CUT_LOSS_BYTES if layout.tp > 1 else COUNTED_LOSS_BYTES) * vocab),
             tokens * (6.0 * hidden / split + 4.0 * hidden),
@@ -245,8 +247,8 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
 def adapted_matrices(
     model: DecoderModel, is_expert_layer: bool, lora: LoraSpec, tp: int = 1
 ) -> Iterator[tuple[int, int]]:
-    """Yield (outputs, inputs) of a rank's part of each matrix in a layer that has an adapter. Routed experts have
-    none."""
+    """Yield the size (outputs, inputs) of a rank's part of each adapted matrix in a layer. Routed experts have no
+    adapters."""
     if not lora.rank:
         return
     widths = _attention(model, tp) | _feed_forward(model, is_expert_layer, tp)
@@ -287,7 +289,7 @@ def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
 
 
 def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
-    """Return the number of weights kept in 4 bits: those in the matrices of all blocks."""
+    """Return the number of weights kept in 4 bits: all weights in the blocks' matrices."""
     decoder = adapted_decoder(model, lora)
     if decoder is None or not lora.is_quantised or decoder.experts is not None:
         return 0

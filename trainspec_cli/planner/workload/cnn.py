@@ -78,15 +78,16 @@ def resnet(model: ConvModel) -> list[Conv]:
 
 
 def pyramid(model: ConvModel, outputs: list[int], levels: list[int]) -> list[Conv]:
-    """Return 1x1 lateral convolutions from the backbone's stages, and a 3x3 smoothing convolution with 256 channels on
-    each level."""
+    """Return the feature pyramid: 1x1 lateral convolutions from the backbone's stages, and a 3x3 smoothing convolution
+    with 256 channels on each level."""
     area = math.prod(model.input_size)
     laterals = [Conv(area / 4 ** (2 + i), c, 256, 1, normed=False) for i, c in enumerate(outputs) if c]
     return laterals + [Conv(area / 4**level, 256, 256, 9, normed=False) for level in levels]
 
 
 def retinanet(model: ConvModel) -> list[Conv]:
-    """Return two towers of four 3x3 convolutions on levels 3 to 7, with 9 anchors (arXiv:1708.02002)."""
+    """Return RetinaNet's heads: two towers of four 3x3 convolutions on levels 3 to 7, with 9 anchors
+    (arXiv:1708.02002)."""
     area = math.prod(model.input_size)
     levels = [3, 4, 5, 6, 7]
     outputs = [0] + [width * model.expansion for width in model.widths[1:]]
@@ -98,7 +99,7 @@ def retinanet(model: ConvModel) -> list[Conv]:
 
 
 def maskrcnn(model: ConvModel) -> list[Conv]:
-    """Return the pyramid, proposals, two dense layers for 512 boxes, and four layers for 128 masks
+    """Return Mask R-CNN's pyramid, proposals, two dense layers for 512 boxes, and four layers for 128 masks
     (arXiv:1703.06870)."""
     area = math.prod(model.input_size)
     levels = [2, 3, 4, 5, 6]
@@ -113,7 +114,8 @@ def maskrcnn(model: ConvModel) -> list[Conv]:
 
 
 def unet(model: ConvModel) -> list[Conv]:
-    """Return two convolutions per level down and up, halving each extent; kernels have size 3 in every dimension."""
+    """Return a U-Net's convolutions: two per level on the way down and up. Each level halves every extent, and kernels
+    have size 3 in every dimension."""
     dims = len(model.input_size)
     taps = 3**dims
     half = 2**dims
@@ -137,7 +139,7 @@ def unet(model: ConvModel) -> list[Conv]:
 
 
 PROPOSAL_KERNELS = 1000
-"""Number of kernels of a two-stage detector: best boxes per level, suppression of overlaps, matching, sampling,
+"""Number of a two-stage detector's small kernels: best boxes per level, suppression of overlaps, matching, sampling,
 pooling."""
 BUILDERS = {"resnet": resnet, "retinanet": retinanet, "maskrcnn": maskrcnn, "unet": unet}
 
@@ -165,8 +167,8 @@ def mixing_flops_per_token(_model: ConvModel, _seq_len: int) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_works(model: ConvModel, samples: float, _seq_len: int, _layout: Layout) -> Layers:
-    """Return the full network as one layer. A norm with its activation is one kernel, which keeps its input and reads
-    and writes once."""
+    """Return the full network as one layer. A norm and its activation are one kernel, which keeps its input, and reads
+    and writes memory once."""
     works: list[Work] = []
     for conv in convolutions(model):
         out = samples * conv.positions * conv.out_channels

@@ -31,8 +31,8 @@ def mixing_flops_per_token(model: OwnModel, _seq_len: int) -> float:
 
 
 def saved_bytes_per_token(model: OwnModel) -> float:
-    """Return the number of bytes per token that a block keeps in bf16. If the recipe does not specify it, these are the
-    outputs of the block's matrices and some vectors of hidden width."""
+    """Return the number of bytes per token that a block keeps in bf16. If the recipe does not specify it, a block is
+    assumed to keep the outputs of its matrices and some vectors of hidden width."""
     if model.block_saved_bytes_per_token is not None:
         return model.block_saved_bytes_per_token
     return 2.0 * (layer_params(model) / model.hidden_size + WIDTHS_OF_NORMS * model.hidden_size)

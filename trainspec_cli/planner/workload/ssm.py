@@ -11,7 +11,7 @@ from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 CHUNK = 256
 """Number of tokens per block of the state-space dual form."""
 SCAN_SLOWNESS = 2.0
-"""Slowdown of the chunked scan's kernels, which reach about half of fused attention's rate."""
+"""Slowdown of the chunked scan's kernels relative to fused attention: they reach about half of its rate."""
 
 
 def inner_size(model: HybridModel) -> int:
@@ -19,7 +19,7 @@ def inner_size(model: HybridModel) -> int:
 
 
 def mamba_in_width(model: HybridModel) -> int:
-    """Return the columns of the input projection: gate, x, B, C and dt."""
+    """Return the number of columns of the input projection: gate, x, B, C and dt."""
     inner = inner_size(model)
     return 2 * inner + 2 * model.mamba_groups * model.mamba_state_size + model.mamba_heads
 
@@ -33,8 +33,8 @@ def mamba_params(model: HybridModel) -> int:
 
 
 def scan_flops_per_token(model: HybridModel) -> float:
-    """Return the forward FLOPs per token: the product within the block (causal half), and its exchange with the
-    state."""
+    """Return the scan's forward FLOPs per token: the products within a block (causal half), and those that write to and
+    read from the state."""
     inner = inner_size(model)
     state = model.mamba_state_size
     within = CHUNK * (model.mamba_groups * state + inner)
@@ -66,7 +66,7 @@ def flops_per_token(model: HybridModel, seq_len: int) -> float:
 
 
 def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
-    """Return the FLOPs of attention's products and of the scan, forward and backward."""
+    """Return the FLOPs of attention's matrix multiplications and of the scan, forward and backward."""
     attention = 6.0 * model.attention_layers * model.num_heads * model.head_dim * seq_len
     return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
 

@@ -64,8 +64,8 @@ def count_params(model: DecoderModel, *, active: bool = False) -> int:
 
 
 def attention_width(model: DecoderModel) -> float:
-    """Return half the sum of a query's and a value's width over all heads. The attention core takes 4 x this many FLOPs
-    per pair."""
+    """Return half the sum of query width and value width over all heads. The attention core takes 4 times this number
+    of FLOPs for each query and key."""
     if model.mla is None:
         return model.num_heads * model.head_dim
     return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
@@ -114,53 +114,55 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
 
 
 def separate_gemms(tokens: float, hidden: int, query: float, key: float) -> tuple[Gemm, ...]:
-    """Return the products of q, k, v and output, one after another, for these widths on a rank."""
+    """Return the projections q, k, v and output as separate matrix multiplications, for these widths on a rank."""
     kv = Gemm(tokens, max(key, 1.0), hidden)
     return Gemm(tokens, query, hidden), kv, kv, Gemm(tokens, hidden, query)
 
 
 EAGER_NORM_BYTES = 24.0
-"""Traffic per element of a root-mean-square norm with separate operations: cast to 4 bytes, squared, averaged, scaled,
-cast back."""
+"""Memory traffic per element of an RMSNorm that runs as separate operations: cast to fp32, square, average, scale, cast
+back."""
 EAGER_ROTATION_BYTES = 16.0
-"""Traffic per element of a query or key that is rotated in 4 bytes."""
+"""Memory traffic per element of a query or key that is rotated in fp32."""
 EAGER_GATE_BYTES = 4.0
-"""Traffic per element of a gate whose activation is written before it is multiplied."""
+"""Memory traffic per element of a gate whose activation is written to memory before the multiplication."""
 
 
-# What trainspec's operations read and write per element without compilation, in 2-byte formats (`engine/models`).
+# Memory traffic of trainspec's uncompiled operations as (forward, backward), in bytes per element, for 2-byte formats
+# (`engine/models`).
 
 
 NORM_BYTES = (4.0, 6.0)
-"""One kernel: x is read, and the result written; in its backward dy and x are read, and dx is written."""
+"""A single kernel. The forward reads x and writes the result; the backward reads dy and x, and writes dx."""
 ROTATION_BYTES = (20.0, 20.0)
-"""Negated half, concatenation, two products and their sum; in the backward two products, halves, and their sum."""
+"""Forward: negate one half, concatenate, and add two products. Backward: two products, their halves, and the sum."""
 GATE_BYTES = (10.0, 18.0)
-"""silu and product; in the backward two products and silu's."""
+"""Forward: silu and the product. Backward: two products and the gradient of silu."""
 SUM_BYTES = 6.0
 COPY_BYTES = (8.0, 14.0)
-"""Each copy of a token for an expert is gathered before and after the experts. In the backward, both gradients are
-gathered, and summed over the copies of a token: the second time, there is only one."""
+"""Per element of a token's copy for one expert. Copies are gathered before and after the experts. In the backward, both
+gradients are gathered and summed over a token's copies; in the second sum, there is only one copy."""
 EXPERT_GATE_BYTES = (GATE_BYTES[0], GATE_BYTES[1] + 8.0)
-"""The gradients of both halves of an expert's first product are joined."""
+"""The backward also concatenates the gradients of the two halves of an expert's first matrix multiplication."""
 SPREAD_BYTES = (12.0, 20.0)
-"""Per copy with `ep`: rows are sorted by expert and back, and joined with dropped ones. In the backward, each of these
-writes zeros before its gradient."""
+"""Additional traffic per copy with `ep`: rows are sorted by expert and back, and concatenated with dropped rows. In the
+backward, each of these operations first fills its gradient with zeros."""
 RING_BYTES = (34.0, 14.0)
-"""Per element of a query and turn of ring attention: the turn's result is weighted and added in 4 bytes; in the
-backward a query is copied, and its gradient added."""
+"""Per query element and turn of ring attention. Forward: the turn's result is weighted and added in fp32. Backward: the
+query is copied, and its gradient is added."""
 RING_ENDS_BYTES = (14.0, 14.0)
-"""Per element of a query: sums in 4 bytes are zeroed and cast at the end, and heads ordered by token."""
+"""Per query element: the fp32 sums are zeroed at the start and cast at the end, and heads are reordered by token."""
 RING_REPEAT_BYTES = (4.0, 24.0)
-"""Per element of the queries of a turn's keys: keys and values are repeated for the query heads; in the backward, their
-gradients are also cast to 4 bytes and summed over these heads."""
+"""Per element of the turn's keys, repeated for all query heads. Forward: keys and values are repeated. Backward: their
+gradients are also cast to fp32 and summed over the query heads."""
 RING_KEY_BYTES = (4.0, 36.0)
-"""Per element of a turn's keys: the same, and sums of the gradients."""
+"""Per element of a turn's keys, before they are repeated: the same, and the sums of the gradients."""
 RING_KEY_ENDS_BYTES = (8.0, 28.0)
-"""Per element of the keys: they are stacked with the values; their gradients are zeroed and cast at the end."""
+"""Per key element: keys are stacked with the values; their gradients are zeroed at the start and cast at the end."""
 RING_KERNELS = (12, 11)
-"""Kernels per turn."""
-# Numbers of kernels besides products and the attention core (forward, backward), counted in rehearsals of one layer
+"""Number of kernels per turn (forward, backward)."""
+# Number of kernels (forward, backward) besides matrix multiplications and attention, counted in rehearsals of one
+# layer.
 ATTENTION_KERNELS = (14, 16)
 MLP_KERNELS = (5, 8)
 EXPERT_KERNELS = (35, 29)
@@ -168,8 +170,8 @@ SPREAD_KERNELS = (15, 9)
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
-    """Return the work of one layer's norm, projections, core and residual. The core attends to a window or to all
-    earlier tokens."""
+    """Return the work of one attention layer: norm, projections, attention core and residual. The core attends to a
+    window or to all earlier tokens."""
     tp = layout.tp
     hidden = model.hidden_size
     split = tp if layout.sequence_parallel else 1
@@ -187,14 +189,15 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     counted = None
     if model.mla is None and model.gated_mlp:
         normed = hidden / split + model.qk_norm * (query + key) / tp
-        # The sums: the residual; in the backward its gradient's, and two of those of the inputs of q, k and v.
+        # Additions. Forward: the residual. Backward: the residual's gradient, and two for the shared input of q, k and
+        # v.
         counted = (
             tokens * (NORM_BYTES[0] * normed + ROTATION_BYTES[0] * rotated + SUM_BYTES * hidden / split),
             tokens * (NORM_BYTES[1] * normed + ROTATION_BYTES[1] * rotated + SUM_BYTES * (hidden / split + 2 * hidden)),
         )
     kernels = None if counted is None else ATTENTION_KERNELS
     if counted is not None and kernels is not None and layout.cp > 1 and layout.context_method == "ring":
-        # The last rank, whose queries attend to half of the keys of every other rank
+        # This counts the last rank, whose queries attend to half of the keys of every other rank.
         turns = layout.cp
         halves = (turns + 1) / 2
         ring = [
@@ -229,7 +232,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
 
 
 def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
-    """Return the work of one layer's norm, feed-forward and residual."""
+    """Return the work of one feed-forward layer: norm, feed-forward and residual."""
     tp = layout.tp
     hidden = model.hidden_size
     width = model.ffn_size / layout.tp
@@ -302,7 +305,8 @@ def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
 
 
 def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, layout: Layout) -> Work:
-    """Return the work of one layer's norm, router, experts and residual, with tokens spread evenly over the experts.
+    """Return the work of one expert layer: norm, router, experts and residual, with tokens spread evenly over the
+    experts.
 
     Experts are split by `etp`; the tokens of a tensor-parallel group are first spread over the group (sequence
     parallelism)."""
@@ -317,7 +321,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
     shared = shared_width(experts) / tp
     rows = copies / local
     gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
-    # A token's copies are weighted and summed in a product.
+    # A token's copies are weighted and summed by a matrix multiplication.
     counted_gemms = [*gemms, Gemm(1, hidden, experts.top_k, tokens / tp, wide=False)]
     counted = None
     if gated and etp == 1:
@@ -328,7 +332,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
             moved[way] += tokens * SUM_BYTES * sums[way] * hidden / split
             moved[way] += copies * hidden * (COPY_BYTES[way] + spread * SPREAD_BYTES[way])
             moved[way] += copies * width * EXPERT_GATE_BYTES[way] + tokens * shared * GATE_BYTES[way]
-        # The sums, and a product's gradient that becomes a slice of one more dimension
+        # The gradient of that multiplication, which is written into a slice of a larger tensor.
         moved[1] += 6.0 * tokens / tp * hidden
         counted = (moved[0], moved[1])
     if shared:

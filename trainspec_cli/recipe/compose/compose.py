@@ -64,8 +64,8 @@ def given(data: JsonObject) -> list[str]:
 def _keep_last(data: JsonObject, origins: Origins, files: Sequence[str]) -> None:
     """Remove the alternatives that are overridden by a later file or the command line.
 
-    `files`: the configuration files in merge order; values from elsewhere come before them. If several alternatives
-    come from the same file or command line, all of them are kept, and the reader then rejects them."""
+    `files`: the configuration files in merge order; values from elsewhere count as earlier. If several alternatives
+    come from the same file or command line, all of them are kept, and validation rejects them later."""
     rank_of_file = {file: rank for rank, file in enumerate((*files, COMMAND_LINE))}
     found = {name: origins.get(f"{SECTION}.{name}") for name in given(data)}
     ranks = {name: rank_of_file.get(origin.file, -1) if origin else -1 for name, origin in found.items()}
@@ -81,14 +81,15 @@ SELF = "_self_"
 ALL_OF = "`trainspec list {}` shows all"
 """The command that lists the options of a group."""
 _ELSEWHERE = re.compile(r"/?(?P<group>[\w/]+)@(?P<key>[\w.]+)")
-"""A reference in one group's file to another group's option, with the key that the option fills:
-`/accelerator@accelerator`."""
+"""In a group's file: a reference to another group's option, with the key that the option fills
+(`/accelerator@accelerator`)."""
 COUNTED = (
     re.compile(r"(?P<count>\d+)[x*_]+(?P<chip>.+)", re.IGNORECASE),
     re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
     re.compile(r"(?P<chip>.+)(?P<count>)"),
 )
-"""A number of chips before or after a chip's name, or a name alone. The number in `rtx_4090` does not count chips."""
+"""A chip's name, optionally with a number of chips before or after it. The number in `rtx_4090` does not count
+chips."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class MergedFile:
 
     read: YamlFile
     package: str = ""
-    """The dotted path at which it is merged; empty for the root."""
+    """The dotted path where its values are merged; empty for the root."""
     replaces: bool = False
     """True if the file discards all earlier values of its section. Mixing the fields of two accelerators would describe
     a chip that does not exist."""
@@ -295,7 +296,7 @@ class Selection:
         package: str | None = None,
         within: tuple[Path, ...] = (),
     ) -> list[MergedFile] | None:
-        """Return the option's own file and the files that it builds on. Return None if one of them cannot be read; the
+        """Return the file of an option and the files that it builds on. Return None if one of them cannot be read; the
         error is reported at `origin`.
 
         `key`: the key that requested the option, if it is not the group. `package`: the section that the option fills,
@@ -377,7 +378,7 @@ class Selection:
             near = name if name in options else None if chip == name else closest(name, options)
             if f"{chip}_x{count}" in options:
                 hint = f"did you mean {group}={chip}_x{count}?"
-            elif chip and near and near.startswith(f"{chip}_x"):  # conf/ has no cluster of this many chips
+            elif chip and near and near.startswith(f"{chip}_x"):  # conf/ has no cluster with this number of chips
                 hint = f"did you mean {section}={chip}?"
             elif near or chip:
                 number = f" cluster.devices_per_node={count}" if count else ""
@@ -419,11 +420,11 @@ SHORT = re.compile(r"(?P<accelerator>[^*\s]+)\s*\*\s*(?P<num_nodes>\d+)(?:\s*x\s
 """accelerator*nodes, or accelerator*nodes x devices per node."""
 NOT_HERE = {
     DISTURB: (
-        "describes disturbances that `trainspec plan` simulates, not a run",
+        "describes disturbances that `trainspec plan` simulates; it is not part of a run",
         "leave it out, or run trainspec plan",
     ),
     VERSION_KEY: (
-        "states the version of the training spec that a file was written for; a command line always has this version",
+        "states a file's version of the training spec; a command line always uses the current version",
         "leave it out; `trainspec migrate` converts a recipe to this version",
     ),
 }
@@ -454,11 +455,11 @@ class Composed:
 
 @dataclass(frozen=True)
 class Completion:
-    """Values that a recipe takes from something that it refers to, such as a checkpoint's config.json."""
+    """Values that a recipe takes from elsewhere, such as a checkpoint's config.json."""
 
     values: JsonObject
     source: str
-    """The file from which the values come, or the key from which they follow."""
+    """The file that contains the values, or the key that implies them."""
     replaced: frozenset[str] = frozenset()
     """Groups whose explicitly specified values are all discarded."""
     problems: tuple[Problem, ...] = ()
@@ -467,7 +468,8 @@ class Completion:
 
 
 Complete = Callable[[JsonObject, frozenset[str]], Completion]
-"""Takes the composed values, interpolated as far as possible, and the groups that were left at their defaults."""
+"""A function of the composed values (interpolated as far as possible) and of the groups that were left at their
+defaults."""
 
 
 def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None) -> Composed:
@@ -511,7 +513,7 @@ def compose_arguments(
     values = [argument for argument in values if argument not in named]
     data, origins = _merge(parts)
     misplaced = [problem for problem in problems if (problem.code, problem.path) == ("bad_override", RECIPE)]
-    if misplaced:  # a single word, as in `trainspec launch tiyn`, which is why the recipe is missing
+    if misplaced:  # a lone word, as in `trainspec launch tiyn`, was meant as a recipe
         names = selection.folders.recipe_names()
         for problem in misplaced:
             word = arguments[(problem.line or 1) - 1]
@@ -522,7 +524,7 @@ def compose_arguments(
     problems += [*selection.problems, *_apply_arguments(data, values)]
     problems += _write_out_pools(data, selection)
     origins = _with_arguments(origins, values)
-    # A problem with an entire section is solved by choosing another option, not by editing the option's file.
+    # The user solves a problem with an entire section by choosing another option, not by editing the option's file.
     chosen = {part.package: part.chosen_at for part in parts if part.chosen_at}
     chosen = {path: at for path, at in chosen.items() if path not in {argument.key for argument in values}}
     # If a later file sets one of several alternative keys, that key replaces the alternative set by an earlier file.
@@ -530,11 +532,11 @@ def compose_arguments(
     unchosen = frozenset(
         group
         for group in selection.folders.groups
-        # Neither a recipe nor the command line chose an option of the group or set any of its values.
+        # Keep the groups for which neither a recipe nor the command line chose an option or set any value.
         if len(selection.options.get(group, ())) == 1
         and len({origin.file for path, origin in origins.items() if path.partition(".")[0] == group}) == 1
     )
-    # This comes last, because a checkpoint's config.json is found through the values, including interpolations.
+    # Completion comes last, because it needs the interpolated values to find a checkpoint's config.json.
     data, more, incomplete = _complete(data, completions, unchosen, origins)
     return Composed(
         recipe=selection.recipe,

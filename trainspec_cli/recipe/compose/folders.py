@@ -27,7 +27,7 @@ DISTURB = "disturb"
 """The folder of disturbances that `trainspec plan` can simulate. They are not part of a recipe, so they are not a
 group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
-"""A section that may be replaced by a single name -> the group whose options are the valid names."""
+"""A section that a single name may replace -> the group whose options are the valid names."""
 SECTION_NAMED_BY = {group: section for section, group in NAMED_SECTIONS.items()}
 OWN_FILES = ("framework",)
 """Groups for which the option may also be the path of a file, as in `framework=./mine.yaml`."""
@@ -76,7 +76,7 @@ def find_folders(cwd: Path) -> Folders:
 
 
 def shipped_data() -> Path:
-    """Return `_data` inside an installed wheel, or the checkout."""
+    """Return the folder of shipped files: `_data` in an installed wheel, otherwise the root of the checkout."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "_data"
     return installed if installed.is_dir() else package.parent
@@ -140,7 +140,7 @@ def locate(
     """Add file, line and column (found by its path), and the text of that line, to each problem. `chosen_at`: where an
     entire section was selected by naming an option."""
 
-    @lru_cache(maxsize=1)  # because a large file may have mistakes on many lines
+    @lru_cache(maxsize=1)  # cached, because a large file may have mistakes on many lines
     def lines_of(file: str) -> Sequence[str]:
         if file == COMMAND_LINE:
             return arguments
@@ -205,13 +205,14 @@ class YamlEntry:
     value: str
     origin: Origin
     several: tuple[str, ...] = ()
-    """The options, if a list names more than one, because Hydra would merge them into one section."""
+    """The options, if the line lists more than one; they are reported, because Hydra would merge them into one
+    section."""
 
 
 @dataclass(frozen=True)
 class YamlFile:
     start: Origin
-    """The first key or, if there is none, the first line."""
+    """The position of the first key or, if there is none, of the first line."""
     origins: Origins
     """Dotted path, as written in this file -> position of its key."""
     defaults: tuple[YamlEntry, ...]

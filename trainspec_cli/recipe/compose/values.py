@@ -28,7 +28,7 @@ from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE, 
 from trainspec_cli.recipe.field_types import MISSING
 
 SHIPPED = "shipped"
-"""The resolver in `${shipped:recipes/FILE}`, which is the path of a file shipped with trainspec."""
+"""The resolver in `${shipped:recipes/FILE}`, which returns the path of a file shipped with trainspec."""
 MAX_CHARS = 100_000
 """Maximum length of a text after its references are resolved."""
 MAX_VALUES = 5_000
@@ -104,7 +104,7 @@ class InterpolationError(ValueError):
 class _Resolved:
     value: JsonValue
     values: int
-    """The number of values in it, including itself."""
+    """Number of values in `value`, including nested ones and `value` itself."""
 
 
 class Resolver:
@@ -321,7 +321,7 @@ def _parse(number: int, text: str) -> Argument | Problem:
         if "@" in key:
             hint = "write only the key: packages (`@`) are not supported"
         elif item:
-            hint = f"give the whole list: {item[1]}=[...]"
+            hint = f"write the complete list: {item[1]}=[...]"
         elif _KEY.fullmatch(bare):
             hint = f"did you mean `{bare}`?"
         else:

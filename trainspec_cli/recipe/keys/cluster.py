@@ -69,11 +69,11 @@ class PlanesSpec:
     flap_s: PositiveFloat = 60.0
     """Time for which a flapping link is down."""
     network_fraction: Fraction = 0.084
-    """Fraction of an ordinary fabric's job-ending failures that are caused by links and switches; planes survive
-    these."""
+    """Fraction of an ordinary fabric's job-ending failures that are caused by links and switches; a fabric with several
+    planes survives these."""
     fatal_fraction: Fraction = 0.0
-    """Fraction of those failures that occur in a NIC's own transceiver. It carries all ports, so the NIC's queue pairs
-    and the job fail. No rate has been published; 0 is the best case."""
+    """Fraction of those failures that occur in a NIC's transceiver, which serves all of its ports, so that the NIC's
+    queue pairs and the job fail. No rate has been published; 0 is the best case."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,16 @@ class FabricSpec:
     name: str = ""
     """The fabric's name as shown in plans."""
     tiers: tuple[TierSpec, ...] = ()
-    """The tiers of links, innermost first. If empty, there are the links within nodes and the network between nodes."""
+    """The tiers of links, innermost first. If empty, there are two: the links within nodes and the network between
+    nodes."""
     nic_wiring: NicWiring | None = None
     """How a node's NICs are connected. rails: NIC i of every node to switch i; one_switch: all NICs to the same switch;
     null: unknown."""
     planes: PlanesSpec | None = None
     """The planes of the network; null: an ordinary fabric with one plane."""
     nccl_tuner: bool = False
-    """Set `NCCL_TUNER_CONFIG_FILE` for the workers to the run's table for NCCL's example tuner plugin. This is only
-    useful if that plugin has been built and is loaded."""
+    """Point the workers' `NCCL_TUNER_CONFIG_FILE` to the run's table for NCCL's example tuner plugin. This is useful
+    only if that plugin has been built and is loaded."""
     sources: dict[str, str] = field(default_factory=dict)
     """The source of each value by key; `default` applies to all other keys."""
 
@@ -124,13 +125,13 @@ class AcceleratorSpec:
     fp32_tflops: NonNegativeFloat = 0.0
     """Peak rate of fp32 without tensor cores."""
     matmul_bf16_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix multiplication; 0: unknown; then the planner assumes a typical
+    """The best measured rate of a large matrix multiplication; 0: unknown, so that the planner assumes a typical
     fraction of the peak."""
     matmul_fp8_tflops: NonNegativeFloat = 0.0
-    """The best measured rate of a large matrix multiplication in fp8; 0: unknown; then the planner assumes a
-    typical fraction of the peak."""
+    """The best measured rate of a large matrix multiplication in fp8; 0: unknown, so that the planner assumes a typical
+    fraction of the peak."""
     tera_exponentials_per_s: NonNegativeFloat = 0.0
-    """Rate of exponentials, which softmax needs, in the special-function units, in 1e12 per second; 0: unknown."""
+    """Rate at which the special-function units compute exponentials (for softmax), in 1e12 per second; 0: unknown."""
     load_store_tb_per_s: NonNegativeFloat = 0.0
     """Peak load and store rate of the multiprocessors' first-level caches; 0: unknown."""
     cache_mb: NonNegativeFloat = 40.0
@@ -174,7 +175,7 @@ class ReliabilitySpec:
     """Elastic: time for which the survivors stall, from the failure until they continue without the failed replica
     group."""
     rejoin_stall_s: NonNegativeFloat = 15.0
-    """Elastic: time for which they stall when the healed replica group joins."""
+    """Elastic: time for which the survivors stall when the healed replica group joins."""
     heal_gb_per_s: PositiveFloat = 10.0
     """Elastic: rate at which a device of the new replica group copies its state from a healthy peer."""
     known_within: dict[str, float] = field(default_factory=dict)
@@ -407,8 +408,8 @@ class ClusterSpec:
     efficiency: dict[str, float] | None = None
     """Corrections to the planner's efficiencies for this cluster, as written by `trainspec backtest --fit`."""
     profile: Literal["auto", "off"] = "auto"
-    """auto: plans and launches use the results of `trainspec calibrate` for the cluster with this name, and report
-    that; off: they ignore them."""
+    """auto: plans and launches use, and report that they use, the results of `trainspec calibrate` for the cluster with
+    this name; off: they ignore these results."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
     """Failure rates of devices and recovery times."""
     site: SiteSpec = field(default_factory=SiteSpec)
@@ -471,12 +472,12 @@ class Machine:
     gpu_memory_bytes: int = 0
     """Memory of the GPU that has the least memory."""
     bf16: bool = False
-    """True if bf16 is faster than fp32 on the device (amx_bf16 on a CPU, compute capability 8.0 on a GPU)."""
+    """True if the device multiplies bf16 natively: a CPU with AMX, or GPUs whose matrix units support it."""
     fp8: bool = False
-    """True if the GPUs multiply fp8 (compute capability 8.9)."""
+    """True if the GPUs' matrix units multiply fp8."""
     gpus: tuple[Gpu, ...] = ()
     """The driver's report on each GPU; empty for a machine that is only described."""
     gpu_problem: Problem | None = None
-    """Why this node's GPUs or other accelerators cannot be used; then no GPU is listed."""
+    """Why this node's GPUs or other accelerators cannot be used; in that case, no GPU is listed."""
     gpu_notes: tuple[str, ...] = ()
     """Harmless notes about this node's GPUs, for example that all of them are hidden."""

@@ -1,7 +1,7 @@
 """A training framework as modelled by the planner: what its step fuses, copies, keeps, overlaps and shards.
 
-Every fact is a property of the framework and has a source; none is fitted to runs. The defaults describe trainspec's
-own engine, so a file states only the differences."""
+Every fact is a documented property of the framework; none is fitted to runs. The defaults describe trainspec's own
+engine, so a file states only the differences."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class StateFacts:
     master_bytes: NonNegativeFloat = 4.0
     """Bytes per parameter of the copy that the optimizer updates; 0 if it updates the weights themselves."""
     step_copy_bytes: NonNegativeFloat = 0.0
-    """Bytes of flat copies per parameter updated by a rank. They are too large for the memory freed by activations."""
+    """Bytes of flat copies for each parameter that a rank updates. They are too large to reuse the memory freed by
+    activations."""
     step_temporary_bytes: NonNegativeFloat = 0.0
-    """Bytes of temporaries per parameter updated by a rank, in an optimizer over lists of tensors. They fit into the
-    memory freed by activations."""
+    """Bytes of temporaries for each parameter that a rank updates, if the optimizer works on lists of tensors. They can
+    reuse the memory freed by activations."""
     bucket_bytes: NonNegativeFloat = 0.3 * GIB
     """Total size of the gradient and parameter buckets in flight."""
 
@@ -95,7 +96,8 @@ class FrameworkSpec:
     overlap_tp: bool = True
     """Tensor-parallel exchanges run in chunks that overlap with the matrix multiplications that need them."""
     split_sends: bool = True
-    """Pipeline stages send only each tensor-parallel rank's part, and gather it at the other end (arXiv:2104.04473)."""
+    """Between pipeline stages, each tensor-parallel rank sends only its part of a tensor, and the receivers gather the
+    parts (arXiv:2104.04473)."""
     grouped_experts: bool = True
     """Experts run as one grouped kernel, and a token crosses the network once per node, regardless of how many experts
     it visits there."""

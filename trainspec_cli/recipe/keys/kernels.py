@@ -18,9 +18,9 @@ class Backend:
     """`module:function` below engine/, which is imported when the backend is used."""
     on: Literal["any", "cuda"] = "any"
     package: str = ""
-    """The package that it needs, as an import name."""
+    """The import name of the package that the backend needs."""
     extra: str = ""
-    """The extra of trainspec that installs the package."""
+    """The trainspec extra that installs the package."""
     options: dict[str, int] = field(default_factory=dict)
     """Additional arguments for the function."""
     since_torch: tuple[int, int] = (2, 11)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from trainspec_cli.recipe.field_types import AUTO, Auto, AutoInt, PositiveInt
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost axis first. Neighbouring ranks are on the innermost axis, which needs the fastest links."""
+"""The axes, outermost first. Neighbouring ranks are on the innermost axis, which needs the fastest links."""
 
 ZeroStage = Literal[1, 2, 3]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeGuard
 
 from trainspec_cli.recipe.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt, Range
 
-# Model components and fixed layer sizes, used by the engine to build models and by the planner to count.
+# Model components and fixed layer sizes, which the engine uses to build models, and the planner to predict their cost.
 
 
 SINK_DIMS = 8
@@ -31,13 +31,14 @@ LOSS_CHUNK_BYTES = 128 * 2**20
 
 def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> int:
     """Return the number of tokens whose logits the loss computes at once: as many as fit in `chunk_bytes`, in multiples
-    of 64, which fill the tiles of matrix products."""
+    of 64, which fill the tiles of matrix multiplications."""
     return max(64, chunk_bytes // (4 * vocab_rows) // 64 * 64)
 
 
 def loss_group_tokens(hidden_size: int, width: float, chunk_tokens: int) -> int:
-    """Return the number of tokens, in whole chunks, whose gradients of logits (`width` bytes each) the loss multiplies
-    at once: at least 2,048 tokens in bf16, and as many as take half the memory of the head's gradient in fp32."""
+    """Return the number of tokens, in whole chunks, whose logit gradients (`width` bytes per value) the loss multiplies
+    at once: at least 2,048 in bf16, or more as long as the gradients take at most half the memory of the head's fp32
+    gradient."""
     bytes_per_row = max(4096, 2 * hidden_size)
     return max(1, int(bytes_per_row / width) // chunk_tokens) * chunk_tokens
 
@@ -75,7 +76,7 @@ class RopeScaling:
     factor: Annotated[float, Range(1)]
     """Ratio of the new sequence length to the original one."""
     original_seq_len: PositiveInt
-    """Sequence length, in tokens, with which the model was first trained."""
+    """Sequence length of the model's original training, in tokens."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths longer than original_seq_len divided by this value are stretched by the full factor."""
     high_freq_factor: PositiveFloat = 4.0
@@ -142,8 +143,8 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """A model family: the modules for its work, memory and layers, and the features with which it cannot be used.
-    Modules are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
+    """A model family: the modules for its work, memory and layers, and the features that it does not support. Modules
+    are named, not imported: the planner imports its own, and only the engine, which imports torch, imports the
     engine's."""
 
     work: str
@@ -182,7 +183,7 @@ class DecoderModel:
     vocab_size: PositiveInt
     """Vocabulary size, in tokens."""
     family: Literal["decoder"] = "decoder"
-    """The family of models: decoder."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
@@ -209,8 +210,8 @@ class DecoderModel:
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     gate_limit: PositiveFloat | None = None
-    """Limit to which the gate and the linear half of the experts are clamped. The gate is then weighted by
-    sigmoid(1.702 x), and 1 is added to the linear half (gpt_oss). null: no limit."""
+    """Limit for clamping the gate and the linear half of the experts. The gate is then weighted by sigmoid(1.702 x),
+    and 1 is added to the linear half (gpt_oss). null: no limit."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have biases: query, key and value (Qwen2), or also the output (gpt_oss)."""
     qk_norm: bool = False
@@ -313,7 +314,7 @@ class HybridModel:
     mamba_groups: PositiveInt = 8
     """Number of groups of heads that share the scan's inputs B and C."""
     family: Literal["hybrid"] = "hybrid"
-    """The family of models: hybrid."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
@@ -332,7 +333,7 @@ class HybridModel:
         builder="trainspec_cli.engine.models.hybrid",
         memory="trainspec_cli.planner.memory.engine.step",
         refuses={
-            "cp": "a state-space scan runs along the whole sequence",
+            "cp": "a state-space scan runs along the full sequence",
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
         },
@@ -420,7 +421,7 @@ class OwnModel:
     """Bytes per token that a block keeps for its backward, in bf16; null: the same as for a transformer with this many
     parameters."""
     family: Literal["own"] = "own"
-    """The family of models: own."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
     tied_embeddings: bool = False
@@ -434,7 +435,7 @@ class OwnModel:
         builder="trainspec_cli.engine.models.own",
         refuses={
             "tp": "the engine cannot shard user-defined blocks",
-            "cp": "user-defined blocks need whole sequences",
+            "cp": "user-defined blocks need full sequences",
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
             "muon": "the plan does not know the matrices of user-defined blocks",
@@ -467,7 +468,7 @@ class ConvModel:
     groups: PositiveInt = 1
     """Number of groups in the 3x3 convolutions, such as 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
-    """The family of models: conv."""
+    """The name of the model family."""
     name: str = ""
     """The model's name in plans and reports."""
 
@@ -483,10 +484,10 @@ class ConvModel:
             "lora": "adapters are for decoders",
             "fp8": "it is implemented only for the linear layers of decoders",
             # Inductor in torch 2.13 raises "Invalid ranges [0:-1]" for a 3-D convolution with dynamic sizes, which
-            # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), both kinds
-            # train to the same loss, but no step was faster on a CPU: convolutions are library calls, and batch norm,
-            # whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes than
-            # dynamo's limit of 8.
+            # dynamo assumes once a class of blocks has seen two shapes. With static sizes (dynamic=False), 2-D and 3-D
+            # models train to the same loss, but no step was faster on a CPU: convolutions are library calls, and batch
+            # norm, whose sums run over all ranks, stays eager. Every shape is compiled, and ResNet-50 has more shapes
+            # than dynamo's limit of 8.
             "compile": "torch.compile cannot lower its convolutions of several shapes, and batch norm stays eager",
             "elastic": "batch norm takes its statistics over all samples, and replica groups do not share them",
         },

@@ -19,7 +19,7 @@ from trainspec_cli.recipe.field_types import (
 RecoveryMode = Literal["restart", "elastic", "sites", "none"]
 SiteFormat = Literal["int4", "int8", "bf16"]
 FIRST_SITE = 0
-"""The site that runs the meeting point."""
+"""Number of the site that runs the meeting point, which is the server where sites exchange their progress."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,6 @@ class ResilienceSpec:
 
     @property
     def keeps_layout(self) -> bool:
-        """Return whether the participants exchange their state part by part, and must therefore keep their initial
+        """Return whether the groups or sites exchange their state part by part, and must therefore keep their initial
         layout."""
         return self.mode in ("elastic", "sites")

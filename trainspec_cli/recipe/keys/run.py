@@ -82,8 +82,7 @@ class PhantomSpec:
 
 SampleSource = Literal["phantom", "images", "volumes"]
 SAMPLE_SOURCES = get_args(SampleSource)
-"""Sources for convolutional networks, whose samples are images or volumes. All other sources are converted to
-tokens."""
+"""Sources of images or volumes, for convolutional networks. All other sources are converted to tokens."""
 SOURCES = (*get_args(Documents), "mixture", *SAMPLE_SOURCES)
 """The sources that ship with trainspec."""
 
@@ -143,7 +142,7 @@ class DataSpec:
         return {"": PartSpec(self.source, self.path, self.text_field, options=self.options)}
 
     def with_part(self, part: PartSpec) -> DataSpec:
-        """Return the same data settings for a single part."""
+        """Return these data settings with `part` as their only source."""
         one = {"source": part.source, "path": part.path, "text_field": part.text_field, "options": part.options}
         return replace(self, **one, mixture={}, validation={})  # type: ignore[arg-type]
 
@@ -360,7 +359,7 @@ class RunSpec:
     framework: FrameworkSpec = field(
         default_factory=lambda: FrameworkSpec(name="trainspec", counted=True, expandable_segments=True)
     )
-    """The training framework for which `trainspec plan` plans; only trainspec's own engine can be launched."""
+    """The training framework that `trainspec plan` assumes; only trainspec's own engine can be launched."""
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)

@@ -29,7 +29,7 @@ KeptState = OptimizerName | float
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the training device."""
 STACKED_VALUES = 2**22
-"""muon: small matrices of the same shape are orthogonalised together, up to this number of values."""
+"""muon: small matrices of the same shape are orthogonalised together, up to this number of values in total."""
 BLOCK = 256
 """adamw8bit: number of values in a row that share one scale; the last block of a row may be shorter."""
 QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
@@ -77,7 +77,7 @@ class OptimSpec:
     momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
     """muon: decay of the average of a matrix's gradients (Nesterov momentum)."""
     weight_decay: NonNegativeFloat = 0.1
-    """Applied only to matrices, not to norms and biases."""
+    """Weight decay, which applies only to matrices, not to norms and biases."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Maximum norm over all gradients; gradients with a larger norm are clipped to it. null: no clipping."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
@@ -125,7 +125,7 @@ class BatchScheduleSpec:
     `optim.schedule`, with its steps converted to samples at the initial size, times a factor for the batch size."""
 
     kind: Literal["constant", "ramp", "seesaw", "noise"] = "constant"
-    """ramp: `stages`. seesaw: the batch grows by the factor by which `optim.schedule` has reduced the learning rate
+    """ramp: `stages`. seesaw: as `optim.schedule` reduces the learning rate, the batch grows by the same factor
     (arXiv:2510.14717). noise: the batch follows the measured gradient noise scale (arXiv:1812.06162)."""
     lr_rule: Literal["optimizer", "sqrt", "linear", "none"] = "optimizer"
     """The factor on the learning rate for a larger batch: its square root (arXiv:2205.10287), in proportion
@@ -303,8 +303,8 @@ class CommSpec:
     across_nodes: WireFormat | Auto | None = None
     """Gradients in exchanges between ranks on several nodes; null: the same as `gradients`."""
     bucket_bytes: NonNegativeInt | None = None
-    """On CPUs, the minimum gradient bytes per exchange; refused on GPUs, which always exchange block by block. 0: block
-    by block. null: on CPUs the run tries a few sizes in its first steps, unless `scheduler` is off."""
+    """On CPUs: the minimum number of gradient bytes per exchange. 0: block by block. null: the run tries a few sizes in
+    its first steps, unless `scheduler` is off. Rejected on GPUs, which always exchange block by block."""
 
     @property
     def fixed(self) -> WireFormats:
@@ -375,8 +375,8 @@ class Fault:
     the rendezvous server of the replica groups is killed. move_kill, move_oom: like kill and oom, when half of the
     state has moved to another layout.
 
-    Only for `trainspec rehearse`: lose_node: the node of `rank` is lost. lose_link, lose_plane: for `seconds`, its
-    network card has no link in one plane of the network, or no card has one.
+    Only for `trainspec rehearse`: lose_node: the node of `rank` is lost. lose_link: for `seconds`, its network card has
+    no link in one plane of the network. lose_plane: no card has a link in one plane.
     """
     step: int
     group: int = 0

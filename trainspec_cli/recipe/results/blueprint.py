@@ -17,7 +17,7 @@ a tree of nodes. direct: every pair separately (all-to-all, sends)."""
 class BlueprintTier:
     name: str
     elements: int
-    """Number of such elements in the cluster: scale-up domains, leaf switches, ..."""
+    """Number of elements of the tier in the cluster, such as scale-up domains or leaf switches."""
     devices: int
     """Number of devices below one element, or all devices of the cluster if it has fewer."""
     gbit_per_s: float
@@ -35,10 +35,10 @@ class Exchange:
     """The outermost tier that it crosses."""
     message_bytes: float
     per_step: float
-    """Number of times per step that one rank performs it."""
+    """Number of times per step that one rank performs the exchange."""
     algorithm: Algorithm
     time_s: float
-    """Duration of one exchange with that algorithm."""
+    """Duration of one exchange with `algorithm`."""
     ring_s: float
     """Duration of one exchange with a flat ring; equal to `time_s` for exchanges without a ring."""
     bucket_bytes: float | None = None
@@ -64,7 +64,7 @@ class TunerRow:
     max_bytes: int
     algorithm: Literal["ring", "tree"]
     nodes: int
-    """-1: any number; the same applies to ranks."""
+    """Number of nodes to which the row applies; -1: any number. The same holds for `ranks`."""
     ranks: int
     reason: str
 
@@ -73,7 +73,7 @@ class TunerRow:
 class Blueprint:
     fabric: str
     tiers: tuple[BlueprintTier, ...]
-    """Innermost first."""
+    """The tiers, innermost first."""
     order: tuple[str, ...]
     """Axes with more than one rank, outermost first, as placed on the nodes sorted by tier."""
     node_places: tuple[int, ...]
@@ -104,7 +104,7 @@ class Blueprint:
 
 
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
-"""link: between a T0 and a T1 switch. port: of a NIC, or its cable. plane: all of its switches."""
+"""link: between a T0 and a T1 switch. port: a NIC's port or its cable. plane: all switches of a plane."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class PlanesFigures:
     one_hop_nics: int
     """Number of NICs below one T0 switch."""
     lost_speed: dict[Part, float]
-    """Fraction of a job's speed that is lost while one such part of the fabric is down; 1 if the job ends."""
+    """Fraction of a job's speed that is lost while one part of this kind is down; 1 if the job ends."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class SprayedEvent:
     slow_s: float
     """Time until the job is back at full speed."""
     lost_s: float
-    """Lost time of undisturbed training."""
+    """Total lost time, converted to undisturbed training."""
     touched: float
     """Fraction of the queue pairs that had a path through the failed parts."""
     most_bad_paths: int
@@ -178,7 +178,7 @@ class PoolChoice:
     """None if nothing fits."""
     step_time_s: float | None
     tokens_per_s: float | None
-    """For a model of images, samples per second."""
+    """Tokens per second; for an image model, samples per second."""
     wall_time_s: float | None
     """Duration of the run, including failures."""
     usd_per_token: float | None
@@ -194,4 +194,4 @@ class PoolsPlan:
     choices: tuple[PoolChoice, ...]
     """The plan on all pools comes first."""
     verdict: str
-    """States whether omitting pools is faster, or cheaper per token."""
+    """A sentence that states whether using fewer pools is faster, or cheaper per token."""

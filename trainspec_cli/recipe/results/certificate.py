@@ -62,7 +62,7 @@ class ClauseSummary:
 
 @dataclass(frozen=True)
 class NotOffered:
-    """A case that the engine declined. It counts neither as kept nor as broken."""
+    """A case that the engine declined to run. It counts neither as kept nor as broken."""
 
     clause: str
     case: str

@@ -56,7 +56,7 @@ class Goodput:
     wall_time_s: float
     """Expected wall time of the run."""
     layout: str = ""
-    """The layout, if it differs from the run's."""
+    """The layout with this recovery mode, if it differs from the run's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RunForecast:
     steps: int
     """Number of steps; the largest possible number if the batch follows the measured noise scale."""
     tokens: float
-    """For a model of images, samples."""
+    """Number of tokens; for an image model, of samples."""
     wall_time_s: Interval
     goodput: Goodput
     """Goodput with the recipe's `resilience.mode`."""

@@ -28,7 +28,7 @@ class MemoryBreakdown:
     """Error feedback: the rounding errors of compressed gradients, which are added in the next step."""
     activations_bytes: float = 0.0
     logits_bytes: float = 0.0
-    """Logits and the values that the loss derives from them."""
+    """Logits, and values that the loss computes from them."""
     comm_buffers_bytes: float = 0.0
     """Staging buffers of collectives, NCCL and the framework."""
     fragmentation_bytes: float = 0.0
@@ -61,7 +61,7 @@ class StepTime:
     dp_comm_s: float = 0.0
     """Reduction of gradients and gathering of parameters."""
     bubble_s: float = 0.0
-    """Time that pipeline stages wait, including their imbalance."""
+    """Time that pipeline stages wait, including waits that are due to imbalance between stages."""
     optimizer_s: float = 0.0
     data_s: float = 0.0
     host_s: float = 0.0
@@ -98,8 +98,8 @@ class PoolPart:
     micro_batch_size: int
     """Size of its largest micro-batch."""
     time: StepTime
-    """Its step, including the wait for other pools (in `bubble_s` for a pipeline through several pools, otherwise in
-    `host_s`)."""
+    """The pool's step time, including the wait for other pools (in `bubble_s` for a pipeline through several pools,
+    otherwise in `host_s`)."""
     waiting_s: float
     """Time that the pool waits for other pools in that step."""
     peak_memory_bytes: float
@@ -118,7 +118,7 @@ class Candidate:
     """The state that is kept in host memory."""
     step_time_s: float
     tokens_per_s: float
-    """Rate over all devices; for a model of images, samples per second."""
+    """Rate over all devices; for an image model, in samples per second."""
     tokens_per_s_per_gpu: float
     mfu: float
     """Model FLOPs utilisation: model FLOPs (causal half of attention, no recomputation) relative to the chip's peak in
@@ -160,7 +160,7 @@ class Candidate:
 
 ALWAYS_ASSUMED = (
     "MFU counts attention over the causal half of the sequence and no recomputed work",
-    "ranked by the expected step, including the chance to fit, which follows from the memory errors for published runs",
+    "ranked by expected step time, which includes the probability of fitting, from memory errors for published runs",
 )
 """Assumptions made in every plan."""
 
@@ -173,7 +173,7 @@ class CapacityPlan:
     """Number of the model's own parameters, without `adapter_params`."""
     active_params: int
     flops_per_token: float
-    """Model FLOPs of forward and backward per token (for a model of images, per sample)."""
+    """Model FLOPs of forward and backward per token (for an image model, per sample)."""
     world_size: int
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
@@ -219,9 +219,9 @@ class LocalPrediction:
     memory: dict[str, float]
     """Peak bytes of one process by cause, as measured by a run."""
     beside: dict[str, float] = field(default_factory=dict)
-    """Bytes that a GPU needs in addition to its allocator's, and that a run does not measure."""
+    """Bytes that a GPU needs outside its allocator, which a run does not measure."""
     links: tuple[PlannedLink, ...] = ()
-    """The links of the observed axes."""
+    """The links of the axes whose exchanges a run measures."""
 
     @property
     def step_time_s(self) -> float:
@@ -270,7 +270,7 @@ class LayoutProposal:
     reason: str
 
     def planned_from(self, step: int) -> PlannedLayout:
-        """Return the layout as one that the run uses from `step` updates on."""
+        """Return the proposed layout as a change that takes effect after `step` updates."""
         return PlannedLayout(
             step,
             self.layout,
@@ -310,8 +310,8 @@ class Plan:
     """Number of parameters trained by LoRA fine-tuning, in addition to the model's own `params`."""
 
     replica_groups: int = 1
-    """Number of process groups, each with the full model in `layout`. With more than one, a group survives the loss of
-    others."""
+    """Number of replica groups, each of which has the full model in `layout`. With more than one, a group survives the
+    loss of others."""
 
     largest_micro_batch_size: int | None = None
     """The largest size that memory allows, limited to what the scheduler needs; None if unknown."""

@@ -260,7 +260,7 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Relief:
-    """A setting with which a run ran out of memory, and the setting that replaced it."""
+    """A setting that made a run exceed its memory, and the setting that replaced it."""
 
     failed: MemorySetting
     taken: MemorySetting

@@ -138,14 +138,14 @@ class AllReduceRate:
     bytes: int
     seconds: float
     bus_bytes_per_s: float
-    """Bytes times 2(n-1)/n, divided by the time, as in nccl-tests."""
+    """Bus bandwidth as in nccl-tests: bytes times 2(n-1)/n, divided by the time."""
 
 
 @dataclass(frozen=True)
 class PingRate:
     bytes: int
     seconds: float
-    """One-way time."""
+    """Duration of a message in one direction."""
     bytes_per_s: float
 
 
@@ -204,7 +204,8 @@ class CertifyRun:
     continues: str | None
     """The run from whose checkpoint this run starts."""
     exchanges: int = 1
-    """Number of times that those gradients are computed and exchanged without an update; their mean is saved."""
+    """Number of times that the first batch's gradients are computed and exchanged without an update; their mean is
+    saved."""
     weights: tuple[float, ...] = ()
     """Each data-parallel rank's share of a batch, in any unit; if empty, shares are equal."""
     inputs: bool = False
@@ -228,7 +229,7 @@ class CertifyRequest:
 @dataclass(frozen=True)
 class TrainedSteps:
     losses: tuple[float | None, ...]
-    """One per step; None for a non-finite loss."""
+    """The loss of each step; None if it is not finite."""
     least_clipped_norm: float | None
     """The smallest norm of a gradient that needed clipping; None if there was none or it is not finite."""
     weights_sha256: str
@@ -248,7 +249,7 @@ class LiveSteps:
     largest_micro_batches: tuple[int, ...]
     """Maximum number of samples that the first rank processed together in each step."""
     written_bytes: int
-    """Number of bytes by which the run folder grew, excluding logs, while no checkpoint was due."""
+    """Growth of the run folder in bytes, excluding logs, while no checkpoint was due."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ PROBED_TOKENS = 1024
 """Number of tokens in the probed matrix multiplications and attention."""
 PROBED_HEADS = 4
 PROBED_HEAD_SIZES = (16, 64)
-"""Sizes of the probed heads. The cost of scores and softmax does not depend on head size, while that of the matrix
+"""Head sizes that are probed. The cost of scores and softmax does not depend on the head size, while that of the matrix
 multiplications grows with it."""
 
 
@@ -352,13 +353,13 @@ class MachineProbe:
     rope: Passes
     swiglu: Passes
     loss: Curve
-    """As a function of the number of logits, including their gradient."""
+    """The loss as a function of the number of logits, including their gradient."""
     add: Curve
     cast: Curve
     optimizer: Curve
     """Gradient norm and update, as a function of the number of parameters."""
     all_reduce: Curve
-    """Collectives as a function of bytes, after each process has done separate work."""
+    """Collectives as a function of bytes, each measured after the processes have done separate work."""
     all_gather: Curve
     reduce_scatter: Curve
     bare_bytes: float

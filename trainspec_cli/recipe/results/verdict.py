@@ -53,7 +53,7 @@ class RunVerdict:
     rank: Count | None = None
     node: Count | None = None
     link: tuple[Count, ...] | None = None
-    """The ranks at its two ends."""
+    """The ranks at the two ends of the link."""
     since_step: Count = 0
     until_step: Count | None = None
     """The last step that shows it; None if the newest step still shows it."""

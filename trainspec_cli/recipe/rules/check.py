@@ -85,7 +85,7 @@ class WingKeys:
     wing: str
     key: str
     value: str
-    """A recipe uses the plug-in if `key` has this value."""
+    """The value of `key` that makes a recipe use the plug-in."""
     otherwise: str
     """What to set instead of using the plug-in."""
     section: str
@@ -94,8 +94,8 @@ class WingKeys:
     of_one_start: tuple[str, ...]
     """Keys of `section` that differ between starts. They are rejected in a sweep, and without the plug-in."""
     files: tuple[str, ...]
-    """Those of the keys that name a file. Relative paths are made absolute, so that every process of the run finds the
-    file."""
+    """Keys in `of_one_start` that name a file. Relative paths are made absolute, so that every process of the run finds
+    the file."""
 
 
 WING_KEYS = (
@@ -126,7 +126,7 @@ def keys_of_wings(spec: RunSpec) -> Iterator[Problem]:
         if keys.wing not in find_wings():
             path = keys.key if is_used else keys.section
             if is_used or section != keys.defaults:
-                message = f"`{path}` is set, but this installation lacks its part trainspec_cli/wings/{keys.wing}"
+                message = f"`{path}` is set, but this installation lacks the plug-in trainspec_cli/wings/{keys.wing}"
                 yield Problem(MISSING_WING, message, path, f"reinstall trainspec, or set {keys.otherwise}")
             continue
         for name in keys.of_one_start if not is_used else ():
@@ -455,7 +455,7 @@ def backend_is_used(spec: RunSpec, op: str) -> bool:
         return model.experts is not None
     if op == "rope":
         return model.rotates
-    # Ring attention has its own kernel, which passes on keys and values while it computes.
+    # Ring attention has a separate kernel, which passes on keys and values while it computes.
     ring = size_of(spec.layout, "cp") > 1 and spec.layout.context_method == "ring"
     return op != "attention" or not ring
 
@@ -464,7 +464,7 @@ def whole_vocabulary(spec: RunSpec) -> Iterator[Problem]:
     for op, backend in _named(spec):
         reason = KERNELS[op][backend].whole_vocabulary and size_of(spec.layout, "tp") > 1
         if reason:
-            message = f"`kernels.{op}` is {backend}, which needs the whole vocabulary, but layout.tp shards it"
+            message = f"`kernels.{op}` is {backend}, which needs the full vocabulary, but layout.tp shards it"
             yield Problem("unsupported", message, f"kernels.{op}", f"set kernels.{op}={TORCH}, or layout.tp=1")
 
 
@@ -474,7 +474,7 @@ def seen_by_recompute(spec: RunSpec) -> Iterator[Problem]:
         return
     for op, name in _named(spec):
         if op in IN_BLOCKS and KERNELS[op][name].needs_compiler:
-            message = f"`kernels.{op}` is {name}, which fuses the single operations that recompute=selective observes"
+            message = f"`kernels.{op}` is {name}, which fuses operations that recompute=selective must see one by one"
             hint = f"set kernels.{op}={TORCH}, recompute=full or compile=true"
             yield Problem("unsupported", message, f"kernels.{op}", hint)
 
@@ -527,7 +527,7 @@ def why_untried(plan: Plan, op: str, name: str) -> str:
     if op in IN_BLOCKS and compiles and backend.fused:
         return "compiled blocks keep the default"
     if op in IN_BLOCKS and not compiles and plan.recompute == "selective" and backend.needs_compiler:
-        return "recompute=selective observes single operations"
+        return "recompute=selective must see each operation"
     if backend.whole_vocabulary and plan.layout.tp > 1:
         return "layout.tp shards the vocabulary"
     more = "it needs more memory than the plan counts, so it is used only if named" if backend.more_memory else ""

@@ -25,7 +25,7 @@ def size_of(layout: LayoutSpec, axis: str) -> int:
 
 
 def pipeline_of(layout: LayoutSpec, virtual_stages: int = 1) -> Layout:
-    """Return the layout of the pipeline alone, with `auto` axes as in a run without a pipeline."""
+    """Return a layout with only the pipeline's axis and schedule, where `auto` means no pipeline and 1F1B."""
     schedule = layout.pipeline_schedule
     return Layout(
         pp=size_of(layout, "pp"),
@@ -53,15 +53,15 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
         # Each cp rank has part of the sequence, which the tp ranks divide further.
         yield from _sequence(spec, size_of(spec.layout, "cp") * tp, "cp x tp")
         if spec.model.learned_positions:
-            message = "a table of positions is added to whole sequences, but sequence parallelism divides them"
+            message = "learned positions are added to full sequences, but sequence parallelism divides sequences"
             yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=false")
     elif spec.model.experts is not None:
-        message = "experts with tp need sequence parallelism: otherwise every rank of tp would route the same tokens"
+        message = "experts with tp need sequence parallelism; otherwise, every tp rank would route the same tokens"
         yield Problem("illegal_layout", message, "layout.sequence_parallel", "set layout.sequence_parallel=true")
 
 
 def adapters(spec: RunSpec) -> Iterator[Problem]:
-    """Reject adapters if they cannot be added to frozen layers as plain layers."""
+    """Reject adapters where frozen layers and their adapters cannot be plain linear layers."""
     if not spec.lora.rank:
         if spec.lora.base != "full":
             message = f"`lora.base` is {spec.lora.base}, but `lora.rank` is 0: trained weights are stored in full"
@@ -103,7 +103,7 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
             message = f"4-bit weights are stored in pairs, but rows of {size} (`model.{field}`) do not divide by 2"
             yield Problem("not_divisible", message, "lora.base", "set lora.base=full")
         elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp divides the rows of these
-            # The suggested value must pass this rule.
+            # Suggest only a value that passes this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
             yield Problem("not_divisible", message, "layout.tp", f"set layout.tp={largest}, or lora.base=full")
@@ -115,7 +115,7 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
         return
     path = "data.document_masks" if spec.data.document_masks else "data.source"
     if not spec.model.rotates:
-        message = "documents are kept apart in attention with rotary positions; this model has other mixing"
+        message = "only attention with rotary positions keeps documents apart; this model also mixes tokens otherwise"
         yield Problem("unsupported", message, path, "choose a decoder with rotary positions")
     if size_of(spec.layout, "cp") > 1:
         message = "document masks do not work with context parallelism yet"
@@ -138,12 +138,10 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
                 yield _indivisible("cp", cp * tp, f"model.{field}", heads)
     else:
         # A causal mask makes later tokens more expensive, so each rank takes one early chunk and one late chunk.
-        yield from _sequence(spec, 2 * cp, "2 x cp, the chunks of the zigzag")
+        yield from _sequence(spec, 2 * cp, "2 x cp chunks")
         for field in ("sliding_window", "mla", "attention_sinks"):
             if getattr(model, field, None):
-                message = (
-                    f"ring attention covers the whole causal half, but `model.{field}` needs each head's whole sequence"
-                )
+                message = f"ring attention is plain causal attention, but `model.{field}` needs a head's full sequence"
                 yield Problem("illegal_layout", message, "layout.context_method", "set layout.context_method=ulysses")
 
 
@@ -411,8 +409,8 @@ def divisors(number: int, most: int = 8) -> list[Any]:
     return found if len(found) <= most else [*found[:most], "..."]
 
 
-# Rules for a network: each tier contains more devices than the one below, and the last one contains all of them. Planes
-# connect all NICs.
+# Rules for a network: each tier contains more devices than the one below, and the last one contains all of them. The
+# planes connect all NICs.
 
 
 TIERS = "cluster.fabric.tiers"
@@ -447,10 +445,10 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
         if outer > inner and outer % whole == 0:
             continue
         path = f"{TIERS}.{place}.devices"
-        holds = f"`{name}` holds more than one of `{below}`, which has {inner}"
-        message = f"`{path}` is {outer}; {holds}" + (f", and whole nodes of {whole}" if whole > 1 else "")
+        holds = f"a `{name}` must contain several `{below}` elements ({inner} devices each)"
+        message = f"`{path}` is {outer}; {holds}" + (f", and entire nodes of {whole}" if whole > 1 else "")
         near = whole * max(math.floor(inner / whole) + 1, round(outer / whole))
-        yield Problem("not_divisible", message, path, f"type a multiple of {whole}, such as {near}")
+        yield Problem("not_divisible", message, path, f"set a multiple of {whole}, such as {near}")
     if described and described[-1].devices is not None and per_node != AUTO:
         wanted = spec.cluster.num_nodes * per_node
         if described[-1].devices < wanted:
@@ -610,7 +608,7 @@ def parameter_format(spec: RunSpec) -> Iterator[Problem]:
     """Reject int4 parameters: four bits could only represent differences from the previous step, and each rank would
     have to keep that step's parameters in full."""
     if spec.comm.parameters == "int4":
-        message = f"`{PARAMETERS}` is int4; whole weights lose too much in 4 bits, and no rank keeps the previous ones"
+        message = f"`{PARAMETERS}` is int4; 4 bits are too few for full weights, and no rank keeps the previous ones"
         yield Problem("unsupported", message, PARAMETERS, f"set {PARAMETERS}=int8")
 
 
@@ -646,7 +644,7 @@ def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
     elif layout.shards * layout.dp_replicate == 1:
         why = f"in this layout ({layout.describe()}) no ranks sum gradients"
     elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
-        why = "in fewer bits each block's gradients are exchanged separately"
+        why = "compressed gradients are exchanged block by block"
     if why:
         yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, but {why}", BUCKETS, f"set {BUCKETS}=null")
 
@@ -737,11 +735,11 @@ def faults(spec: RunSpec) -> Iterator[Problem]:
 
 
 def injected_faults(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse to start a run with faults that only a rehearsal knows."""
+    """Reject faults that only a rehearsal can simulate."""
     try:
         parsed = parse_faults(spec.fault)
     except FaultSyntaxError:
-        return  # `faults` reports it
+        return  # the rule `faults` reports this error
     for fault in parsed:
         if fault.kind in ONLY_REHEARSED:
             message = f"`fault` {fault.kind} cannot be injected into a run; `trainspec rehearse` predicts its cost"

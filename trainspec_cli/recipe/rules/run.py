@@ -70,7 +70,7 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
             message = f"`{path}` needs the held-out loss, but `train.eval_interval_steps` is null"
             yield Problem("missing_value", message, path, "set train.eval_interval_steps=100, or another number")
         if spec.resilience.mode == "elastic":
-            message = f"`{path}` is set, but with resilience=elastic a restarted group lacks earlier evaluations"
+            message = f"`{path}` is set, but with resilience=elastic a restarted group forgets earlier evaluations"
             yield Problem("unsupported", message, path, "leave it out, or set resilience=restart")
 
 
@@ -111,7 +111,7 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
     elif not why and not has_layer_list(spec.model):
         why = f"the planner does not know the matrices of `model.family` {spec.model.family}"
     elif not why and spec.lora.rank:
-        why = f"it trains whole matrices: `lora.rank` is {spec.lora.rank}"
+        why = f"it trains complete matrices: `lora.rank` is {spec.lora.rank}"
         hint = f"set {NAME}=adamw, or lora.rank=0"
     if why:
         yield Problem("unsupported", f"`{NAME}` is muon, but {why}", NAME, hint)
@@ -239,7 +239,7 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
 
 
 TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
-"""Sources that a user-defined tokenizer can encode, or has encoded."""
+"""Sources that work with a user-defined tokenizer, which encodes them or has already done so."""
 
 
 def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
@@ -634,7 +634,7 @@ def bounds(spec: RunSpec) -> Iterator[Problem]:
     elif math.isinf(largest_size(spec)):
         zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no limit"
         hint = f"set {LARGEST}={8 * start}, or a value that the data's critical batch size allows"
-        yield Problem("missing_value", f"`{LARGEST}` is null and {zero}: the batch has no limit", LARGEST, hint)
+        yield Problem("missing_value", f"`{LARGEST}` is null and {zero}, so the batch has no limit", LARGEST, hint)
     elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
         message = (
             f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} gives no size between {start} and the largest, "

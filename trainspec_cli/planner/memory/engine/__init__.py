@@ -1,4 +1,5 @@
-"""Peak memory of trainspec's engine, tensor by tensor: the same numbers as from a traced step, computed by arithmetic.
+"""Peak memory of trainspec's engine, tensor by tensor. The numbers are those of a traced step, but computed by
+arithmetic.
 
 `blocks` and `conv` record the layers of each family on a `tape`. `step` and `conv` replay FSDP2 and the pipeline around
 them, based on the `units` that FSDP2 shards. Known error relative to traces: at most 2.5% over 50 layouts, sizes and

@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def outside_tokens(self) -> float:
-        """Return the number of tokens between the regions of tensor parallelism."""
+        """Return the number of tokens per rank outside the tensor-parallel regions."""
         return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
@@ -87,12 +87,13 @@ def norm(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
-    """Record a product with a rank's part of a matrix, including its adapter if there is one."""
+    """Record a multiplication by a rank's part of a matrix, including its adapter if there is one."""
     tokens, rank = x.elements / inputs, shape.lora.rank
     if shape.lora.is_quantised:
         y = tape.dequantised_linear(x, outputs * inputs, tokens * outputs)
     else:
-        # The last product of a region has a gathered gradient, which only the first region of a block keeps for later.
+        # The weight gradient of a region's last matrix needs the gathered gradient, which only a block's first region
+        # keeps.
         delays = not (tape.left and name in ("out", "down"))
         y = tape.linear(x, tape.leaf(outputs * inputs), tokens * outputs, delays=delays)
     if not rank or name not in shape.lora.targets:
@@ -102,11 +103,12 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
-    """Record a part between two exchanges over tp. With several samples, exchanging along the sequence requires
+    """Record the operations between two exchanges over tp. With several samples, exchanges along the sequence need
     copies.
 
-    The gradients of its weights are computed while that of its input is exchanged; in a block's second region, the
-    first of them while the gradient of the first region's output is gathered (`engine/parallel/context.py`)."""
+    Weight gradients are computed while the gradient of the region's input is exchanged. In a block's second region, the
+    first weight gradient is instead computed while the gradient of the first region's output is gathered
+    (`engine/parallel/context.py`)."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
     if tp == 1:
         return part(tape, x, shape)
@@ -128,7 +130,8 @@ def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
         entered, turn = tape.cross(x, whole, copied * (1 + 1 / tp), scatter, lambda gradient: (gradient,))
     else:
         entered, turn = tape.cross(x, whole, 0.0, add_up, lambda gradient: (gradient,))
-    # Layers of fp8 and with adapters compute both gradients together; a split schedule computes all weights' later.
+    # fp8 layers and layers with adapters compute both gradients together. A split schedule computes all weight
+    # gradients later.
     if not (shape.fp8 or shape.lora.rank or tape.put_off is not None):
         tape.turns = [turn, *tape.left[-1:]] if shape.layout.sequence_parallel else [turn]
     y = part(tape, entered, shape)
@@ -261,7 +264,7 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
-        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # for ordering it by token
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # copied to order it by token
     q, k, v = (swap(tape, y) for y in (q, k, v))
     return swap(tape, causal_core(tape, q, k, v, seq))
 
@@ -286,8 +289,8 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
 
 
 def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
-    """Record windowed attention: the first block separately, and every other block also with the keys of the previous
-    block."""
+    """Record windowed attention. The first block attends to itself, and every later block also to the previous block's
+    keys."""
     window, elements = float(seq.window or 0), q.elements
     share, blocks = window / seq.length, -(-seq.length // window)
     start = [tape.part(y, y.elements * share) for y in (q, k, v)]
@@ -317,24 +320,22 @@ def pad_front(tape: Tape, x: Value, longer: float) -> Value:
 
 
 def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
-    """Record a fused attention kernel, which saves its inputs, its output and a logarithm per row."""
+    """Record a fused attention kernel, which saves its inputs, its output and one log-sum-exp per row."""
     saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
     return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
 
 
 def swap(tape: Tape, x: Value) -> Value:
-    """Record an all-to-all between parts of the sequence and parts of the heads: one copy to send, one received, one
-    reordered."""
+    """Record an all-to-all from parts of the sequence to parts of the heads or back. It holds three copies: one to
+    send, one received, one reordered."""
     size = 2 * x.elements * x.width
     return tape.copy(x, scratch=(size, size))
 
 
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
-    """Record ring attention on the last rank, whose queries attend to every part of the keys.
-
-    Keys and values are passed from rank to rank. Sums are in fp32, and the keys of a group are repeated for its
-    queries. Selective recomputation keeps the result of each turn. The final result is ordered by head, and copied to
-    order it by token."""
+    """Record ring attention on the last rank, whose queries attend to all keys. Keys and values are passed from rank to
+    rank. Sums are in fp32, and the keys of a group are repeated for its queries. Selective recomputation keeps the
+    result of each turn. The final result is ordered by head, and then copied to order it by token."""
     width, query, pair = q.width, q.elements, k.elements + v.elements
     travelling = 2 * width * pair
     forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
@@ -344,11 +345,10 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
 
 
-# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, and tokens back in their
-# original order.
-#
-# Tokens are spread evenly over experts and ranks. The experts' product uses the grouped GPU kernel, which needs no
-# memory except for its result.
+# A mixture of experts on a tape: router, tokens sorted by expert, the experts' matrix multiplications, and tokens back
+# in their original order.
+# Tokens are spread evenly over experts and ranks. The experts' matrix multiplication uses the grouped GPU kernel, which
+# needs memory only for its result.
 
 
 def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
@@ -437,7 +437,7 @@ def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape)
 
 
 def spread_dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
-    """Send the copies to the ranks of their experts, sort them by expert again, and send the results back."""
+    """Send the copies to the ranks that hold their experts, sort them by expert again, and send the results back."""
     copies = sort_by_expert(tape, x, indices, shape)
     came = tape.copy(tape.part(copies.x, copies.x.elements))
     order = tape.new(indices.elements, INDEX)
@@ -463,7 +463,8 @@ def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
 
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
-    """Weight and sum each token's copies in one matrix product, where each token is a matrix with one row."""
+    """Weight and sum each token's copies in one batched matrix multiplication, where each token is a matrix with one
+    row."""
     back = select_rows(tape, y, y.elements, copies.source)
     narrow = tape.cast(weights, tape.width)
     summed = y.elements * copies.tokens / weights.elements
@@ -561,7 +562,7 @@ class ScanSizes:
 
     @property
     def needs_copies(self) -> bool:
-        """Return whether a batch consists of blocks from several samples or groups, and is therefore not contiguous."""
+        """Return whether a batch contains blocks from several samples or groups, and is therefore not contiguous."""
         return self.samples > 1 or self.groups > 1
 
 
@@ -584,8 +585,8 @@ def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
 
 
 def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
-    """Project, convolve each channel over time, and activate. During the convolution, channels are the first
-    dimension."""
+    """Project, convolve each channel over time, and apply the activation. During the convolution, channels are the
+    first dimension."""
     projected = tape.linear(x, tape.leaf(shape.hidden * rows), shape.tokens * rows)
     return tape.unary(conv(tape, tape.copy_in_backward(projected), rows, shape.seq_len))
 
@@ -604,7 +605,7 @@ def gated_norm(tape: Tape, y: Value, z: Value, scan: ScanSizes) -> Value:
 
 
 def scaled(tape: Tape, x: Value, factor: Value) -> Value:
-    """Multiply by a factor that has fewer elements and is repeated."""
+    """Multiply by a smaller factor, which is broadcast."""
     return tape.mul(x, tape.expand(factor, x.elements))
 
 
@@ -645,7 +646,7 @@ def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, 
 
 
 def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
-    """Record the sums of decays from one block to another, with shape B G R C C."""
+    """Record the accumulated decays from one block to another, with shape B G R C C."""
     pairs = scan.samples * scan.heads * scan.blocks**2
     summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
     return exp(tape, tape.copy(summed))
@@ -671,14 +672,14 @@ def difference(tape: Tape, left: Value, right: Value) -> Value:
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """Memory of a block in bytes. Inputs are counted where they were created, outputs are counted here."""
+    """Memory of a block in bytes. Inputs are counted where they were created, and outputs are counted here."""
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
     """The segments of the backward. They include the gradients of the output (which reuse its memory) and of the
     parameters."""
     put_off: float
-    """Bytes kept from the backward of the inputs until that of the weights, if the schedule splits the two."""
+    """Bytes kept from the input-gradient pass until the weight-gradient pass, if the schedule splits the backward."""
 
     @property
     def kept(self) -> float:
@@ -691,7 +692,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
-    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the block's last product
+    if tape.fuses and tape.kept:  # the compiler sees that no backward needs the last product's result
         tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves

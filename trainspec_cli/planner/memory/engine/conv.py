@@ -61,13 +61,14 @@ class ConvTape(Tape):
 
 @dataclass(frozen=True)
 class ConvPart:
-    """A part of a network that is sharded and recomputed as a unit, or that precedes or follows such parts."""
+    """A part of a network: either one that is sharded and recomputed as a unit, or what comes before or after these
+    units."""
 
     forward: Callable[[ConvTape, Sequence[Value]], Value]
     entering: tuple[float, ...]
-    """Number of elements of the inputs: from the previous part, and from an earlier part (skip connection)."""
+    """Number of elements of the two inputs: one from the previous part, one from an earlier part (skip connection)."""
     beside: int | None = None
-    """The number of that earlier part."""
+    """Index of that earlier part."""
     is_first: bool = False
     """True if the input needs no gradient."""
 
@@ -79,7 +80,7 @@ class ConvPart:
 
     @property
     def unit(self) -> Unit:
-        """Return the part's parameters on one rank."""
+        """Return the parameters of the part on one rank."""
         tape = ConvTape(2.0)
         self.forward(tape, self.sources(tape))
         return Unit(tuple(tape.matrices), 1)
@@ -95,7 +96,7 @@ class ConvParts:
     stem: ConvPart | None
     blocks: tuple[ConvPart, ...]
     head: ConvPart
-    """The part that ends in the loss."""
+    """The last part, which ends in the loss."""
 
 
 @lru_cache(maxsize=64)
@@ -225,7 +226,7 @@ def _segment(tape: ConvTape, x: Value, channels: int, voxels: float, classes: in
 
 
 def dice_targets(tape: Tape, voxels: float, classes: int) -> Value:
-    """Return one row per voxel with all classes, which is first created as indices."""
+    """Return the one-hot classes of each voxel, which are created from indices."""
     indices = tape.new(voxels * classes, INDEX)
     wanted = tape.new(voxels * (classes - 1), PRECISE)
     del indices
@@ -248,7 +249,7 @@ def replay(run: EngineRun, _pipeline_rank: int) -> PeakMemory:
 
 
 class _ConvReplay:
-    """Replays a step where only samples are divided over ranks."""
+    """Replays a step with data parallelism only."""
 
     def __init__(self, run: EngineRun):
         self.given, self.model = run, cast("ConvModel", run.model)
@@ -315,8 +316,8 @@ class _ConvReplay:
             sharding.gather_again(block.own)
             sharding.prefetch(self.blocks[index - 1].own if index else None)
             if held[index]:
-                # The output was used twice, and its two gradients are added. The skip connection's gradient shares
-                # memory with the tensor that it was concatenated with.
+                # The output was used twice, so its two gradients are added. The skip connection's gradient is a view of
+                # the gradient of the concatenated tensor.
                 self.account.touch(held[index])
                 self.account.add("activations", -held[index])
             self._work(block.profile, forward=False)

@@ -91,13 +91,14 @@ def outer_bytes_of(spec: RunSpec) -> float:
 
 def is_counted(model: ModelSpec, offload: str) -> bool:
     """Return whether memory can be counted: the engine supports the model, and its family can be counted. With
-    `offload`, only text models are."""
+    `offload`, only text models can be counted."""
     return bool(model.record.memory) and model.is_built and (offload == "none" or isinstance(model, TextModel))
 
 
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
-    """Return whether the count covers fusion in the model's compiled blocks: blocks with full attention and
-    feed-forwards in one format, fully trained. The compiled graphs of other blocks were not compared with the count."""
+    """Return whether the count covers fusion in the model's compiled blocks. It does for fully trained blocks with full
+    attention and feed-forwards in a single format; it has not been compared with the compiled graphs of other
+    blocks."""
     if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
@@ -106,7 +107,7 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> PeakMemory:
-    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
+    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, if `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return family.replay(run, pipeline_rank)
 
@@ -121,8 +122,8 @@ class FamilyMemory(Protocol):
 def rank_peaks(run: EngineRun) -> Iterator[PeakMemory]:
     """Yield the peaks of all pipeline ranks.
 
-    If a rank has no more layers of any kind than an earlier one, it needs no more memory, since the earlier one keeps
-    them for more micro-batches; it is not counted separately unless it has the head.
+    A rank that does not have more layers of any kind than an earlier rank needs no more memory, because the earlier
+    rank keeps activations for more micro-batches. Such a rank is not counted separately unless it has the head.
     """
     counted: list[tuple[Counter[Layer], PeakMemory]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
@@ -138,7 +139,7 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
     """Return the number of layers of each kind on each pipeline rank."""
     if run.layout.pp == 1:
         return [Counter()]
-    if not has_layer_list(run.model):  # then ranks cannot be compared
+    if not has_layer_list(run.model):  # in that case, ranks cannot be compared
         return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
     layers = run.model.layer_list
     stages = cut_layers(len(layers), run.layout)
@@ -150,16 +151,16 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
 
 def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
     """Return the bytes of the fullest stage's tensors with eager blocks; None if the engine's memory cannot be counted,
-    and with `offload`, where a trace does not separate the memory of the host."""
+    or with `offload`, because a trace does not separate host memory."""
     if not is_counted(plan.spec.model, plan.offload) or plan.offload != "none":
         return None
     return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
 
 
 CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
-"""Gradients: the sharded ones, which the optimizer reads, and the unsharded ones until they are exchanged. Collectives:
-the buffers of data-parallel exchanges, and the pipeline's messages. Until a block's backward ends, its gradients count
-as activations."""
+"""Causes of memory use. Gradients are the sharded ones, which the optimizer reads, and the unsharded ones until they
+are exchanged. Collectives are the buffers of data-parallel exchanges, and the pipeline's messages. Until a block's
+backward ends, its gradients count as activations."""
 
 
 Stream = Literal["compute", "gather", "reduce"]
@@ -171,7 +172,7 @@ class PeakMemory(dict[str, float]):
     """Bytes by cause (`CAUSES`) at the fullest moment of a rank's step."""
 
     idle_bytes = 0.0
-    """Bytes that the pools hold at that moment because each pool was fuller at another moment."""
+    """Bytes that are reserved but unused at that moment, because the pools peak at different moments."""
 
 
 class Account:
@@ -194,7 +195,7 @@ class Account:
         self.touch(0.0, stream=stream)
 
     def touch(self, size: float, cause: str = "temporaries", stream: Stream = "compute") -> None:
-        """Record that `size` more bytes are live for a moment."""
+        """Record that `size` additional bytes are live for a moment."""
         self._pool_peaks[stream] = max(self._pool_peaks[stream], self._in_pool[stream] + size)
         if self._total + size > self._peak:
             self._peak = self._total + size
@@ -234,9 +235,9 @@ class Sharding:
         self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
         self.offloads = offloads
         self.buffer_bytes = 0.0
-        """Bytes of the buffer of the last forward's all-gather."""
+        """Size of the forward's most recent all-gather buffer."""
         self.reduced_bytes = 0.0
-        """Bytes of the buffer of the last reduce-scatter."""
+        """Size of the most recent reduce-scatter buffer."""
 
     def gather(self, part: Sharded) -> None:
         """Gather the part's parameters in a forward."""
@@ -275,7 +276,7 @@ class Sharding:
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
-        """Gather the part's parameters in a backward, after which the buffer is freed immediately."""
+        """Gather the part's parameters in a backward, and free the buffer immediately."""
         if part.is_gathered:
             return
         size = part.unit.gathered * self.width
@@ -317,8 +318,8 @@ class Sharding:
             self._reduce(part)
 
     def _reduce(self, part: Sharded) -> None:
-        """Copy gradients into one buffer and sum them over ranks, keeping this rank's part. With one rank, that is the
-        buffer itself."""
+        """Copy gradients into one buffer and sum them over ranks, keeping this rank's part. With a single rank, this
+        part is the buffer itself."""
         waiting = part.gradient_bytes + part.accumulated_bytes
         if not waiting:
             return
@@ -326,7 +327,7 @@ class Sharding:
         keeps_buffer = self.offloads or not part.has_gradient
         if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and keeps_buffer:
             account.add("collectives", -self.reduced_bytes)
-            # A copy on the host leaves the buffer to the next reduction.
+            # With offloading, the result is copied to the host, and the next reduction reuses the buffer.
             account.add("collectives" if self.offloads else "gradients", size)
             account.add("gradients", -waiting)
             part.gradient_bytes = part.accumulated_bytes = 0.0
@@ -372,13 +373,13 @@ class _Block:
     profile: BlockProfile
     own: Sharded
     experts: Sharded | None
-    """The experts, if they are spread over ranks and sharded separately."""
+    """The block's experts, if they are spread over ranks and sharded separately."""
     whole_experts: Unit
-    """The experts, if they are not spread over ranks."""
+    """The block's experts, if they are not spread over ranks."""
 
     @property
     def units(self) -> list[Sharded]:
-        """Return the units in the order that their forwards end."""
+        """Return the units in the order in which their forwards end."""
         return [self.experts, self.own] if self.experts else [self.own]
 
 
@@ -390,7 +391,7 @@ class _Stage:
     outside: Sharded
     sharding: Sharding
     left: int
-    """Number of backwards that remain."""
+    """Number of remaining backwards."""
 
     @cached_property
     def units(self) -> list[Sharded]:
@@ -398,7 +399,7 @@ class _Stage:
 
     @cached_property
     def before(self) -> dict[int, Sharded | None]:
-        """Unit's id -> the unit whose forward ended just before it, and whose backward comes next."""
+        """Id of a unit -> the unit whose forward ended just before it, and whose backward therefore comes next."""
         return {id(unit): before for before, unit in zip([None, *self.units], self.units, strict=False)}
 
 
@@ -407,7 +408,8 @@ class _Replay:
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
         self.micro_batches = run.micro_batches
         if (run.layout.pp == 1 or run.layout.pipeline_schedule != "gpipe") and run.micro_batches % run.layout.pp == 0:
-            # This many fill the pipeline, and later ones repeat the pattern. GPipe, however, holds all micro-batches.
+            # This many micro-batches fill the pipeline, and later ones repeat the pattern. GPipe, however, holds all of
+            # them.
             self.micro_batches = min(run.micro_batches, 3 * run.layout.pp)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.splits_backward
@@ -445,7 +447,7 @@ class _Replay:
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
         if self.layout.tp > 1 and self.layout.ep == 1:
-            # Each tp rank holds all experts. Their gradients are summed after the passes: all of them are copied, then
+            # Each tp rank holds all experts. Their gradients are summed after the passes: they are all copied, then
             # flattened.
             shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
             self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
@@ -455,14 +457,14 @@ class _Replay:
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in stage.units]
         own = 0.0 if self.given.offloads else sum(part.unit.own for part in units)
-        # Each stage keeps a table of every token's cosines and sines in fp32, and one of its position.
+        # Each stage keeps two tables with a row per token: cosines and sines in fp32, and positions.
         angles_bytes = 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
         tables = len(self.stages) * self.given.seq_len * angles_bytes
         quantised = sum(part.unit.quantised_bytes for part in units)
         self.account.add("parameters", own * MASTER_WIDTH + quantised + tables)
         self.account.add("optimizer", self._optimizer_bytes())
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
-        if self.layout.pp > 1:  # one received ahead of time, and one sent
+        if self.layout.pp > 1:  # one message received in advance, and one being sent
             self.account.add("collectives", 2 * self.message_bytes)
 
     def _optimizer_bytes(self) -> float:
@@ -474,13 +476,13 @@ class _Replay:
         return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
-        """Return (units of the rank's blocks, units outside the blocks)."""
+        """Return (the units of the rank's blocks, the units outside the blocks)."""
         stages = self.stages.values()
         blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
         return blocks, [stage.outside.unit for stage in stages]
 
     def _update(self) -> None:
-        """Count the update, with the gradients from the passes and persistent tensors."""
+        """Count the optimizer update, during which the gradients and all persistent tensors are live."""
         if not self.given.offloads:
             self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
@@ -507,7 +509,8 @@ class _Replay:
         self._backpropagate(self.stages[action.stage], exchanges=False)
 
     def _backward_weight(self, action: Action) -> None:
-        """Run the deferred products one after another; all of their inputs are kept until the last one."""
+        """Compute the deferred weight gradients one after another; all of their inputs are kept until the last one is
+        done."""
         stage, account = self.stages[action.stage], self.account
         for block in stage.blocks:
             stage.sharding.make_gradient(block.own, put_off=True)
@@ -520,7 +523,7 @@ class _Replay:
                 stage.sharding.after_backward(part, exchanges=True, last=True)
             stage.sharding.end_backward()
 
-    # Parts of them
+    # Parts of actions
 
     @property
     def _trains_head(self) -> bool:
@@ -530,7 +533,7 @@ class _Replay:
         """Count the loss, which keeps the gradients of the hidden states and, in fp32, those of the head."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
-        # With a split sequence, the norm's output and the gathered one.
+        # With sequence parallelism: the norm's output, and its gathered copy.
         is_split = self.layout.tp > 1 and self.layout.sequence_parallel
         entered = (tokens + (self.shape.outside_tokens if is_split else 0.0)) * hidden * width
         account.add("activations", tokens * hidden * width)
@@ -546,10 +549,11 @@ class _Replay:
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account, sharding = self.account, stage.sharding
         if not stage.last and stage.blocks:
-            # The last block's output is that of the stage, whose hooks run in the order that FSDP2 added them.
+            # The last block's output is also the stage's output, so its hooks run in the order in which FSDP2 added
+            # them.
             sharding.gather_again(stage.blocks[-1].own)
             sharding.prefetch(stage.before[id(stage.blocks[-1].own)])
-        # An earlier micro-batch's backward has freed the parameters outside the blocks, unless a forward came between.
+        # If an earlier micro-batch's backward freed the parameters outside the blocks, gather them again.
         sharding.gather_again(stage.outside)
         sharding.prefetch(stage.blocks[-1].own if stage.blocks else None)
         if stage.last:
@@ -588,8 +592,8 @@ class _Replay:
                 self._shard_experts(stage, block.experts, stretch.then, exchanges)
 
     def _shard_experts(self, stage: _Stage, experts: Sharded, event: Event, exchanges: bool | None) -> None:
-        """Process an event of separately sharded experts. A forward that is recomputed in a backward ends with them and
-        leaves them gathered."""
+        """Process an event of separately sharded experts. A forward that is recomputed in the backward ends with the
+        experts and leaves them gathered."""
         sharding = stage.sharding
         if event == "gather":
             sharding.gather(experts)
@@ -618,15 +622,14 @@ class _Replay:
 
 
 def loss_bytes(run: EngineRun, model: TextModel) -> float:
-    """Return the most bytes that the loss needs in addition to the head's fp32 gradient, which lasts until the
-    backward."""
+    """Return the peak bytes of the loss, excluding the head's fp32 gradient, which lasts until the backward."""
     logits, temporaries, product = loss_parts(run, model)
     return logits + max(temporaries, product)
 
 
 def loss_parts(run: EngineRun, model: TextModel) -> tuple[float, float, float]:
-    """Return the bytes of (a group's logits, the temporaries of one of its chunks, the product of the group's gradients
-    and hidden states); the product is computed after the chunks."""
+    """Return the sizes in bytes of (a group's logits, the temporaries of one of its chunks, the product of the group's
+    gradients and hidden states). The product is computed after the chunks."""
     width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
     tokens = run.samples * (run.seq_len // run.layout.cp)
     chunk = loss_chunk_tokens(rows)
@@ -634,19 +637,19 @@ def loss_parts(run: EngineRun, model: TextModel) -> tuple[float, float, float]:
     group = min(tokens, loss_group_tokens(model.hidden_size, width, chunk) if trained else chunk)
     table = trained * rows * model.hidden_size
     narrow = width < 4.0
-    # The softmax in fp32, and the narrow logits' copy in fp32 that it is computed from. A compiler fuses both. Along a
-    # cut vocabulary, the softmax overwrites the copy.
+    # The softmax, and the fp32 copy of 2-byte logits that it reads. A compiler fuses both. With a sharded vocabulary,
+    # the softmax overwrites the copy.
     values = 4.0 * (narrow + (run.layout.tp == 1))
     if run.compiled and run.layout.tp == 1:
         values = 0.0
     temporaries = min(tokens, chunk) * rows * values
-    if tokens <= group:  # the gradient is allocated after the only group's chunks
+    if tokens <= group:  # with a single group, the gradient is allocated after its chunks
         temporaries -= 4.0 * table
     return group * rows * width, temporaries, table * width if narrow else 0.0
 
 
 def _without_data(layout: Layout) -> Layout:
-    """Return the part of the layout that determines the sizes in a block, so that layouts can share profiles."""
+    """Return only the axes that determine the sizes in a block, so that layouts can share block profiles."""
     return Layout(
         tp=layout.tp,
         cp=layout.cp,

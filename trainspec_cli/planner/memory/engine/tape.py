@@ -24,12 +24,12 @@ INDEX = 8.0
 NF4_INDEX = 2.0
 """Index bytes per 4-bit weight, because two weights share a 4-byte index."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
-"""Events of separately sharded experts within a block: before and after their forward and their backward."""
+"""Events of separately sharded experts within a block, which occur before and after their forward and backward."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A block's work from one event to the next, or to its end."""
+    """A section of a block's work, which ends at an event or at the end of the block."""
 
     peak: float
     """Peak bytes of the block alone."""
@@ -63,7 +63,7 @@ class Storage:
 
 
 class JoinedStorage(Storage):
-    """Several storages, referenced as one."""
+    """Several storages that are referenced together."""
 
     __slots__ = ("_parts",)
 
@@ -78,7 +78,7 @@ gradient."""
 
 
 class Node:
-    """A recorded operation or, if it has no inputs, a leaf, which accumulates its gradient."""
+    """A recorded operation, or a leaf if it has no inputs. A leaf accumulates its gradient."""
 
     def __init__(
         self, number: float, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
@@ -89,11 +89,12 @@ class Node:
         self.gradient: Value | None = None
 
     def __lt__(self, other: Node) -> bool:
-        return self.number > other.number  # latest first
+        return self.number > other.number  # the latest operation comes first
 
 
 class Value:
-    """`elements` elements of `width` bytes each in a storage. It is created by `node` if a gradient is needed."""
+    """A tensor with `elements` elements of `width` bytes each. `node` is the operation that created it, if it needs a
+    gradient."""
 
     __slots__ = ("elements", "node", "storage", "width")
 
@@ -119,16 +120,16 @@ class Tape:
         self.recalled: deque[Storage] = deque()
         """Kept results, which the recomputed forward uses."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
-        """Storages needed by deferred weight gradients; None if weight gradients are not deferred."""
+        """Storages that deferred weight gradients need; None if weight gradients are not deferred."""
         self.saves_left = float("inf")
         """After this many saves, the recomputed forward ends and allocates nothing more."""
         self.saves = 0
         self.stretches: list[Stretch] = []
         self.turns: list[float] = []
-        """The numbers of the weights' gradients of linear layers if these are computed while an exchange is in
-        progress. Each product takes the last number, and the first one remains for all others."""
+        """Positions in the backward at which linear layers compute their weight gradients while an exchange is in
+        progress. Each layer takes the last entry; once only one is left, all other layers use it."""
         self.left: list[float] = []
-        """The numbers of work that runs while the gradients of the outputs of the block's earlier regions are
+        """Positions in the backward for work that runs while the output gradients of the block's earlier regions are
         gathered."""
         self._inner_leaves: list[Node] | None = None
         """Leaves of the separately sharded part, while it is recorded."""
@@ -186,12 +187,12 @@ class Tape:
     # Other parameter events
 
     def mark(self, then: Event | None = None) -> None:
-        """End the current stretch."""
+        """End the current stretch and start the next one."""
         self.stretches.append(Stretch(self.meter.peak, self.meter.live, then))
         self.meter.peak = self.meter.live
 
     def enter(self, x: Value) -> Value:
-        """Enter the separately sharded part. After its backward, its gradients are no longer on the tape."""
+        """Enter the separately sharded part. Its gradients leave the tape after its backward."""
         self.mark("gather")
         leaves: list[Node] = []
         self._inner_leaves = leaves
@@ -265,7 +266,7 @@ class Tape:
         return out
 
     def keep(self, size: float) -> None:
-        """Record the results of costly operations inside an operation that is recorded as a single one."""
+        """Record the result of a costly operation that is part of a larger recorded operation."""
         if self.recalled:
             self.recalled.popleft()
         elif self.kept is not None:
@@ -278,8 +279,8 @@ class Tape:
         return Value(out.storage, out.elements, out.width, node)
 
     def linear(self, x: Value, weight: Value, elements: float, *, delays: bool = True) -> Value:
-        """Record a linear layer. It saves its input for the weight's gradient, which belongs to FSDP2. If the weight is
-        frozen, it saves only the weight. `delays`: whether its weight's gradient may be computed later (`turns`)."""
+        """Record a linear layer. It saves its input for the weight gradient, which belongs to FSDP2. If the weight is
+        frozen, it saves only the weight. `delays`: whether the weight gradient may be computed later (`turns`)."""
         x = self.materialise(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
@@ -297,7 +298,7 @@ class Tape:
         return out
 
     def _delay(self, node: Node, x: Value, weight: Value) -> None:
-        """Let a linear layer compute its weight's gradient in a separate node, which keeps the layer's input."""
+        """Compute a linear layer's weight gradient in a separate node, which keeps the layer's input."""
         turn = self.turns.pop() if len(self.turns) > 1 else self.turns[0]
         inner = x.elements, x.width
         matrix = weight.elements, weight.width
@@ -325,9 +326,9 @@ class Tape:
         start: Callable[[Value], tuple[Value, Storage]],
         finish: Backward,
     ) -> tuple[Value, float]:
-        """Record an exchange with `elements` in the result and `scratch` bytes. `start`: maps a gradient to the result
-        of the exchange that begins in the backward, and what it sends. Return (the result, the number of work that runs
-        before `finish`)."""
+        """Record an exchange whose result has `elements` elements, using `scratch` temporary bytes. `start`: begins the
+        backward's exchange of a gradient, and returns its result and what it sends. `finish`: ends that exchange.
+        Return (the result, the position in the backward for work that runs between the two)."""
         sent: list[Storage] = []
 
         def end(gradient: Value) -> Sequence[Value | None]:
@@ -369,7 +370,7 @@ class Tape:
         return out
 
     def _pass(self, size: float) -> None:
-        """Allocate this many bytes and free them immediately."""
+        """Allocate this number of bytes and free them immediately."""
         self.meter.grow(size)
         self.meter.grow(-size)
 
@@ -404,7 +405,7 @@ class Tape:
         width: float | None,
         scratch: tuple[float, float],
     ) -> Value:
-        """Return a cheap result; if costly results are kept, it is recomputed when the backward reads it."""
+        """Return the result of a cheap operation, which is not stored but recomputed when the backward reads it."""
         self.saves += len(saved) + saves_output
         held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
         sizes = [(value.elements, value.width) if value.node else None for value in inputs]

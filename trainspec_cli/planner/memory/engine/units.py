@@ -22,7 +22,7 @@ from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_S
 Matrix = tuple[int, int]
 """(rows, elements per row), after tensor parallelism."""
 NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
-"""Bytes of a quantised matrix's tables: two weights for each byte, and the levels of the scales."""
+"""Size of a quantised matrix's lookup tables: the two weights encoded by each byte, and the levels of the scales."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Unit:
     shards: int
     """Number of ranks over which the rows are divided."""
     reorders: bool = False
-    """True if rows are not the first dimension, so that exchanged data is reordered by a copy."""
+    """True if rows are not the first dimension, so that exchanged data must be copied into another order."""
     early: float = 0.0
-    """Number of elements whose gradients are computed together with those of the inputs, if the schedule defers the
+    """Number of elements whose gradients are computed in the input-gradient pass even if the schedule defers the
     gradients of linear layers."""
     adapters: tuple[Matrix, ...] | None = None
     """The matrices in `matrices` that are trained; None if all are trained."""
     quantised_bytes: float = 0.0
-    """Bytes of 4-bit matrices. They are not in `matrices`, because they are not sharded."""
+    """Size of the 4-bit matrices, which are not in `matrices` because they are not sharded."""
 
     @cached_property
     def trained(self) -> Unit:
@@ -52,7 +52,7 @@ class Unit:
 
     @cached_property
     def gathered(self) -> float:
-        """Return the number of elements in all ranks' parts, including the padding of the last ones."""
+        """Return the total number of elements in all ranks' parts, including padding."""
         return self.own * self.shards
 
     @cached_property
@@ -81,7 +81,7 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:
-    """Freeze a unit if there are adapters, because only these are trained then."""
+    """Freeze a unit if there are adapters, because then only the adapters are trained."""
     return replace(unit, adapters=()) if lora.rank else unit
 
 
@@ -187,7 +187,8 @@ _MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
 
 
 def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
-    """Return the unit with those parameters of the embedding, positions, norm and head that a stage has."""
+    """Return the unit of a stage's parameters outside the blocks: the embedding, positions, norm and head, as far as
+    the stage has them."""
     table = (model.vocab_size // layout.tp, model.hidden_size)
     matrices = [table] if first or (last and model.tied_embeddings) else []
     if first and model.learned_positions:
@@ -205,8 +206,8 @@ MOMENT = 4.0
 CHUNK_VALUES = 2**24
 """Number of values that adamw8bit updates at a time (`engine/optim/adamw8bit.py`)."""
 CHUNK_BYTES = 22.0
-"""Bytes for each such value: gradient and moments in fp32 and, while a moment is being quantised, its blocks and their
-codes."""
+"""Bytes for each of these values: gradient and moments in fp32 and, while a moment is being quantised, its blocks and
+their codes."""
 MATRICES_AT_ONCE = 9
 """Number of copies of the largest matrix (or stack of small ones) that muon holds at once in its compute format: five
 for Newton-Schulz, the rest for the sent and received parts."""
@@ -237,7 +238,7 @@ def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float
 def is_hidden(matrix: Matrix) -> bool:
     """Return whether muon orthogonalises this matrix of a block; vectors and convolution kernels use adamw.
 
-    Stacked biases count as matrices; there are only a few of them."""
+    Stacked biases also count as matrices; they are few."""
     return matrix[1] not in (1, CONV_TAPS)
 
 
