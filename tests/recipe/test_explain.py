@@ -63,3 +63,6 @@ def test_every_key_of_a_recipe_can_be_explained() -> None:
     assert [f"{one.of}.{one.key}" for many in found.values() for one in many if not one.doc] == []
     units = {"cluster.storage_gb_per_s": "GB/s (decimal)", "cluster.reliability.detect_s": "seconds", "optim.lr": ""}
     assert {path: found[path][0].unit for path in units} == units
+    assert [
+        path for path, (one, *_) in found.items() if path.endswith(("per_s", "bit_s")) and "/" not in one.unit
+    ] == []
