@@ -72,7 +72,7 @@ def load_points(
     from trainspec_cli.session.runs.find import (
         check_name_free,
         free_names,
-    )  # sweeps of plans do not need it, because plans have no names
+    )  # deferred: plans have no names, so sweeps of plans do not need it
 
     names: dict[str, Iterator[str]] = {}
     is_shared = bool(sweeps) and all(key != NAME for key, _ in sweeps)

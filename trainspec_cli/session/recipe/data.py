@@ -71,7 +71,7 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
     if data.is_own and folder is None and (found := prepared_folder(data)):
         folder = str(found)
     elif data.is_own and folder is None:
-        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting the samples of {data.source} would have to run it"
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting its samples requires running {data.source}"
         hint = f"prepare its data first (trainspec data prepare), or set {TOKENS}=<tokens> instead"
         raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
     if data.source == "mixture":

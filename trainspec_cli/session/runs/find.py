@@ -23,7 +23,7 @@ LAST = "last"
 
 
 def find_own_run(name: str) -> RunDir:
-    """Find a run whose content will be trusted or changed. Raises the errors of `find_run`, and MachineError if other
+    """Find a run that is about to be trusted or changed. Raises the errors of `find_run`, and MachineError if other
     users can write to its folder, or if a link leads out of it."""
     run = find_run(name)
     check_tree(run.root)
@@ -71,7 +71,7 @@ def _named(name: str) -> RunDir | None:
     paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
         raise RecipeError(
-            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"give {' or '.join(paths)}")
+            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"specify {' or '.join(paths)}")
         )
     return RunDir(paths[0]) if paths else None
 

@@ -85,7 +85,9 @@ def prepare_command(
 def load_cluster(arguments: Sequence[str]) -> Loaded:
     """Compose the job's keys from `key=value` arguments and the files to which they refer. Raises RecipeError with
     every problem and its location."""
-    from trainspec_cli.recipe.compose.compose import compose_arguments  # it loads hydra, which --help does not need
+    from trainspec_cli.recipe.compose.compose import (
+        compose_arguments,
+    )  # deferred: loads hydra, which --help does not need
 
     parsed, _ = parse_arguments(arguments)
     foreign = []

@@ -74,7 +74,7 @@ def run(
 
 
 def settings_of(options: CommandOptions) -> CommandSettings:
-    from trainspec_cli.wings.own_script.job import CommandSettings  # it loads modules that --help does not need
+    from trainspec_cli.wings.own_script.job import CommandSettings  # deferred: loads modules that --help does not need
 
     usual = options.hang_s is None
     hang_s, silent_s = (HANG_S, SILENT_S) if usual else (options.hang_s or None, options.hang_s or None)
