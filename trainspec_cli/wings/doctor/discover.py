@@ -249,9 +249,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
             wrong = next((cell for cell in links if not _LINK.fullmatch(cell)), None)
             if wrong is not None or len(links) != len(columns):
                 bad = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
-                message = (
-                    f"{source}:{number}: the row of {words[0]} contains {bad}; expected {len(columns)}, such as NV18, "
-                )
+                message = f"{source}:{number}: the row of {words[0]} has {bad}; expected {len(columns)}, such as NV18, "
                 message += "PIX, PXB, NODE or SYS"
                 hint = f"pass the unchanged output of `{COMMAND}`"
                 raise MachineError(Problem("bad_matrix", message, hint=hint, environment=True))

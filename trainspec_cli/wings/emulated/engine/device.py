@@ -202,9 +202,7 @@ def _on_device(index: Any) -> Any:
 
 def _refuse_host_tensors(name: str, args: Any, kwargs: Any) -> None:
     for leaf in tree_leaves((args, kwargs)):
-        if (
-            isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim()
-        ):  # as on CUDA, scalars may be on the host
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, scalars may be
             found = f"{KIND}:0 and {leaf.device}"
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {found}")
 

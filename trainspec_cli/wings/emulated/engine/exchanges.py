@@ -159,9 +159,7 @@ def call_site() -> str:
         file = frame.f_code.co_filename
         if not file.startswith(OWN_FOLDER):
             innermost = innermost or f"{file}:{frame.f_lineno}"
-            if not file.startswith(LIBRARIES) and not file.endswith(
-                "typing_extensions.py"
-            ):  # typing_extensions wraps functions
+            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # which wraps functions
                 return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return innermost
@@ -213,9 +211,7 @@ class Communicator:
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         own._set_group_name(self.own_name)  # the name by which torch's flight recorder counts collectives
         registry = torch._C._distributed_c10d
-        registry._unregister_process_group(
-            self.own_name
-        )  # left over from an earlier group with this name, which was destroyed
+        registry._unregister_process_group(self.own_name)  # of an earlier, destroyed group with this name
         registry._register_process_group(self.own_name, own)
         return gloo, own
 
