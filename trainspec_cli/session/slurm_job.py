@@ -26,7 +26,7 @@ from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_
 from trainspec_cli.session.launching.kinds import kind_of
 
 FORCE = "--force"
-"""Train even if the plan is predicted not to fit on the nodes."""
+"""Option to train even if the plan is predicted not to fit on the nodes."""
 
 
 def main() -> None:

@@ -375,7 +375,7 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
         (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; expected HOST:PORT"),
         (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; with 2 nodes it must be 0 to 1"),
         (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; with 2 nodes it must be 0 to 1"),
-        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would make"),
+        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would create"),
     ],
 )
 def test_how_nodes_reach_one_another_has_to_be_said(

@@ -108,7 +108,7 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
         ("init.from", f"{tmp_path} has no config.json")
     ]
     assert told("recipe=tiny", f"init.from={tmp_path}") == [
-        ("init.from", f"`init.from` is {tmp_path}, which holds no run of trainspec")
+        ("init.from", f"`init.from` is {tmp_path}, which does not contain a trainspec run")
     ]
 
 

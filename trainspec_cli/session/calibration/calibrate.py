@@ -151,8 +151,8 @@ def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
 def _measure_run(folder: Path) -> ClusterSteps:
     run = RunDir(folder)
     if not run.plan_json.is_file():
-        hint = "trainspec runs lists those of this folder"
-        raise RecipeError(Problem("missing_file", f"{folder} is not a folder of a run with a plan", hint=hint))
+        hint = "trainspec runs lists the runs in this folder"
+        raise RecipeError(Problem("missing_file", f"{folder} is not the folder of a planned run", hint=hint))
     report = collect(folder)
     planned = read_plan(run).as_one_group
     speed = report.speed

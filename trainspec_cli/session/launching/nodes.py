@@ -59,14 +59,14 @@ class NodeOptions:
         if nodes == 1:
             return None
         example = f"--nnodes {nodes} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"
-        hint = f"under Slurm: trainspec sbatch; else on each node: {example}"
+        hint = f"under Slurm: trainspec sbatch; otherwise on each node: {example}"
         if self.nnodes is None or self.endpoint is None:
             message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
             raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
         spares = spec.cluster.reliability.spare_nodes or 0
         reach = self.reach_at(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
         if run_dir == AUTO:
-            message = "`run.dir` is auto, so each node would make a separate folder"
+            message = "`run.dir` is auto, so each node would create a separate folder"
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach

@@ -145,7 +145,7 @@ def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -
     for path in differences(to_plain(old.spec), to_plain(loaded.spec)):
         if path.startswith("cluster."):
             message = f"`{path}` is part of the job script, which a resume does not change"
-            problems.append(Problem("fixed_value", message, path, f"edit {run.job_sbatch}, if Slurm knows it"))
+            problems.append(Problem("fixed_value", message, path, f"edit {run.job_sbatch} if it is a Slurm option"))
     require(loaded.composed.locate(problems))
     machine = machine_of_job(loaded)
     plan = _keep_choices(run, plan_for(loaded, machine), old, loaded, machine)
@@ -199,8 +199,8 @@ def _change_values_and_data(
 ) -> tuple[Loaded, Path | None]:
     """Return the changed recipe, and the folder of its data if the data changes. Raises RecipeError."""
     from trainspec_cli.recipe.compose.compose import amend  # deferred: loads hydra, which --help does not need
-    from trainspec_cli.session.recipe.complete import (  # deferred, too
-        absolute_code,  # deferred, too
+    from trainspec_cli.session.recipe.complete import (  # also deferred
+        absolute_code,  # also deferred
         complete_changed_steps,
         complete_warmup,
     )

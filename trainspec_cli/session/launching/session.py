@@ -83,7 +83,7 @@ CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
 """A plug-in's services that run alongside the supervisor, across all starts of the workers."""
 MOST_KNOWN = 50
-"""Number of newest runs to check when looking for others that are still running."""
+"""Number of newest runs to check for other runs that are still in progress."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Plan fields that depend on the machine, which may differ when a run is resumed."""
 
@@ -101,7 +101,7 @@ class Session:
     reach: Reach | None = None
     """How to reach the nodes; None for a single-node run."""
     data_folder: Path | None = None
-    """Folder of an existing run's changed data; None for the data that it already has."""
+    """Folder of an existing run's changed data; None if the data is unchanged."""
     force: bool = False
     """Whether to train even if the plan is predicted not to fit."""
     as_json: bool = False
@@ -459,7 +459,7 @@ def select_kernels(
     else:
         table = read_table(table_path(plan, machine))
     if table is None:
-        console.report("kernels: not measured yet; the first launch does that, in about a minute")
+        console.report("kernels: not measured yet; the first launch measures them, in about a minute")
         return plan, None
     selected = replace(plan, kernels=table.resolve(plan.kernels))
     console.report(f"kernels: {describe_choice(selected.kernels, table)}")

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from trainspec_cli.session.recipe.load import Loaded
 
 Sweep = tuple[str, Sequence[str]]
-"""(key, its values)"""
+"""A sweep: (key, its values)."""
 RANGE = re.compile(r"(.+?)\.\.(.+?)(?::(x?)(\d+))?")
-"""`LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
+"""Matches a range: `LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
 NAME = "run.name"
 MOST_VALUES = 1_000
 """Maximum number of values per key."""

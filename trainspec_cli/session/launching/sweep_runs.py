@@ -60,7 +60,7 @@ class SweptRun:
     took_s: float | None = None
     """Duration in seconds; None until the run has finished."""
     result: SweptResult | None = None
-    """None until the run has ended."""
+    """The outcome of the run; None until it has ended."""
 
     def __post_init__(self) -> None:
         self._tail = EventTail(self.run.events(0))
@@ -232,7 +232,7 @@ class _Training:
             yield show
 
     def _rows(self) -> list[SweptResult]:
-        """Return the current state of the runs, in the order that they are trained."""
+        """Return the current state of the runs, in the order in which they are trained."""
         rows = []
         for one in self._runs:
             left_s = one.progress.time_left_s

@@ -43,10 +43,10 @@ from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machin
 from trainspec_cli.session.recipe.load import describe_profile, find_profile
 
 PROBING = (
-    "measuring this machine, once for this version: short runs of matrix products, memory and exchanges, for the "
-    "predictions of later launches (Ctrl-C skips it)"
+    "measuring this machine, once per version: short benchmarks of matrix products, memory and exchanges, so that "
+    "later launches can be predicted (Ctrl-C skips this)"
 )
-UNMEASURED = "this machine is not measured yet"
+UNMEASURED = "this machine has not been measured yet"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     for note in chip_of(machine)[1] if plan.spec.cluster.device != "cpu" else ():
         console.report(note)
     if plan.comm.reason:
-        console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
+        console.report(f"gradients are exchanged in {plan.comm.describe()}: {plan.comm.reason}")
     if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
         console.report("this processor has no bf16 instructions, so bf16 is many times slower; set precision=fp32")
     predictor = _predictor(plan, machine, console)
@@ -92,7 +92,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     if is_measured:
         console.report(describe_prediction(prediction, plan.tokens_per_step))
     else:
-        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else "; a launch does that after its run"
+        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else "; a launch measures it after its run"
         tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} per process"
         console.report(f"{UNMEASURED}{later}: {tensors}, and its time cannot be predicted")
     if prediction.needed_bytes > predictor.limit_bytes:

@@ -39,7 +39,7 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
             return Completion({"init": {"from": None}}, INIT_FROM)
         message = f"`{INIT_FROM}` has no value: the recipe trains an existing model"
         hint = f"set {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or "
-        hint += f"{INIT_FROM}=null to train one from scratch" if to_run else "model=NAME to plan for another"
+        hint += f"{INIT_FROM}=null to train one from scratch" if to_run else "model=NAME to plan for another model"
         problem = Problem("missing_value", message, INIT_FROM, hint)
         return Completion({}, "", problems=(problem,)) if is_named else failed([problem])
     if isinstance(begins_with, str):
@@ -196,7 +196,7 @@ def _nested(path: str, value: JsonValue) -> JsonObject:
 
 
 def _of_parts(group: str, cwd: Path) -> Complete:
-    """Return the same step for the sources of a mixture or of the validation sets."""
+    """Return the step that makes paths absolute in the named sources of a mixture or of the validation sets."""
 
     def complete(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         parts = section_of(section_of(data, "data"), group)

@@ -80,7 +80,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     assert init.run is not None
     run = RunDir(init.run)
     if not os.access(run.plan_json, os.R_OK):
-        message = f"`init.from` is {asked}, which holds no run of trainspec"
+        message = f"`init.from` is {asked}, which does not contain a trainspec run"
         hint = f"set init.from=hf:{asked} if it is a Hugging Face folder"
         raise RecipeError(Problem("missing_file", message, "init.from", hint))
     check_tree(run.root)

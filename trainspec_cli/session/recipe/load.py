@@ -63,7 +63,7 @@ class Loaded:
         from trainspec_cli.recipe.compose.values import (
             render_yaml,  # deferred: loads hydra, which --help does not need
         )
-        from trainspec_cli.run.job.folder import LaunchOrigin  # deferred: it starts processes, unlike plans
+        from trainspec_cli.run.job.folder import LaunchOrigin  # deferred: plans do not start processes
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
@@ -106,10 +106,10 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
     if not about_model or without_uncounted(about_model):
         return list(arguments)
     from trainspec_cli.recipe.results.tools import BlockRequest  # deferred, too
-    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # deferred: it starts processes, unlike plans
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # deferred: plans do not start processes
 
     model = examined.draft.model
-    assert isinstance(model, OwnModel), "the rule of no other family asks for it"
+    assert isinstance(model, OwnModel), "only this family's rule requires the count"
     counted = run_tool(COUNT_BLOCK, BlockRequest(model))
     if counted.problem:
         raise RecipeError(examined.composed.locate([counted.problem]))
@@ -213,15 +213,15 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def this_machine(spec: RunSpec) -> Machine:
-    """Return this node, seen as a valid spec would use it."""
+    """Return a description of this node as a valid spec would use it."""
     from trainspec_cli.run.job.machine import detect  # deferred: loads psutil, unneeded for other clusters
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
 
 def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
-    """Return a node as described by the recipe's cluster, which may differ from this node; None if the cluster leaves
-    open how many GPUs a node has, or whether it has any."""
+    """Return a description of a node as specified by the recipe's cluster, which may differ from this node. None if the
+    cluster leaves open how many GPUs a node has, or whether it has any."""
     chip = cluster.accelerator
     has_gpus = cluster.device == "cuda" or (cluster.device == AUTO and chip is not None and chip.vendor != "cpu")
     if not has_gpus or cluster.devices_per_node == AUTO:
@@ -238,7 +238,7 @@ def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:
-    """Return this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
+    """Return a description of this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
     try:
         return this_machine(spec)
     except UnknownTouched:

@@ -100,7 +100,8 @@ def _event(line: bytes) -> JsonObject | None:
 
 
 def yaml_form(path: Path) -> Form:
-    """Return the form of a YAML file, recipe or profile, based on its keys. Raises RecipeError for other files."""
+    """Return the form of a YAML file (a recipe or a profile), determined from its keys. Raises RecipeError for other
+    files."""
     content = read_yaml(path)
     keys: Collection[str] = content.keys() if isinstance(content, dict) else ()
     if {*keys} >= PROFILE_KEYS:
@@ -124,7 +125,7 @@ def _head_of_yaml(path: Path) -> Head:
     version = _checked(path, values.get(VERSION_KEY, UNSTATED_VERSION))
     if version == CURRENT_VERSION:
         return Head(version, old, old)
-    assert root is not None, "`yaml_form` has seen its keys"
+    assert root is not None, "`yaml_form` has checked that there are keys"
     before = len(text) - len(text.removeprefix(BOM))
     stated = next((value for key, value in root.value if key.value == VERSION_KEY), None)
     if stated is not None:
@@ -184,11 +185,11 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> lis
     RecipeError or MachineError with all problems before any file is written."""
     if version != CURRENT_VERSION:
         if version in VERSIONS:
-            message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
+            message = f"--to {version} is a downgrade, and would lose whatever {CURRENT_VERSION} has added"
             hint = f"restore the backup next to the file: mv FILE.{version}.bak FILE"
             raise RecipeError(Problem("downgrade", message, "--to", hint))
         fault = find_fault(version)
-        assert fault is not None, "all versions that are read are known"
+        assert fault is not None, "every version that was read is known"
         message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
         hint = fault.hint if fault.code == NEWER_VERSION else f"pass --to {CURRENT_VERSION}, or leave it out"
         raise RecipeError(Problem(fault.code, message, "--to", hint))
@@ -229,7 +230,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
         return
     run = RunDir(path)
     if not run.run_json.is_file():
-        hint = "name run folders, recipes, or files of a run folder"
+        hint = "specify run folders, recipes, or files of a run folder"
         raise RecipeError(Problem("no_run", f"{path} holds no run", hint=hint))
     check_tree(run.root)
     _check_free(run)
@@ -262,7 +263,7 @@ def _check_own_file(path: Path) -> None:
         raise unreadable(path, "is not a regular file")
     reason = why_not_trusted(found) or ("belongs to root" if found.st_uid != os.geteuid() else "")
     if reason:
-        hint = f"migrate a copy of your own: cp {shlex.quote(str(path))} ."
+        hint = f"migrate your own copy: cp {shlex.quote(str(path))} ."
         raise MachineError(Problem("not_trusted", f"{path} {reason}", hint=hint, file=str(path), environment=True))
 
 

@@ -64,7 +64,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
     if planned and not run.plan_json.is_file():
         return ()
     from trainspec_cli.reporter.diagnosis.conclude import conclude, with_evaluations
-    from trainspec_cli.reporter.diagnosis.gather import read_run  # both load numpy
+    from trainspec_cli.reporter.diagnosis.gather import read_run  # deferred: loads numpy
     from trainspec_cli.session.planning.outlook import outlook_of
 
     reader = read_run(run)

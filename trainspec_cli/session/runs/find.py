@@ -41,7 +41,7 @@ def find_run(name: str) -> RunDir:
     if not holds_run:
         if name and (named := _named(name)):
             return named
-        hint = "`trainspec runs` lists those of this folder, with their names; `last` is the newest of them"
+        hint = "`trainspec runs` lists the runs in this folder with their names; `last` is the newest"
         lines = runs_here()
         near = did_you_mean(name, {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)})
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=f"{near} {hint}" if near else hint))
@@ -120,7 +120,7 @@ def _newest(lines: Sequence[RunLine]) -> str:
         raise RecipeError(
             Problem("no_run", "every run in this folder is damaged", hint="`trainspec runs` shows the reason")
         )
-    hint = "name a run's folder"
+    hint = "specify a run's folder"
     if known := known_runs():
         hint = f"{hint}; the newest elsewhere is {shlex.quote(known[0].path)}"
     raise RecipeError(Problem("no_run", "there are no runs below ./runs, and none was launched from here", hint=hint))

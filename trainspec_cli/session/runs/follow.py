@@ -26,7 +26,7 @@ from trainspec_cli.run.job.folder import Owner, find_owner, is_running
 from trainspec_cli.session.runs.find import status_of_run
 
 SECOND_REQUEST_S = 0.5
-"""Delay before a second signal, so that both are handled."""
+"""Delay between two signals, in seconds, so that the process handles both."""
 
 
 def watch(run: RunDir, console: PrintableConsole) -> str:

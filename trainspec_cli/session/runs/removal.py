@@ -52,7 +52,7 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
     removals = []
     for run in found.values():
         if (status := status_of_run(run)) in ALIVE:
-            hint = "stop it first: trainspec stop RUN; a job of Slurm's: scancel JOB"
+            hint = "stop it first: trainspec stop RUN; for a Slurm job: scancel JOB"
             raise RecipeError(Problem("still_running", f"the run in {run.root} is {status}", hint=hint))
         removals.append(_whole(run, status, lines))
     return removals

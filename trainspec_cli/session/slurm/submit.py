@@ -173,7 +173,10 @@ def check_own_lines(loaded: Iterable[Loaded]) -> None:
                 why = f"{origin.file} {reason}"
             if lines and why:
                 message = f"`cluster.slurm.{name}` would run as you, and {why}"
-                hint = "read the lines above, and add --allow-setup; or copy the file, or give them on the command line"
+                hint = (
+                    "read the lines above, and add --allow-setup; or copy the file, or specify the lines on the "
+                    "command line"
+                )
                 found.append(Problem("not_own", message, f"cluster.slurm.{name}", hint))
         problems += one.composed.locate(found)
     if problems:

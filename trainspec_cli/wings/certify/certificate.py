@@ -79,7 +79,8 @@ def write_certificate(
 
 
 def derive(raw: Certificate) -> Certificate:
-    """Return the certificate with everything that follows from its measurements: findings, clauses, verdict, `whole`.
+    """Return the certificate after recomputing everything that follows from its measurements: findings, clauses,
+    verdict, `whole`.
 
     Measurements (the values in findings, declined cases, the machine, versions and dates) are kept. Findings in the
     first schema are also kept, because their values do not suffice to compute them."""

@@ -102,7 +102,8 @@ def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[
 
 
 def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the given clauses. Raises MachineError if a run fails, and Interrupted if a stop was requested."""
+    """Measure the given performance clauses. Raises MachineError if a run fails, and Interrupted if a stop was
+    requested."""
     if not clauses:
         return []
     # One run with all processes serves both the speed clauses and PERF-4. One of its ranks is killed near its end.
@@ -248,7 +249,8 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the given clauses. Raises MachineError if a run fails, and Interrupted if a stop was requested."""
+    """Measure the given security clauses. Raises MachineError if a run fails, and Interrupted if a stop was
+    requested."""
     if not clauses:
         return []
     folder = bench.folder.absolute() / "security"

@@ -358,7 +358,7 @@ def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int]
         on_done(number)
         source = answered[run.resumes] if run.resumes else None
         if source is not None and source.declined:
-            answer = EngineAnswer(SCHEMA, f"the run whose checkpoint it starts from was declined: {source.declined}")
+            answer = EngineAnswer(SCHEMA, f"the run that provides its checkpoint was declined: {source.declined}")
             answered[run] = Answered(source.folder, answer, engine.shapes)
         else:
             answered[run] = ask(engine, run)

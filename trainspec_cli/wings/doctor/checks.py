@@ -131,7 +131,7 @@ def driver() -> str:
 
 
 def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """Check the free memory; `needed_bytes` is the run's predicted memory; 0 if unknown."""
+    """Check the free memory. `needed_bytes` is the run's predicted memory; 0 if unknown."""
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
     advice = "see what uses it (ps aux --sort=-rss), or use less (a smaller batching.micro_batch_size)"

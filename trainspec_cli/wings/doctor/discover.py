@@ -43,7 +43,8 @@ from trainspec_cli.wings.doctor.tiers import (
 )
 
 TIMEOUT_S = 60.0
-"""nvidia-smi initialises every GPU of the node, which takes seconds without a persistent driver process."""
+"""Time limit for nvidia-smi, in seconds. It initialises every GPU of the node, which is slow without a persistent
+driver process."""
 SCONTROL = "scontrol show topology"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU\d+")

@@ -42,7 +42,7 @@ from trainspec_cli.wings.certify.runs import measure, opened, subject_of
 
 DEFAULT_PROCESSES = 4
 ENGINE_PROCESSES = 2
-"""Another engine is measured on one parallelism axis at a time."""
+"""Number of processes for another engine, which is measured on one parallelism axis at a time."""
 
 Arguments = Annotated[
     list[str] | None,
