@@ -341,8 +341,8 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
 def _decided(
     record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
 ) -> tuple[Decided, bytes]:
-    """Return the message for a decision, including some outer gradients. `sent`: all outer gradients. The others reach
-    the rank in another way."""
+    """Return the message for a decision, including some outer gradients. `sent`: all outer gradients. The rank
+    receives the remaining ones in another way."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
     digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()

@@ -18,7 +18,7 @@ UNIT = "steps"
 
 
 class StepCounter(Protocol):
-    """Name of the hook's module in this process (`wings/own_script/hook/sitecustomize.py`)."""
+    """The interface of the hook that runs in this process (`wings/own_script/hook/sitecustomize.py`)."""
 
     def attach(self, before: int, rank: int, world_size: int) -> None: ...
 

@@ -93,7 +93,9 @@ class Shares:
         RecipeError if the loss was not weighted, because that would make the gradients wrong."""
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
-            message = "a step must call job.weighted(loss) exactly once, but this step called it more often or never"
+            message = (
+                "a step must call job.weighted(loss) exactly once, but this step called it never or more than once"
+            )
             hint = "with unequal shares, call job.weighted(loss).backward() once per step"
             raise RecipeError(Problem("not_weighted", message, "largest_share", hint))
         self._tracker.note(self._own, 1, computed_s, max(0.0, passed_s - computed_s))
