@@ -134,7 +134,7 @@ def test_a_missing_wheel_is_reported_in_pips_words_and_nothing_is_left(stock: Pa
         (("--python", "3.10"), "--python is 3.10; trainspec needs Python"),
         (("--extra", "mor"), "did you mean more?"),
         (("train.max_steps=3",), "trainspec bundle OUT recipe=NAME train.max_steps=3"),
-        (("recipe=tiny", "recipe=tiny"), "recipe=tiny is given twice"),
+        (("recipe=tiny", "recipe=tiny"), "recipe=tiny is specified twice"),
         (("recipe=tinny",), "did you mean"),
         (("--wheels", "nowhere"), "--wheels nowhere is not a folder"),
         (("--check", "--extra", "more"), "combined with --extra"),

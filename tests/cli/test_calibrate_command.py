@@ -74,7 +74,7 @@ def test_a_profile_of_another_version_or_chip_is_not_used(
         ([], "a calibration needs one recipe, one table, or folders of runs"),
         (["rows.csv"], "a table needs --cluster"),
         (["rows.csv", "--cluster", "h100"], "no such file: rows.csv"),
-        (["empty.csv", "--cluster", "h100"], "a table of runs has a line of column names"),
+        (["empty.csv", "--cluster", "h100"], "a table of runs starts with a line of column names"),
         (["mixed.csv", "--cluster", "h100"], "this row has A100-SXM-80GB, the rows above have H100-SXM-80GB"),
         (["unmeasured.csv", "--cluster", "h100"], "this row has no measured step"),
     ],

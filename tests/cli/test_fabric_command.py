@@ -144,7 +144,7 @@ def test_files_of_another_cluster_are_read_without_gpu_and_slurm(
         (["--measured", "topology.txt"], 4, "is not JSON"),
         (["--measured", "alone.json"], 4, "alone.json contains no measured links"),
         (["--measured", "odd.json"], 4, "odd.json contains no measured links"),
-        (["--write", "conf/fabric/flat.yaml"], 2, "already has a fabric flat"),
+        (["--write", "conf/fabric/flat.yaml"], 2, "already provides a fabric flat"),
         (["--write", "topology.txt"], 2, "is not NAME.yaml"),
         (["--write", "there.yaml"], 2, "there.yaml already exists"),
         (["--write", "/proc/mine.yaml"], 2, "cannot be written"),

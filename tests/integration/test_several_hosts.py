@@ -202,7 +202,7 @@ def test_one_host_of_several_is_not_started_by_itself(trainspec):
 def test_hosts_need_a_folder_that_they_share(trainspec):
     refused = trainspec("launch", *SMALL, "--nnodes", "2", "--rdzv-endpoint", "localhost:29500")
     assert refused.returncode == 2
-    assert "`run.dir` is auto, so each node would make a separate folder" in refused.stderr
+    assert "`run.dir` is auto, so each node would create a separate folder" in refused.stderr
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def certificate(*gpus: str, **changes: Any) -> Certificate:
 
 def test_a_certificate() -> None:
     assert text_of(render_certificate(certificate())) == [
-        "unsigned: anybody could have written this certificate, including its figures and its machine",
+        "unsigned: anyone could have written this certificate, including its measured values and its machine",
         "",
         "clause  level  what it says  cases  failed    worst    bound",
         "NUM-1   MUST   losses agree      3       0  2.5e-07  1.0e-05",
@@ -261,7 +261,7 @@ def test_a_certificate() -> None:
         "CKPT-1  MUST   losses agree      1       1  differs    exact",
         "CKPT-2  MUST   losses agree      1       0    exact    exact",
         "",
-        "NUM-2 broken by moe: error 5.00e-01, parameter norm",
+        "NUM-2 is broken by moe: error 5.00e-01, parameter norm",
         "",
         "the training spec 0.2: broken, 7 cases measured on 8 CPU cores; digest 0123456789abcdef",
     ]

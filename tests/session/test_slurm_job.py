@@ -241,7 +241,7 @@ def test_nodes_are_numbered_by_their_switches_where_the_plan_depends_on_them(
     slurm.addresses = dict.fromkeys("abcd", "")
     resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert run.hosts_txt.read_text().split() == ["b", "a", "c", "d"]
-    assert "Slurm knows no switches above them" in capsys.readouterr().out
+    assert "Slurm does not know their switches" in capsys.readouterr().out
 
 
 def test_nodes_of_a_flat_network_are_left_alone(

@@ -26,7 +26,7 @@ from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_
 from trainspec_cli.session.launching.kinds import kind_of
 
 FORCE = "--force"
-"""Train even if the plan is predicted not to fit on the nodes."""
+"""Option to train even if the plan is predicted not to fit on the nodes."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def _main() -> None:
         code = Interrupted.exit_code
     except TrainspecError as error:
         print(render_problems(error.problems, Style.of(sys.stderr), "error"), file=sys.stderr)
-        if error.problems[0].code in (FENCED, MISSING_WING):  # another start decides, or the plug-in is missing
+        if error.problems[0].code in (FENCED, MISSING_WING):  # another start has taken over, or the plug-in is missing
             sys.exit(error.exit_code)
         code = error.exit_code
     if code != EXIT_DONE:

@@ -1,2 +1,1 @@
-"""Optional parts that the core does not need: each folder is a plug-in that registers what it adds (see
-core/wings.py)."""
+"""Optional plug-ins, one per folder, which the core does not need. Each registers what it adds (see core/wings.py)."""

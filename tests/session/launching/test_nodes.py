@@ -83,7 +83,7 @@ def test_a_node_shows_the_runs_progress_while_it_takes_part(
     assert nodes.join(str(run.root), 1, console, wait_s=0.2, joined=replace(COMMAND, of_slurm=of_slurm)) == 0
     assert ("step 16: loss 1.000" in shown.getvalue()) != of_slurm
     assert "step 6:" not in shown.getvalue()
-    assert "takes part in start 1" in shown.getvalue() and "the run is done" in shown.getvalue()
+    assert "joined start 1" in shown.getvalue() and "the run is done" in shown.getvalue()
 
 
 def test_another_kind_of_run_is_refused_as_soon_as_the_first_nodes_is_known(

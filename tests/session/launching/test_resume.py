@@ -138,7 +138,7 @@ def test_a_layout_that_cannot_read_the_8_bit_state_is_refused_before_the_start(
     (problem,) = refused.value.problems
     assert (problem.path, problem.file, problem.line) == ("layout.tp", "command line", 1)
     assert "layout.tp 1 and 2 divide rows of model." in problem.message
-    assert problem.hint == "set layout.tp=1, which the run has saved"
+    assert problem.hint == "set layout.tp=1, as in the saved state"
     assert prepare(run, "layout.dp_replicate=1", "layout.dp_shard=2").plan.layout.dp_shard == 2
 
 
@@ -195,8 +195,8 @@ def test_a_run_whose_batch_changes_is_done_when_its_samples_are_trained(
     (problem,) = refused.value.problems
     assert (problem.code, problem.path) == ("nothing_left", "train.max_steps")
     assert problem.message == (
-        f"the run is at step {step}, and has trained 160 samples; `train.max_steps` 20 times "
-        "`batching.global_batch_size` 8 are 160: nothing is left to do"
+        f"the run is at step {step}, and has trained on 160 samples; `train.max_steps` 20 times "
+        "`batching.global_batch_size` 8 is 160: nothing is left to do"
     )
     assert problem.hint == f"to continue: trainspec resume {run.root} train.max_steps=40"
     assert prepare(run, "train.max_steps=21").plan.spec.train.max_steps == 21
@@ -277,7 +277,7 @@ def test_spare_nodes_have_numbers_after_the_others(make_run: MakeRun, rank: int,
         return
     with pytest.raises(RecipeError) as refused:
         given.reach(spec, "/run")
-    message = "--node-rank is 4; of 2 nodes and 2 that stand by (cluster.reliability.spare_nodes) it is 0 to 3"
+    message = "--node-rank is 4; with 2 nodes and 2 spares (cluster.reliability.spare_nodes) it must be 0 to 3"
     assert refused.value.problems[0].message == message
 
 
@@ -289,7 +289,7 @@ def test_one_node_does_not_become_several(make_run: MakeRun, prepare: Prepare) -
 def test_a_run_made_for_slurm_is_submitted_again(make_run: MakeRun, prepare: Prepare) -> None:
     run = make_run("cluster.num_nodes=2")
     run.job_sbatch.touch()
-    with pytest.raises(RecipeError, match="was made for Slurm, on 2 nodes") as refused:
+    with pytest.raises(RecipeError, match="was created for 2 Slurm nodes") as refused:
         prepare(run)
     assert refused.value.problems[0].hint == f"run sbatch {run.job_sbatch}"
     with pytest.raises(RecipeError) as refused:
@@ -373,9 +373,9 @@ def test_an_agents_session_ends_where_nothing_is_left(make_run: MakeRun, console
         (NodeOptions(2, 0, "head"), "/run", "--rdzv-endpoint is `head`; expected HOST:PORT"),
         (NodeOptions(2, 0, ":29500"), "/run", "--rdzv-endpoint is `:29500`; expected HOST:PORT"),
         (NodeOptions(2, 0, "head:port"), "/run", "--rdzv-endpoint is `head:port`; expected HOST:PORT"),
-        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; of 2 nodes it is 0 to 1"),
-        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; of 2 nodes it is 0 to 1"),
-        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would make"),
+        (NodeOptions(2, 2, "head:1"), "/run", "--node-rank is 2; with 2 nodes it must be 0 to 1"),
+        (NodeOptions(2, -1, "head:1"), "/run", "--node-rank is -1; with 2 nodes it must be 0 to 1"),
+        (NodeOptions(2, 0, "head:1"), "auto", "`run.dir` is auto, so each node would create"),
     ],
 )
 def test_how_nodes_reach_one_another_has_to_be_said(

@@ -198,7 +198,7 @@ def test_a_failed_run_prints_its_traceback_and_raises_with_how_to_go_on(run: Run
     run.ending = replace(run.ending, exit_code=1)
     (problem,) = fail(run).problems
     assert (problem.code, problem.message) == ("worker_failed", "rank 0 (h): ValueError: boo")
-    assert problem.hint == "go on from step 10: trainspec resume run"
+    assert problem.hint == "continue from step 10: trainspec resume run"
     assert shown.getvalue() == f"\nTraceback ...\n\nlogs: run/logs/{run.job.logs.name}\n\n"
     run.dir.checkpoint(10).rmdir()
     assert fail(run).problems[0].hint == ""
@@ -235,9 +235,9 @@ AGAIN = "trainspec resume run --nnodes 1 --node-rank I --rdzv-endpoint node0:295
 @pytest.mark.parametrize(
     ("node", "host", "kind", "first"),
     [
-        (1, "", MachineError, "--node-rank 1; go on from step 10: "),
-        (1, "b", WorkerError, "see what node 1 printed; go on from step 10: "),
-        (0, "a", WorkerError, "torchrun.log; go on from step 10: "),
+        (1, "", MachineError, "--node-rank 1; continue from step 10: "),
+        (1, "b", WorkerError, "see what node 1 printed; continue from step 10: "),
+        (0, "a", WorkerError, "torchrun.log; continue from step 10: "),
     ],
 )
 def test_a_node_that_is_missing_is_followed_by_what_to_type_on_each(

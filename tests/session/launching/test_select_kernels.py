@@ -73,6 +73,6 @@ def test_a_rehearsal_measures_nothing(
 ) -> None:
     assert select_kernels(plan, here, console, may_measure=False) == (plan, None)
     assert asked == ["read table"]
-    assert shown.getvalue() == "kernels: not measured yet; the first launch does that, in about a minute\n"
+    assert shown.getvalue() == "kernels: not measured yet; the first launch measures them, in about a minute\n"
     select_kernels(plan, here, console)
     assert select_kernels(plan, here, console, may_measure=False)[0].kernels.adamw == "foreach"

@@ -224,7 +224,7 @@ def test_a_launch_says_what_adapters_train_and_which_other_runs_train_here(
     assert "parameters are trained" not in shown.getvalue() and str(other.root) not in shown.getvalue()
     with claim(other, "launch"):
         start(new("run.dir=mine", "lora.rank=8"))
-    assert f"the run in {other.root} trains on this machine too" in shown.getvalue()
+    assert f"the run in {other.root} is also training on this machine" in shown.getvalue()
     # Seven matrices of each of two layers: rank 8 times their rows and columns.
     model = steps.plan.spec.model
     hidden, inner, keys = model.hidden_size, model.ffn_size, model.num_kv_heads * model.head_dim

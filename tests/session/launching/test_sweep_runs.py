@@ -173,7 +173,7 @@ def test_a_terminal_shows_one_table_in_which_each_run_has_a_row(node: Node, monk
         ("done", "done"),
     ]
     assert "1 of 2 runs have ended, about " in drawn.getvalue()
-    assert ": begins in" not in drawn.getvalue()
+    assert ": starts in" not in drawn.getvalue()
 
 
 def test_off_a_terminal_each_run_that_ends_says_what_is_left(node: Node, capsys: pytest.CaptureFixture[str]) -> None:

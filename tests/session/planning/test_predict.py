@@ -80,7 +80,7 @@ def test_what_does_not_fit_a_gpu_is_refused_unless_forced(
     assert run([*ON_GPU]) == 3
     (error,) = json.loads(capsys.readouterr().out)["errors"]
     assert error["code"] == "does_not_fit"
-    assert "a GPU can give" in error["message"]
+    assert "a GPU has" in error["message"]
     assert "--force launches anyway" in error["hint"]
     assert run([*ON_GPU, "--force"]) == 0
     assert "forced" in capsys.readouterr().err
@@ -140,8 +140,8 @@ def test_a_format_that_the_processor_does_not_have_is_named(
 @pytest.mark.parametrize(
     ("changed", "peak_flops", "source"),
     [
-        ({}, 7e9, "best bf16 matmul that the probe measured"),
-        ({"layout": Layout(tp=2)}, 7e9, "best bf16 matmul that the probe measured"),  # which has no prediction
+        ({}, 7e9, "best bf16 matmul in the probe"),
+        ({"layout": Layout(tp=2)}, 7e9, "best bf16 matmul in the probe"),  # which has no prediction
         ({"num_nodes": 2}, None, ""),
         ({"peak_flops": 3e9, "peak_source": "a data sheet"}, 3e9, "a data sheet"),
     ],
@@ -220,8 +220,8 @@ def test_a_launch_begins_with_what_fitted_before(
     after = from_plain(Plan, json.loads(out)["plan"])
     assert (after.memory_setting, after.grad_accum_steps) == (taken, 4)
     assert after.memory_ladder[0] == taken
-    assert "ran out of memory before with micro-batches of 8 samples" in err
-    assert "this run starts with micro-batches of 2 samples (trainspec runs --clear-limits forgets that)" in err
+    assert "an earlier run with micro-batches of 8 samples" in err
+    assert "this run starts with micro-batches of 2 samples (to forget this: trainspec runs --clear-limits)" in err
     assert run([*arguments, "scheduler=off", "--json"]) == 0
     off = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
     assert (off.micro_batch_size, off.memory_ladder) == (8, ())
@@ -259,7 +259,9 @@ def test_a_planned_layout_must_fit_and_so_must_the_way_to_it() -> None:
     assert moving_bytes(predicted(2.0, 3.0), predicted(4.0, 5.0)) == pytest.approx(moving_gib * GIB)
     kept, said = check_changes(moving_gib + 0.01)
     assert ([change.layout for change in kept], said) == ([change.layout for change in CHANGES], [])
-    with pytest.raises(PlanError, match=r"the change to it from step 4 on, dp_replicate=2, takes 6.12 GiB per process"):
+    with pytest.raises(
+        PlanError, match=r"the change to the layout from step 4 on, dp_replicate=2, takes 6.12 GiB per process"
+    ):
         check_changes(moving_gib - 0.01)
     _, said = check_changes(moving_gib - 0.01, force=True)
     assert len(said) == 2

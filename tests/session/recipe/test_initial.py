@@ -69,8 +69,8 @@ def test_keys_are_added_to_an_auto_model(folder: Path) -> None:
 
 def test_a_recipe_that_contradicts_the_checkpoint_is_told_the_key(folder: Path) -> None:
     assert told("recipe=tiny", f"init.from=hf:{folder}") == [
-        ("model.vocab_size", f"`model.vocab_size` is 512, and {folder}/config.json says 300"),
-        ("model.rope_theta", f"`model.rope_theta` is 10000.0, and {folder}/config.json says 500000.0"),
+        ("model.vocab_size", f"`model.vocab_size` is 512, but {folder}/config.json says 300"),
+        ("model.rope_theta", f"`model.rope_theta` is 10000.0, but {folder}/config.json says 500000.0"),
     ]
     found = examine(["recipe=tiny", "model=auto", f"init.from=hf:{folder}", "model.norm_eps=0.1"]).problems
     assert [(problem.path, problem.where()) for problem in found] == [("model.norm_eps", "command line:4")]
@@ -108,7 +108,7 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
         ("init.from", f"{tmp_path} has no config.json")
     ]
     assert told("recipe=tiny", f"init.from={tmp_path}") == [
-        ("init.from", f"`init.from` is {tmp_path}, which holds no run of trainspec")
+        ("init.from", f"`init.from` is {tmp_path}, which does not contain a trainspec run")
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_run_is_begun_with_where_its_adapters_are_not_left_behind(
     run = make_run(*trained)
     write_json(run.run_json, read_json(run.run_json) | {"data_dir": None})
     found = told("recipe=tiny", f"init.from={run.root}", *asked)
-    message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"
+    message = f"{run.root} has LoRA adapters of another size or base model, which would be lost"
     assert found == ([("lora", message)] if is_refused else [])
 
 
@@ -164,7 +164,7 @@ def test_weights_are_looked_at_where_the_run_starts_here_alone(folder: Path) -> 
 
 def test_a_model_of_another_family_contradicts_the_checkpoint(folder: Path) -> None:
     found = told("recipe=tiny_unet3d", f"init.from=hf:{folder}")
-    assert ("model.family", f"`model.family` is conv, and {folder}/config.json says decoder") in found
+    assert ("model.family", f"`model.family` is conv, but {folder}/config.json says decoder") in found
 
 
 def test_token_folders_take_the_tokenizer_of_the_checkpoint_for_conversations_to_validate_with(folder: Path) -> None:

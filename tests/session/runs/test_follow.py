@@ -87,7 +87,7 @@ def test_what_is_not_running_here_is_not_stopped(make_run: MakeRun, monkeypatch:
         run.pid_json.write_text((run.root / "other.json").read_text())
         with pytest.raises(MachineError, match="is supervised on far") as refused:
             follow.stop(run, at_once=False, on_asked=lambda: None)
-        assert refused.value.problems[0].hint == f"type it there: ssh far trainspec stop {run.root}"
+        assert refused.value.problems[0].hint == f"run it there: ssh far trainspec stop {run.root}"
 
 
 def test_the_owner_is_the_process_that_holds_the_run(make_run: MakeRun) -> None:
@@ -114,7 +114,7 @@ def test_watching_shows_what_was_said_before_and_ends_with_the_run(
 
 def test_a_log_is_followed_to_the_last_line(make_run: MakeRun) -> None:
     run, ended = make_run(), threading.Event()
-    with pytest.raises(RecipeError, match="the run has shown nothing yet"):
+    with pytest.raises(RecipeError, match="the run has printed nothing yet"):
         next(follow.read_run_log(run, follow=False))
     run.logs.mkdir()
     run.run_log.write_text("one\n")

@@ -33,7 +33,7 @@ def trains_s() -> float:
         (0.6, 10, "it will be requeued at least once"),
         (0.3, 10, "it will be requeued at least 3 times"),
         (0.1, 4, "it needs at least 10 requeues, and gets 4"),
-        (0.6, 0, "it will be stopped there, and not be requeued"),
+        (0.6, 0, "it will be stopped at the limit, and not requeued"),
     ],
 )
 def test_a_limit_shorter_than_the_run_is_said_with_both_figures(

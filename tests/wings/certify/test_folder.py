@@ -41,7 +41,7 @@ def test_runs_of_another_version_or_machine_are_not_continued(tmp_path: Path, ch
     subject = subject_of(CPU)
     with opened(tmp_path / "kept", subject, "2026-01-01"):
         pass
-    with pytest.raises(RecipeError, match=rf"\b{named} differ") as error:
+    with pytest.raises(RecipeError, match=rf"which differs in: {named}\b") as error:
         opened(tmp_path / "kept", replace(subject, **change), "2026-01-01").__enter__()
     assert error.value.problems[0].code == "other_certification"
 

@@ -77,7 +77,7 @@ def test_host_and_device_memory_are_distinguished(job: Job, exception: str, word
     explanation = explain_own_end(job, 1, [])
     assert explanation.headline == f"train.py ended with exit code 1: {exception} (train.py:20)"
     assert explanation.detail.startswith('  File "/home/me/train.py", line 20') and len(explanation.detail) < 300
-    assert explanation.hint.startswith(f"the {word}'s memory ran out" if word else "")
+    assert explanation.hint.startswith(f"the {word} ran out of memory" if word else "")
     assert bool(explanation.hint) is bool(word) and bool(explanation.cause) is has_cause
 
 

@@ -48,7 +48,7 @@ from trainspec_cli.session.launching.session import launch_apart
 from trainspec_cli.session.recipe.load import UNNAMED, load, plan_on, this_machine
 
 LEAST_STEPS = 5
-"""Minimum number of steps that a run must take after the first ones, which compile and allocate."""
+"""Minimum number of steps that a run must take after its warm-up steps, in which it compiles and allocates memory."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST_TRIALS = 64
 
@@ -65,7 +65,8 @@ class ClusterSteps:
 
 
 def calibrate(measured: ClusterSteps) -> ClusterProfile:
-    """Fit the parameters that the data determines; the others keep their shipped values and are marked."""
+    """Fit the parameters that the measurements determine. The other parameters keep their default values and are
+    marked."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
     described = []
@@ -88,7 +89,7 @@ def calibrate(measured: ClusterSteps) -> ClusterProfile:
 
 
 def _error(observations: Sequence[Observation], factors: dict[str, float]) -> float:
-    """Return the mean relative error over the total times of the groups."""
+    """Return the mean relative error of the groups' total times."""
     sums: dict[str, list[float]] = {}
     for number, one in enumerate(observations):
         pair = sums.setdefault(one.group if one.group.startswith("run ") else str(number), [0.0, 0.0])
@@ -101,7 +102,8 @@ def _error(observations: Sequence[Observation], factors: dict[str, float]) -> fl
 
 
 def measure_table(file: Path, cluster: str) -> ClusterSteps:
-    """Return the observations in a table. Raises RecipeError if it has several accelerators or no usable row."""
+    """Return the observations in a table. Raises RecipeError if the rows are from several accelerators or none is
+    usable."""
     result = backtest(read_rows(file), Efficiency())
     problems: list[Problem] = []
     devices: dict[str, int] = {}
@@ -140,7 +142,7 @@ def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
     for folder, other in zip(folders, taken, strict=True):
         if (other.device, other.kind, other.cluster) != (first.device, first.kind, first.cluster):
             own, others = (f"{one.cluster or UNNAMED} ({one.device})" for one in (other, first))
-            message = f"{folder} ran on {own}, the others on {others}"
+            message = f"{folder} ran on {own}, the other runs on {others}"
             raise RecipeError(Problem("wrong_run", message, hint="calibrate each cluster separately"))
     every = tuple(observation for other in taken for observation in other.observations)
     return replace(first, observations=every, rows=len(taken))
@@ -149,8 +151,8 @@ def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
 def _measure_run(folder: Path) -> ClusterSteps:
     run = RunDir(folder)
     if not run.plan_json.is_file():
-        hint = "trainspec runs lists those of this folder"
-        raise RecipeError(Problem("missing_file", f"{folder} is not a folder of a run with a plan", hint=hint))
+        hint = "trainspec runs lists the runs in this folder"
+        raise RecipeError(Problem("missing_file", f"{folder} is not the folder of a planned run", hint=hint))
     report = collect(folder)
     planned = read_plan(run).as_one_group
     speed = report.speed
@@ -159,8 +161,8 @@ def _measure_run(folder: Path) -> ClusterSteps:
         raise RecipeError(Problem("failed_run", message, hint=f"trainspec report {folder} shows the reason"))
     steps = speed.last_step - speed.first_step + 1 if speed else 0
     if speed is None or steps < LEAST_STEPS:
-        message = f"{folder} has {steps} steps after its first ones; a calibration needs {LEAST_STEPS} or more"
-        hint = "train it on: trainspec resume " + str(folder) + f" train.max_steps={2 * LEAST_STEPS}"
+        message = f"{folder} has {steps} steps after its warm-up; calibration needs at least {LEAST_STEPS}"
+        hint = "continue its training: trainspec resume " + str(folder) + f" train.max_steps={2 * LEAST_STEPS}"
         raise RecipeError(Problem("too_few_steps", message, hint=hint))
     parts = {part.name: part.mean_s for part in speed.parts}
     if planned.device == "cuda":
@@ -181,8 +183,8 @@ def _measure_run(folder: Path) -> ClusterSteps:
 def _observe(
     planned: Plan, machine: Machine, probe: MachineProbe | None, parts: dict[str, float] | None, group: str
 ) -> list[Observation]:
-    """Return the observation of a plan's step. Without `parts`, it is the predicted one, used to judge how informative
-    the step would be."""
+    """Return the observation of one step of a plan. Without `parts`, the observation is a prediction, used to judge how
+    informative the step would be."""
     if is_known(planned, machine):
         seconds = sum(parts.values()) if parts else 1.0
         return [of_setup(setup_of(planned, machine), seconds, group, Efficiency())]
@@ -191,8 +193,8 @@ def _observe(
 
 def _unpredicted(what: str) -> Problem:
     message = f"the planner cannot predict a run like {what}, so calibration has nothing to correct"
-    hint = "on GPUs the catalogue must have the accelerator; on a CPU it predicts eager llamas over data-parallel ranks"
-    return Problem("unsupported", message, hint=f"{hint}, on a machine that a launch has probed")
+    hint = "the accelerator must be in the catalogue; on a CPU, the model must be an eager, data-parallel Llama"
+    return Problem("unsupported", message, hint=f"{hint}, and the machine probed by a launch")
 
 
 # Short runs
@@ -223,7 +225,7 @@ def measure_recipe(
     names, spread = (EFFICIENCIES, GPU_SPREAD) if is_known(trials[0].plan, machine) else (PARTS, CPU_SPREAD)
     slopes = [slopes_of(_observe(trial.plan, machine, probe, None, ""), names) for trial in trials]
     chosen = [trials[place] for place in choose(slopes, spread, number)]
-    report(f"{len(chosen)} of {len(trials)} layouts are most informative; {steps} steps each")
+    report(f"running the {len(chosen)} most informative of {len(trials)} layouts, {steps} steps each")
     folders = []
     for place, trial in enumerate(chosen, 1):
         root = folder / f"{place:02d}"

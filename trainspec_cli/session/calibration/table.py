@@ -21,6 +21,6 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         problem = Problem("wrong_table", f"this is not a table: {error}", file=str(file), line=lines.line_num)
         raise RecipeError(problem) from error
     if not rows or not {"gpu", "n_gpus"} <= rows[0].keys():
-        message = "a table of runs has a line of column names, including gpu and n_gpus"
+        message = "a table of runs starts with a line of column names, including gpu and n_gpus"
         raise RecipeError(Problem(code="wrong_table", message=message, file=str(file), line=1))
     return rows

@@ -37,13 +37,13 @@ MERGED = (
 )
 FIXED = {
     "model": ("the checkpoint holds the weights of this model", OTHER_MODEL),
-    "data.tokenizer": ("the model has learned the tokens of this tokenizer", OTHER_MODEL),
+    "data.tokenizer": ("the model was trained with this tokenizer", OTHER_MODEL),
     "lora": ("the checkpoint holds adapters of this shape and scale", MERGED),
     "optim.name": ("the checkpoint holds the state of this optimizer", SAME_WEIGHTS),
-    "init": ("the run has begun, and its weights come from its checkpoint", OTHER_MODEL),
+    "init": ("the run has started, and its weights come from its checkpoint", OTHER_MODEL),
     "data.seq_len": ("the position in the data is counted in samples of this length", SAME_WEIGHTS),
     "batching.global_batch_size": ("the position in the data is counted in steps of this size", SAME_WEIGHTS),
-    "train.seed": ("it decides the order of the samples, and some are already trained", SAME_WEIGHTS),
+    "train.seed": ("it determines the sample order, and the run has already trained on some samples", SAME_WEIGHTS),
     "run.dir": ("the run continues in its own folder", "move the folder and resume it there"),
 }
 """Keys that a resume cannot change, each with the reason and what to do instead."""
@@ -51,7 +51,7 @@ MORE_STEPS = re.compile(r"train\.max_steps=\+(\d[\d_]*)")
 
 
 def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
-    """Replace `train.max_steps=+1000` with the run's own number of steps plus 1000."""
+    """Replace `train.max_steps=+1000` with the run's current number of steps plus 1000."""
     return [
         f"train.max_steps={old.train.max_steps + int(more[1])}" if (more := MORE_STEPS.fullmatch(change)) else change
         for change in changes
@@ -61,14 +61,14 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
     """Yield a problem for every value listed in `FIXED` that was changed."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # it loads hydra, which a command's help does not need
+        render_value,  # deferred: loads hydra, which --help does not need
     )
 
     for path, (before, after) in differences(old, new).items():
         for key, (reason, instead) in FIXED.items():
             if path != key and not path.startswith(f"{key}."):
                 continue
-            message = f"`{path}` is fixed when a run is resumed (it is {render_value(before)}): {reason}"
+            message = f"`{path}` cannot change when a run is resumed (it is {render_value(before)}): {reason}"
             change = shlex.quote(f"{path}={render_value(after)}")
             hint = instead.format(recipe=shlex.quote(recipe), run=shlex.quote(str(run.root)), change=change)
             yield Problem("fixed_value", message, path, f"leave it out, or {hint}")
@@ -98,7 +98,7 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
         tokenizer = replace(data.tokenizer, path=str(old.tokenizer_folder / TOKENIZER_FILE))
         loaded = replace(loaded, spec=replace(loaded.spec, data=replace(data, tokenizer=tokenizer)))
     folder = prepare_data(loaded, console)
-    assert folder is not None, "tokens lie in a folder"
+    assert folder is not None, "tokens are stored in a folder"
     check_tokenizers([old.main.path, Collection.open(folder).main.path])
     return loaded, folder
 
@@ -107,7 +107,7 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
     """Yield a line for each value that differs from the last start, and the effect on the learning rate and the data at
     `step`, after `samples` samples."""
     from trainspec_cli.recipe.compose.values import (
-        render_value,  # it loads hydra, which a command's help does not need
+        render_value,  # deferred: loads hydra, which --help does not need
     )
 
     for path, (old, new) in differences(to_plain(before), to_plain(now)).items():
@@ -142,7 +142,7 @@ def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
 
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
-    """Return the plan of the same run on `nodes` nodes; None if its recipe does not allow that, or if nothing fits.
+    """Return the plan of the same run on `nodes` nodes; None if its recipe does not allow that, or if no layout fits.
 
     The recipe's layout is kept if it divides the nodes evenly. Otherwise data parallelism changes first, then the
     number of pipeline stages, and then the search chooses freely, provided that the layout is predicted to fit in

@@ -18,8 +18,8 @@ from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 
 AVOID_S = 5.0
-"""Maximum time in seconds for the attempt, because Slurm gives a requeued job only limited time to end (KillWait, 30 s
-by default)."""
+"""Maximum time for requeuing the job, in seconds. It is short because Slurm gives a requeued job little time to end
+(KillWait, 30 s by default)."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class RunKind(Protocol):
         if the run is rejected or fails."""
 
     def limits(self, run: RunDir) -> Limits:
-        """Return the limits on requeuing its Slurm job."""
+        """Return the limits on requeuing the run's Slurm job."""
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
         """Return the outcome of a run whose processes have ended."""
@@ -81,12 +81,12 @@ class RecipeRuns:
         as_json: bool,
         detach: bool,
     ) -> int:
-        from trainspec_cli.session.launching.resume import resume_recipe  # it imports this module
+        from trainspec_cli.session.launching.resume import resume_recipe  # deferred: an import cycle otherwise
 
         return resume_recipe(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        from trainspec_cli.session.launching.resume import run_recipe_in_job  # it imports this module
+        from trainspec_cli.session.launching.resume import run_recipe_in_job  # deferred: an import cycle otherwise
 
         return run_recipe_in_job(run, reach, console, requests, force=force)
 
@@ -101,7 +101,7 @@ class RecipeRuns:
     def hint(self, job: Job, outcome: RunOutcome) -> str:
         step = job.run.newest_step
         node = outcome.explanation.node if outcome.explanation else None
-        begin = f"go on from step {step}" if step else "start it again from the beginning"
+        begin = f"continue from step {step}" if step else "start it again from the beginning"
         if node is not None:
             begin = f"{about_node(job, node, by_hand=not job.run.job_sbatch.is_file())}; {begin}"
         elif not step:
@@ -126,10 +126,10 @@ class RecipeRuns:
 def about_node(job: Job, node: WorkerFailure, *, by_hand: bool) -> str:
     """Return what to do about a node that was lost or did not join. `by_hand`: whether a user typed the command on each
     node, instead of Slurm running it."""
-    if node.rank == 0 or job.run.job_sbatch.is_file():  # they were started by this process, whose log has their output
+    if node.rank == 0 or job.run.job_sbatch.is_file():  # this process started them and logs their output
         return f"see {shown(job.torchrun_log)}"
     if by_hand and node.never_came:
-        return f"start node {node.rank} too: the same command there, with --node-rank {node.rank}"
+        return f"also start node {node.rank}: run the same command there with --node-rank {node.rank}"
     return f"see what node {node.rank} printed"
 
 

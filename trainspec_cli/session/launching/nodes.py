@@ -30,7 +30,7 @@ RETRY_S = 0.5
 WATCH_S = 1.0
 """Interval at which a node that has joined reads the run's progress from the shared folder."""
 RESULT_TIMEOUT_S = 30.0
-"""Maximum time that another node waits for the first node to write the result or restart the run."""
+"""Maximum time that a joined node waits for the first node to write the result or restart the run, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class NodeOptions:
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """True if srun started this command on each node, so that hints must not ask the user to type it there."""
+    """True if srun started this command on each node. Hints then must not ask the user to run it there."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -59,14 +59,14 @@ class NodeOptions:
         if nodes == 1:
             return None
         example = f"--nnodes {nodes} --node-rank I --rdzv-endpoint HOST:PORT run.dir=<a shared folder>"
-        hint = f"under Slurm: trainspec sbatch; else on each node: {example}"
+        hint = f"under Slurm: trainspec sbatch; otherwise on each node: {example}"
         if self.nnodes is None or self.endpoint is None:
             message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
             raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
         spares = spec.cluster.reliability.spare_nodes or 0
         reach = self.reach_at(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
         if run_dir == AUTO:
-            message = "`run.dir` is auto, so each node would make a separate folder"
+            message = "`run.dir` is auto, so each node would create a separate folder"
             hint = "set run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
@@ -76,8 +76,10 @@ class NodeOptions:
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; expected HOST:PORT", hint=hint))
         if not 0 <= self.node_rank < nodes + spares:
-            beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
-            message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
+            beside = f" and {spares} spares (cluster.reliability.spare_nodes)" if spares else ""
+            message = (
+                f"--node-rank is {self.node_rank}; with {nodes} nodes{beside} it must be 0 to {nodes + spares - 1}"
+            )
             raise RecipeError(Problem("usage", message, hint=hint))
         # The command starts the agent on this node, the first one; every other node starts an agent itself.
         return Reach(host, agent_command(node=0), int(port), return_timeout_s=join_timeout_s)
@@ -90,13 +92,13 @@ def exit_code_of(run: RunDir, result: RunResult | None) -> int:
 def check_recipe(run: RunDir, record: GenerationRecord) -> None:
     """Raise RecipeError if the first node runs something other than a recipe."""
     if record.kind != RECIPE:
-        message = f"{run.root} holds no run of a recipe: the first node runs a {record.kind}"
+        message = f"the run in {run.root} is not a recipe run: the first node runs a {record.kind}"
         raise RecipeError(Problem("usage", message, hint="use the same command on each node"))
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a node expects of the run that it joins; by default, that it is a recipe run."""
+    """What a node expects of the run that it joins. The defaults describe a recipe run."""
 
     check: Callable[[RunDir, GenerationRecord], None] = check_recipe
     """Raises RecipeError for a run that this node is not supposed to join."""
@@ -127,11 +129,11 @@ def join(
     deadline = time.monotonic() + wait_s
     # The error for a missing first node; its hint uses the terminology of `trainspec launch`, `run`, or srun.
     message = f"no first node was found in {run.root} within {wait_s:g} s"
-    first = "see what task 0 of srun printed" if joined.of_slurm else "start the first node too: --node-rank 0"
+    first = "see what task 0 of srun printed" if joined.of_slurm else "also start the first node: --node-rank 0"
     same = f"{joined.folder} must be the same folder, on a file system that all nodes share"
-    hint = f"{first}; {same}; {joined.join_key} waits longer"
+    hint = f"{first}; {same}; increase {joined.join_key} to wait longer"
     refusal = MachineError(Problem("no_first_host", message, hint=hint, environment=True))
-    where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which does not exist on this node yet"
+    where = f"in {run.root}" if run.root.is_dir() else f"to create {run.root}, which does not exist on this node yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
@@ -144,24 +146,22 @@ def join(
                     def begin(record: GenerationRecord, shown: ExitStack = shown) -> None:
                         joined.check(run, record)
                         logs = Path(record.logs) / f"node{record.place_of(node):05d}"
-                        console.report(
-                            f"node {node}: takes part in start {record.generation}; its output goes to {logs}"
-                        )
+                        console.report(f"node {node}: joined start {record.generation}; its output goes to {logs}")
                         if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
                     run_agent(run, generation, node, begin)
                 served = generation
                 deadline = time.monotonic() + RESULT_TIMEOUT_S
-            except MachineError as error:  # perhaps from an earlier start, whose first node no longer responds
+            except MachineError as error:  # perhaps from an earlier start whose first node is gone
                 refusal = error
         time.sleep(RETRY_S)
     if not served:
         raise refusal
     result = read_result(run)
     if result is None:
-        console.report(f"node {node}: the first node has left no result within {RESULT_TIMEOUT_S:g} s; it was lost")
-        console.report(f"start the run again: {kind_of(run).start_again(run)}")
+        console.report(f"node {node}: no result from the first node within {RESULT_TIMEOUT_S:g} s; it was lost")
+        console.report(f"restart the run: {kind_of(run).start_again(run)}")
     else:
         reason = "" if isinstance(result.reason, Absent) else f": {result.reason}"
         console.report(f"node {node}: the run is {result.status}{reason}")

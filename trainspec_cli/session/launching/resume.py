@@ -58,7 +58,7 @@ from trainspec_cli.session.recipe.load import (
 from trainspec_cli.session.runs.find import find_own_run, status_of_run
 
 OF_MEMORY = ("batching", "recompute", "offload")
-"""Sections of a recipe that determine a step's memory."""
+"""Recipe sections that determine the memory use of a step."""
 
 
 def resume(
@@ -117,14 +117,14 @@ def prepare_resume(
     old = read_plan_of_all_nodes(run)
     loaded, data_folder = _change_values_and_data(run, old, changes, console)
     if _is_of_slurm_alone(run, nodes):
-        message = f"the run in {run.root} was made for Slurm, on {loaded.spec.cluster.num_nodes} nodes"
+        message = f"the run in {run.root} was created for {loaded.spec.cluster.num_nodes} Slurm nodes"
         again = command_to_resume(run)
-        if changes:  # changes need options that a job does not have
+        if changes:  # a job has no options for changes
             again = f"trainspec resume {quoted(run)} {shlex.join(changes)}, which records the changes, and then {again}"
         raise RecipeError(Problem("several_hosts", message, hint=f"run {again}"))
     reach = nodes.reach(loaded.spec, str(run.root))
     if reach and changes:
-        message = f"a run on several nodes keeps its values: `{changes[0]}` cannot be changed"
+        message = f"`{changes[0]}` cannot be changed, because the run is on several nodes"
         raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
     if reach:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
@@ -144,8 +144,8 @@ def change_submitted(run: RunDir, changes: Sequence[str], console: RunConsole) -
     problems = []
     for path in differences(to_plain(old.spec), to_plain(loaded.spec)):
         if path.startswith("cluster."):
-            message = f"`{path}` is part of the job's script, which a resume does not change"
-            problems.append(Problem("fixed_value", message, path, f"change it in {run.job_sbatch}, if Slurm knows it"))
+            message = f"`{path}` is part of the job script, which a resume does not change"
+            problems.append(Problem("fixed_value", message, path, f"edit {run.job_sbatch} if it is a Slurm option"))
     require(loaded.composed.locate(problems))
     machine = machine_of_job(loaded)
     plan = _keep_choices(run, plan_for(loaded, machine), old, loaded, machine)
@@ -187,7 +187,7 @@ def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
         return
     addresses = slurm.topology_addresses(plan.num_nodes)
     if not has_switches(addresses):
-        console.print("nodes keep Slurm's order, because Slurm knows no switches above them (topology/tree)")
+        console.print("nodes keep Slurm's order, because Slurm does not know their switches (topology/tree)")
     hosts = arrange(addresses, slurm.own_name(), plan.blueprint.node_places)
     with storage(str(run.root)):
         write_text(run.hosts_txt, "\n".join(hosts) + "\n")
@@ -198,9 +198,9 @@ def _change_values_and_data(
     run: RunDir, old: Plan, changes: Sequence[str], console: RunConsole
 ) -> tuple[Loaded, Path | None]:
     """Return the changed recipe, and the folder of its data if the data changes. Raises RecipeError."""
-    from trainspec_cli.recipe.compose.compose import amend  # it loads hydra, which a command's help does not need
-    from trainspec_cli.session.recipe.complete import (  # the same
-        absolute_code,  # the same
+    from trainspec_cli.recipe.compose.compose import amend  # deferred: loads hydra, which --help does not need
+    from trainspec_cli.session.recipe.complete import (  # also deferred
+        absolute_code,  # also deferred
         complete_changed_steps,
         complete_warmup,
     )
@@ -242,7 +242,7 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
             plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
     has_saved = run.newest_step or newest_copy(run)
     if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
-        hint = f"set layout.tp={old.layout.tp}, which the run has saved"
+        hint = f"set layout.tp={old.layout.tp}, as in the saved state"
         require(loaded.composed.locate([Problem("unsupported", message, "layout.tp", hint)]))
     return plan
 
@@ -258,12 +258,12 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
         trained = step
         run_samples = wanted
         what = f"`{path}` is {wanted}"
-    else:  # the step depends on the samples trained so far, which depend on the schedule at the time
+    else:  # the batch-size schedule may have changed, so samples are compared, not steps
         trained = trained_samples(run, spec, step)
         run_samples = wanted * start
         what = (
-            f"has trained {trained:,} samples; `{path}` {wanted:,} times `batching.global_batch_size` "
-            f"{start:,} are {run_samples:,}"
+            f"has trained on {trained:,} samples; `{path}` {wanted:,} times `batching.global_batch_size` "
+            f"{start:,} is {run_samples:,}"
         )
     if trained >= run_samples:
         factor = 2 * -(-trained // run_samples)  # a resume may request fewer samples than have been trained

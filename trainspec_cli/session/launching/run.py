@@ -50,7 +50,7 @@ class ShownOutput(Watch, Protocol):
     """Shows the output of a run's processes."""
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines; then they are on the screen."""
+        """Return whether the newest start has printed these lines, so that they are already on the screen."""
 
 
 def run(
@@ -100,7 +100,7 @@ def run(
         if output:
             output.look(view.note if passed else view.show_message)
 
-    with on_stop_signal(requests.add):  # until the result is written and reported
+    with on_stop_signal(requests.add):  # applies until the result is written and reported
         stopping = console.stopping_run_without_reader(requests.add)
         with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
             if passed:
@@ -175,7 +175,7 @@ def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
     folder = shlex.quote(shown(root))
     tracking = spec.tracking
     if tracking.tensorboard:
-        yield f"tensorboard {folder}/tensorboard; to look at it: tensorboard --logdir {folder}/tensorboard"
+        yield f"tensorboard {folder}/tensorboard; to view it: tensorboard --logdir {folder}/tensorboard"
     if tracking.wandb:
         mode = os.environ.get("WANDB_MODE", "offline")
         upload = f"; to upload it: wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else ""
@@ -183,4 +183,4 @@ def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
     if tracking.mlflow:
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
         command = f"mlflow ui --backend-store-uri {store}"
-        yield f"mlflow      project {tracking.project}, in {store}; to look at it: {command}"
+        yield f"mlflow      project {tracking.project}, in {store}; to view it: {command}"

@@ -83,7 +83,7 @@ CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
 """A plug-in's services that run alongside the supervisor, across all starts of the workers."""
 MOST_KNOWN = 50
-"""Number of newest runs to check when looking for others that are still running."""
+"""Number of newest runs to check for other runs that are still in progress."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Plan fields that depend on the machine, which may differ when a run is resumed."""
 
@@ -101,7 +101,7 @@ class Session:
     reach: Reach | None = None
     """How to reach the nodes; None for a single-node run."""
     data_folder: Path | None = None
-    """Folder of an existing run's changed data; None for the data that it already has."""
+    """Folder of an existing run's changed data; None if the data is unchanged."""
     force: bool = False
     """Whether to train even if the plan is predicted not to fit."""
     as_json: bool = False
@@ -299,7 +299,7 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
                     starts = []
                     step = job.run.newest_step
                     if plan.spec.checkpoint.memory_interval_steps and newest_copy(job.run):
-                        starts.append(f"continues from the newest complete copy in memory, else from step {step}")
+                        starts.append(f"continues from the newest complete copy in memory, otherwise from step {step}")
                     else:
                         starts.append(
                             f"continues from step {step}" if step else "no checkpoint: starts from the first step again"
@@ -370,7 +370,7 @@ def _describe_other_runs(run: RunDir) -> Iterator[str]:
         other = RunDir(known.path)
         owner = None if other.root == run.root.resolve() else find_owner(other)
         if owner and owner.host == socket.gethostname():
-            yield f"the run in {other.root} trains on this machine too; on the same devices both are slower"
+            yield f"the run in {other.root} is also training on this machine; both are slower if they share devices"
 
 
 # `--detach`: the run continues in a separate process session, without its terminal.
@@ -380,7 +380,7 @@ def check_detachable(session: Session) -> None:
     """Raise RecipeError for a run on several nodes."""
     if session.reach:
         message = "a run on several nodes cannot be started with --detach"
-        hint = "give the command on each node under nohup, or use trainspec sbatch"
+        hint = "run the command on each node under nohup, or use trainspec sbatch"
         raise RecipeError(Problem("unsupported", message, "cluster.num_nodes", hint))
 
 
@@ -446,7 +446,8 @@ def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
 def select_kernels(
     plan: Plan, machine: Machine, console: PrintableConsole, *, may_measure: bool = True
 ) -> tuple[Plan, KernelTable | None]:
-    """Return the plan with every `auto` kernel selected, and the table used for that (None if no kernel was `auto`).
+    """Return the plan with every `auto` kernel selected, and the table of measurements used to select them (None if no
+    kernel was `auto`).
 
     On several nodes, the first one measures for all. Without `may_measure`, kernels that have never been measured stay
     `auto`, and the console reports this."""
@@ -458,7 +459,7 @@ def select_kernels(
     else:
         table = read_table(table_path(plan, machine))
     if table is None:
-        console.report("kernels: not measured yet; the first launch does that, in about a minute")
+        console.report("kernels: not measured yet; the first launch measures them, in about a minute")
         return plan, None
     selected = replace(plan, kernels=table.resolve(plan.kernels))
     console.report(f"kernels: {describe_choice(selected.kernels, table)}")

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from trainspec_cli.session.recipe.load import Loaded
 
 Sweep = tuple[str, Sequence[str]]
-"""(key, its values)"""
+"""A sweep: (key, its values)."""
 RANGE = re.compile(r"(.+?)\.\.(.+?)(?::(x?)(\d+))?")
-"""`LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
+"""Matches a range: `LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
 NAME = "run.name"
 MOST_VALUES = 1_000
 """Maximum number of values per key."""
@@ -72,7 +72,7 @@ def load_points(
     from trainspec_cli.session.runs.find import (
         check_name_free,
         free_names,
-    )  # sweeps of plans do not need it, because plans have no names
+    )  # deferred: plans have no names, so sweeps of plans do not need it
 
     names: dict[str, Iterator[str]] = {}
     is_shared = bool(sweeps) and all(key != NAME for key, _ in sweeps)

@@ -52,7 +52,7 @@ class SweptRun:
     run: RunDir
     process: subprocess.Popen[bytes] | None = None
     slot: int = 0
-    """Index of the part of this node's devices that the run uses."""
+    """Index of this run's group of devices among the groups on this node."""
     progress: Progress = field(default_factory=lambda: Progress(None))
     heldout_loss: float | None = None
     begun_s: float = 0.0
@@ -60,7 +60,7 @@ class SweptRun:
     took_s: float | None = None
     """Duration in seconds; None until the run has finished."""
     result: SweptResult | None = None
-    """None until the run has ended."""
+    """The outcome of the run; None until it has ended."""
 
     def __post_init__(self) -> None:
         self._tail = EventTail(self.run.events(0))
@@ -113,7 +113,7 @@ def launch_sweep(
         there_is = len(session.machine.gpu_names) if on_gpus else session.machine.cpu_cores
         if side_by_side > 1 and side_by_side * size > there_is:
             needed = f"{side_by_side} runs of {size} processes need {side_by_side * size}"
-            hint = f"pass --at-once {max(1, there_is // size)}, or give a run less: cluster.devices_per_node=1"
+            hint = f"pass --at-once {max(1, there_is // size)}, or fewer devices per run: cluster.devices_per_node=1"
             message = f"{needed} {'GPUs' if on_gpus else 'cores'}, and this node has {there_is}"
             raise MachineError(Problem("no_room", message, "--at-once", hint))
     runs = [
@@ -121,7 +121,7 @@ def launch_sweep(
         for values, session in sessions
     ]
     console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
-    # Every run gets as many devices as the largest run needs, so that the parts never move.
+    # Every run gets the number of devices that the largest run needs, so the division of the devices never changes.
     largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
     train = _Training(runs, console, largest, side_by_side, notify, force=force)
     stopped = train.run()
@@ -187,8 +187,8 @@ class _Training:
         self._free = list(range(side_by_side))
 
     def run(self) -> bool:
-        """Train; return True if a stop was requested. If so, active runs are stopped in an orderly way, and no other
-        run starts."""
+        """Train all runs; return True if a stop was requested. In that case active runs write a checkpoint and stop,
+        and no other run starts."""
         requests = StopRequests()
         passed_on = 0
         try:
@@ -232,7 +232,7 @@ class _Training:
             yield show
 
     def _rows(self) -> list[SweptResult]:
-        """Return the current state of the runs, in the order that they are trained."""
+        """Return the current state of the runs, in the order in which they are trained."""
         rows = []
         for one in self._runs:
             left_s = one.progress.time_left_s
@@ -269,10 +269,10 @@ class _Training:
             os.sched_setaffinity(one.process.pid, cores[slot * size : (slot + 1) * size])
         self._running.append(one)
         if not self._console.is_terminal:
-            self._console.report(f"{one.describe()}: begins in {one.run.root}")
+            self._console.report(f"{one.describe()}: starts in {one.run.root}")
 
     def _gpus(self, slot: int) -> dict[str, str]:
-        """Return the environment variable that limits a run to its part of the visible GPUs."""
+        """Return the environment variable that limits a run to its group of the visible GPUs."""
         if self._plan.device != "cuda" or self._side_by_side == 1:
             return {}
         size = self._plan.devices_per_node
@@ -281,7 +281,7 @@ class _Training:
         return {VISIBLE_GPUS: ",".join(ids[slot * size : (slot + 1) * size])}
 
     def _stop_running(self) -> None:
-        self._console.report(f"stopping {len(self._running)} of the runs, with a checkpoint (Ctrl-C again: at once)")
+        self._console.report(f"stopping {len(self._running)} runs, with a checkpoint (Ctrl-C again: at once)")
         for one in self._running:
             if one.process:
                 one.process.send_signal(signal.SIGTERM)

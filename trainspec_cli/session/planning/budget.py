@@ -61,8 +61,8 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
         if not problems:
             problems = _out_of_range(portfolio)
         if not problems and not portfolio.runs:
-            hint = "give at least one: {plan: recipe=llama3_8b, per_year: [2]}"
-            problems = [Problem("missing_value", "`runs` has no run", "runs", hint)]
+            hint = "specify at least one: {plan: recipe=llama3_8b, per_year: [2]}"
+            problems = [Problem("missing_value", "`runs` is empty", "runs", hint)]
         if problems:
             raise RecipeError(locate(problems, read.origins, (), Path.cwd()))
         entries = [(entry, [*entry.plan.split(), *others]) for entry in portfolio.runs]
@@ -81,8 +81,8 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
     for cluster, asked in zip(clusters[1:], plans[1:], strict=True):
         for part in SAME:
             if getattr(cluster, part) != getattr(clusters[0], part):
-                message = f"`{asked}` has another `cluster.{part}` than the first run, with which it shares machines"
-                unlike.append(Problem("conflict", message, f"cluster.{part}", "make a budget for each kind of machine"))
+                message = f"`{asked}` shares machines with the first run, but has a different `cluster.{part}`"
+                unlike.append(Problem("conflict", message, f"cluster.{part}", "make one budget per kind of machine"))
     if problems := [*_prices(clusters[0]), *unlike]:
         raise RecipeError(problems)
     runs = [_portfolio_run(entry, plan) for entry, plan in planned]
@@ -92,7 +92,7 @@ def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int
 
 def _out_of_range(portfolio: Portfolio) -> list[Problem]:
     lacking = [
-        Problem("missing_value", f"`runs.{number}.per_year` has no number", f"runs.{number}.per_year", "such as [2, 4]")
+        Problem("missing_value", f"`runs.{number}.per_year` is empty", f"runs.{number}.per_year", "such as [2, 4]")
         for number, entry in enumerate(portfolio.runs)
         if not entry.per_year
     ]
@@ -100,7 +100,7 @@ def _out_of_range(portfolio: Portfolio) -> list[Problem]:
 
 
 def _as_option(problem: Problem) -> Problem:
-    """Replace the keys of a file with the command-line options that set them."""
+    """Replace the file's keys in a message with the command-line options that set them."""
     name = "--years" if problem.path == "years" else "--per-year"
     return replace(problem, path="", message=problem.message.replace(f"`{problem.path}`", name))
 
@@ -109,12 +109,12 @@ def _prices(cluster: ClusterSpec) -> Iterator[Problem]:
     """Yield a problem for each missing price, and for clusters with several pools."""
     if cluster.pools:
         message = "a budget is for one kind of device, and `cluster.pools` has several"
-        yield Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100")
+        yield Problem("unsupported", message, "cluster.pools", "choose one cluster, such as cluster=h100")
         return
     chip = cluster.accelerator.name if cluster.accelerator else "the accelerator"
     if cluster.cost.device_price_usd is None:
         path = "cluster.cost.device_price_usd"
-        hint = f"set {path}=<dollars of one with its share of node, network and storage>; an H100's is in cost=owned"
+        hint = f"set {path}=<dollars per device with its share of node, network and storage>; cost=owned is for an H100"
         yield Problem("missing_value", f"the price of {chip} is unknown", path, hint)
     if not rental_price(cluster):
         path = "cluster.cost.price_usd_per_device_hour"

@@ -42,9 +42,9 @@ class NamedDisturbance:
             raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
     def simulate(self, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
-        """Simulate a planned candidate under the disturbance. Raises RecipeError, with line numbers, if the two do not
-        match."""
-        from trainspec_cli.balance.job import describe_job  # it loads numpy, which other plans do not need
+        """Simulate a planned candidate under the disturbance. Raises RecipeError, with line numbers, if the disturbance
+        does not match the plan."""
+        from trainspec_cli.balance.job import describe_job  # deferred: loads numpy, which other plans do not need
         from trainspec_cli.balance.simulate import simulate
 
         per_node = describe_fabric(spec.cluster, machine).devices_per_node
@@ -60,7 +60,7 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 
     Raises RecipeError with every mistake in its file and the line number."""
     from trainspec_cli.recipe.compose.values import (
-        find_argument,  # it loads hydra, which a command's help does not need
+        find_argument,  # deferred: loads hydra, which --help does not need
     )
 
     given = find_argument(arguments, DISTURB)
@@ -75,10 +75,10 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
     if file is None:
         names = find_folders(cwd).options(DISTURB)
         near = closest(name, names)
-        hint = f"there are: {', '.join(names)}; or name a {SUFFIX} file"
+        hint = f"available: {', '.join(names)}; or specify a {SUFFIX} file"
         if near:
             hint = f"did you mean {DISTURB}={near}? `trainspec list {DISTURB}` shows all"
-        message = f"there is no disturbance `{name}`" if name else "no disturbance is named"
+        message = f"there is no disturbance `{name}`" if name else "`disturb=` names no disturbance"
         problem = Problem("unknown_option", message, DISTURB, hint, COMMAND_LINE, given.number)
         raise RecipeError(locate([problem], {}, arguments, cwd))
     read = read_yaml(file, cwd)
@@ -95,7 +95,7 @@ def disturbance_schema() -> JsonObject:
 
 
 def _for_a_file(problem: Problem) -> Problem:
-    """Reword a problem with a recipe for a separate file, where `disturb.a.0.b=1` is written as `b: 1`."""
+    """Reword a recipe problem for a disturbance file, where `disturb.a.0.b=1` is written as `b: 1`."""
     hint = re.sub(rf"set {DISTURB}\.[\w.]*?(\w+)=", r"write \1: ", problem.hint)
     return replace(
         problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=problem.message.replace(f"`{DISTURB}.", "`")

@@ -23,7 +23,7 @@ def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
     except TrainspecError as error:
         return Outlook(f"{error.problems[0].message}: {ALONE}")
     if plan.device == "cuda":
-        # A machine with the GPUs reported by the workers.
+        # The machine is described by the GPUs that the workers reported.
         gpu_names = (reader.device_name,) * plan.devices_per_node if reader.device_name else ()
         return look_ahead(plan, Machine(hostname="", cpu_cores=1, memory_bytes=0, gpu_names=gpu_names), None)
     machine = detect(look_for_gpus=False)

@@ -44,7 +44,7 @@ def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
     loaded = load_for_planning(arguments)
     disturbed = None
     if names_disturbance(arguments):
-        from trainspec_cli.session.planning.disturbance import load_disturbance  # it is only needed with `disturb=`
+        from trainspec_cli.session.planning.disturbance import load_disturbance  # deferred: only needed with `disturb=`
 
         disturbed = load_disturbance(arguments)
     return plan_loaded(loaded, defaults, disturbed, trace=trace)
@@ -62,7 +62,7 @@ def plan_loaded(
         if disturbed or trace:
             asked = "disturb=" if disturbed else "--trace"
             message = f"{asked} needs one kind of node, and `cluster.pools` has several"
-            hint = f"leave out {asked}, or name one cluster: cluster=h100"
+            hint = f"leave out {asked}, or choose one cluster, such as cluster=h100"
             raise RecipeError(Problem("unsupported", message, "cluster.pools", hint))
         # This loads a separate search, which other plans do not need.
         from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
@@ -80,7 +80,7 @@ def plan_loaded(
         return PlanReport(spec, capacity, run, defaults=defaults, pools=compared)
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     machine = None
-    if spec.cluster.accelerator is None:  # a cluster without an accelerator means this machine
+    if spec.cluster.accelerator is None:  # without an accelerator, the cluster is this machine
         machine = this_machine(spec)
         spec = replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine)))
         spec = in_engine_format(spec, machine) if machine.gpu_names else spec
@@ -116,7 +116,7 @@ def plan_loaded(
 
 
 def require_fit(planned: PlanReport) -> Candidate:
-    """Return the best layout. If nothing fits, raises PlanError with a change that would help."""
+    """Return the best layout. If nothing fits, raises PlanError, which suggests a change that would help."""
     if planned.best:
         return planned.best
     devices = f"{planned.capacity.world_size:,} {planned.device}"
@@ -124,7 +124,7 @@ def require_fit(planned: PlanReport) -> Candidate:
     raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
 
 
-# Optional sections of a plan, which require additional modules
+# Optional sections of a plan, which require additional imports
 
 
 def names_disturbance(arguments: Sequence[str]) -> bool:

@@ -43,10 +43,10 @@ from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machin
 from trainspec_cli.session.recipe.load import describe_profile, find_profile
 
 PROBING = (
-    "measuring this machine, once for this version: short runs of matrix products, memory and exchanges, for the "
-    "predictions of later launches (Ctrl-C skips it)"
+    "measuring this machine, once per version: short benchmarks of matrix products, memory and exchanges, so that "
+    "later launches can be predicted (Ctrl-C skips this)"
 )
-UNMEASURED = "this machine is not measured yet"
+UNMEASURED = "this machine has not been measured yet"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Predictor:
     knows: Callable[[Plan], bool] = lambda _: True
     """Returns whether the plan with another memory setting can be predicted."""
     is_measured: bool = True
-    """False without a probe of the machine; the time is then not predicted, and memory only as the size of the
+    """False without a probe of the machine. Then no time is predicted, and the memory is only the size of the
     tensors."""
 
 
@@ -72,37 +72,36 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     for note in chip_of(machine)[1] if plan.spec.cluster.device != "cpu" else ():
         console.report(note)
     if plan.comm.reason:
-        console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
+        console.report(f"gradients are exchanged in {plan.comm.describe()}: {plan.comm.reason}")
     if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
         console.report("this processor has no bf16 instructions, so bf16 is many times slower; set precision=fp32")
     predictor = _predictor(plan, machine, console)
     is_measured = predictor is not None and predictor.is_measured
-    # The plan with the peak from this machine's probe, so that workers need not measure it at every start. The plan
-    # stays unchanged without a probe, and on several nodes, which may differ.
+    # Take the peak FLOP/s from this machine's probe, so that workers need not measure it at every start. The plan stays
+    # unchanged without a probe, and on several nodes, which may differ.
     if not (plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1):
         probe = known_probe(plan.as_one_group, machine)
         if probe is not None:
-            plan = replace(
-                plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul that the probe measured"
-            )
+            plan = replace(plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul in the probe")
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor if is_measured else None))
-    # The ladder is built even without a prediction, because the run may then try each setting in turn.
+    # The ladder of memory settings is built even without a prediction, because the run may then try each setting in
+    # turn.
     if predictor is None:
         return replace(plan, prediction=None, largest_stage_layers=None)
     prediction = predictor.predict(plan.as_one_group)
     if is_measured:
         console.report(describe_prediction(prediction, plan.tokens_per_step))
     else:
-        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else "; a launch does that after its run"
+        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else "; a launch measures it after its run"
         tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} per process"
-        console.report(f"{UNMEASURED}{later}: {tensors}, and its time is not predicted")
+        console.report(f"{UNMEASURED}{later}: {tensors}, and its time cannot be predicted")
     if prediction.needed_bytes > predictor.limit_bytes:
         change = suggest(plan, predictor.predict, predictor.limit_bytes)
         causes = prediction.memory | prediction.beside
         most = max(causes, key=lambda cause: causes[cause])
         message = (
             f"the plan does not fit: {plan.devices_per_node} x {format_bytes(prediction.needed_bytes)} are needed, "
-            f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} per process)"
+            f"{predictor.limit_text} (mostly for {most}: {format_bytes(causes[most])} per process)"
         )
         fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
         problem = Problem("does_not_fit", message, hint=f"{fitting}; --force launches anyway")
@@ -132,12 +131,14 @@ def _check_changes(
             yield change
             continue
         after = predictor.predict(other)
-        needed_bytes, what = max((after.needed_bytes, "the layout"), (moving_bytes(before, after), "the change to it"))
+        needed_bytes, what = max(
+            (after.needed_bytes, "the layout"), (moving_bytes(before, after), "the change to the layout")
+        )
         if needed_bytes > predictor.limit_bytes:
             layout = f"from step {change.step} on, {change.layout.describe()}"
             message = f"{what} {layout}, takes {format_bytes(needed_bytes)} per process; {predictor.limit_text}"
             if not force:
-                hint = "choose another layout for that step, or leave the change out; --force launches anyway"
+                hint = "choose another layout for that step, or remove the change; --force launches anyway"
                 raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
             console.report(f"{message}; forced")
         yield replace(
@@ -157,8 +158,8 @@ def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -
     if changed.memory_setting != plan.memory_setting:
         before = plan.memory_setting.describe()
         now = changed.memory_setting.describe(plan.memory_setting)
-        forget = "trainspec runs --clear-limits forgets that"
-        console.report(f"this machine ran out of memory before with {before}: this run starts with {now} ({forget})")
+        forget = "to forget this: trainspec runs --clear-limits"
+        console.report(f"an earlier run with {before} ran out of memory here: this run starts with {now} ({forget})")
     return replace(changed, changes=tuple(_known_change(plan, change, machine) for change in plan.changes))
 
 
@@ -239,14 +240,14 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
     plan = plan.as_one_group
     if is_known(plan, machine):
         limit_bytes = device_limit_bytes(plan, machine)
-        limit_text = f"a GPU can give {format_bytes(limit_bytes)}"
+        limit_text = f"a GPU has {format_bytes(limit_bytes)}"
         return Predictor(lambda other: predict_device(other, machine), limit_bytes, limit_text)
     if not is_predictable(plan):
         if plan.device == "cuda" and machine.gpu_names:
             console.report(f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
         elif plan.device == "cpu":
             console.report(
-                "no prediction: on a CPU it needs an eager llama, trained in full on one node by data parallelism"
+                "no prediction: on a CPU, the model must be an eager Llama, fully trained on one node, data-parallel"
             )
         return None
     limit_bytes = machine.memory_bytes / plan.devices_per_node
@@ -295,9 +296,9 @@ def _may_not_probe() -> bool:
 
 
 def describe_load(probe: MachineProbe | None) -> Iterator[str]:
-    """Yield a note about a probe that was disturbed by other programs. It is shown after the measurement and in a dry
-    run; at every launch it would be noise."""
+    """Yield a note if other programs disturbed the probe. It is shown after the measurement and in a dry run; repeated
+    at every launch, it would be noise."""
     if probe is not None and probe.is_disturbed:
-        taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
-        later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours after it measures again"
-        yield f"{taken}: predictions are for such a load, and {later}"
+        taken = f"other programs kept the probe from running for {probe.displaced:.0%} of the time"
+        later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours later will repeat it"
+        yield f"{taken}: predictions assume the same load, and {later}"

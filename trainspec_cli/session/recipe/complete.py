@@ -1,4 +1,4 @@
-"""Complete a composed recipe: the model of its initial checkpoint, the number of steps from its data, absolute paths.
+"""Complete a composed recipe with its initial checkpoint's model, the number of steps, and absolute paths.
 
 Each `complete_*` function is a step of `compose_arguments`, which calls it with the composed values."""
 
@@ -29,7 +29,7 @@ INIT_FROM = "init.from"
 def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool = True) -> Completion:
     """Return the model and tokenizer of the checkpoint in `init.from`, to the extent that the recipe leaves them open.
 
-    `model=auto`, to which keys may be added, leaves the model open, and so does a recipe without a model. A plan (not
+    `model=auto`, with or without further keys, leaves the model open. So does a recipe without a model. A plan (not
     `to_run`) for a named model needs no checkpoint."""
     asked = {} if "model" in unchosen else section_of(data, "model")
     begins_with = section_of(data, "init").get("from")
@@ -37,20 +37,20 @@ def complete_model(data: JsonObject, unchosen: frozenset[str], *, to_run: bool =
         is_named = asked.get("family", AUTO_FAMILY) != AUTO_FAMILY
         if is_named and not to_run:
             return Completion({"init": {"from": None}}, INIT_FROM)
-        message = f"`{INIT_FROM}` has no value: the recipe trains a model that you have"
+        message = f"`{INIT_FROM}` has no value: the recipe trains an existing model"
         hint = f"set {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or "
-        hint += f"{INIT_FROM}=null to train one from the beginning" if to_run else "model=NAME to plan for another"
+        hint += f"{INIT_FROM}=null to train one from scratch" if to_run else "model=NAME to plan for another model"
         problem = Problem("missing_value", message, INIT_FROM, hint)
         return Completion({}, "", problems=(problem,)) if is_named else failed([problem])
     if isinstance(begins_with, str):
-        from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # it loads the weight formats
+        from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # deferred: loads the weight formats
 
         return complete_from(begins_with, data, asked, unchosen="model" in unchosen)
     if asked.get("family") != AUTO_FAMILY:
         return Completion({}, "")
-    if len(asked) > 1:  # a model specified by its keys needs no group
+    if len(asked) > 1:  # keys that specify the model suffice
         return Completion({"model": {"family": "decoder"}}, "")
-    message = "no model is named: `model` is auto, and `init.from` is null"
+    message = "no model is specified: `model` is auto, and `init.from` is null"
     hint = f"set {INIT_FROM}=hf:FOLDER, the folder of a Hugging Face model; or model=llama_6m, or another: "
     hint += "`trainspec list model` shows all"
     return failed([Problem("missing_value", message, "model", hint)])
@@ -60,13 +60,13 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
     """Return problems if the checkpoint in `init.from` does not contain the model's weights."""
     if spec.init.from_ is None:
         return []
-    from trainspec_cli.session.recipe.initial_checkpoint import check_initial  # the same
+    from trainspec_cli.session.recipe.initial_checkpoint import check_initial  # deferred, too
 
     return check_initial(spec)
 
 
 def section_of(data: JsonObject, name: str) -> JsonObject:
-    """Return the section, or an empty one if the value is not a section, which other checks report."""
+    """Return the section, or an empty one if the value is not a section. Other checks report that."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -101,7 +101,7 @@ def complete_steps(data: JsonObject, _unchosen: frozenset[str], folder: str | No
         steps = count_steps(draft, folder)
         if "max_steps" in names and draft.train.max_steps != steps:
             raise RecipeError(_contradiction(STEPS, key, f" ({steps:,} steps)"))
-    except UnknownTouched:  # problems of the required values are reported elsewhere
+    except UnknownTouched:  # problems with the required values are reported elsewhere
         return Completion({}, key, failed=frozenset({STEPS}))
     except RecipeError as error:
         return Completion({}, key, problems=tuple(error.problems), failed=frozenset({STEPS}))
@@ -147,7 +147,7 @@ def count_steps(spec: RunSpec, folder: str | None) -> int:
         return math.ceil(tokens / (spec.batching.global_batch_size * spec.data.seq_len))
     assert epochs is not None, "the recipe says how much is trained"
     from trainspec_cli.session.recipe.data import (
-        count_samples,  # it loads the data readers, which most plans do not need
+        count_samples,  # deferred: loads the data readers, which most plans do not need
     )
 
     samples = Fraction(str(epochs)) * count_samples(
@@ -165,7 +165,7 @@ def _contradiction(one: str, other: str, makes: str = "") -> Problem:
 
 
 GROUPS = ("mixture", "validation")
-"""Sections of the data that have several named sources."""
+"""Data sections that contain several named sources."""
 
 
 def absolute_code(cwd: Path | None = None) -> list[Complete]:
@@ -196,7 +196,7 @@ def _nested(path: str, value: JsonValue) -> JsonObject:
 
 
 def _of_parts(group: str, cwd: Path) -> Complete:
-    """Return the same step for the sources of a mixture or of the validation sets."""
+    """Return the step that makes paths absolute in the named sources of a mixture or of the validation sets."""
 
     def complete(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         parts = section_of(section_of(data, "data"), group)

@@ -40,8 +40,8 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 
 def check_data(loaded: Loaded) -> str:
-    """Return a line about the conversation formats at the start of the data, without preparing it. Raises the errors of
-    `prepare_data` if the data does not match the recipe."""
+    """Return a line about the conversation formats at the start of the data. The data is not prepared for this. Raises
+    the errors of `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:
@@ -71,7 +71,7 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
     if data.is_own and folder is None and (found := prepared_folder(data)):
         folder = str(found)
     elif data.is_own and folder is None:
-        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting the samples of {data.source} would have to run it"
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and counting its samples requires running {data.source}"
         hint = f"prepare its data first (trainspec data prepare), or set {TOKENS}=<tokens> instead"
         raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
     if data.source == "mixture":

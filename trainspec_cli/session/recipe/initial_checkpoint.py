@@ -52,9 +52,9 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
         contradictions = [
             Problem(
                 code="contradiction",
-                message=f"`model.{key}` is {ours}, and {source} says {its}",
+                message=f"`model.{key}` is {ours}, but {source} says {its}",
                 path=f"model.{key}",
-                hint=f"set model.{key}={its}, or model=auto to take the checkpoint's whole model",
+                hint=f"set model.{key}={its}, or model=auto for the checkpoint's model",
             )
             for key, (ours, its) in differing.items()
         ]
@@ -80,8 +80,8 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     assert init.run is not None
     run = RunDir(init.run)
     if not os.access(run.plan_json, os.R_OK):
-        message = f"`init.from` is {asked}, which holds no run of trainspec"
-        hint = f"set init.from=hf:{asked} for a Hugging Face folder"
+        message = f"`init.from` is {asked}, which does not contain a trainspec run"
+        hint = f"set init.from=hf:{asked} if it is a Hugging Face folder"
         raise RecipeError(Problem("missing_file", message, "init.from", hint))
     check_tree(run.root)
     kept = _if_there(run.huggingface / TOKENIZER)
@@ -92,7 +92,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
 
 def _tokenizer_of(data_dir: str) -> Path | None:
     """Return the path of the tokenizer of prepared data."""
-    from trainspec_cli.data.corpus.sources import Collection  # it loads numpy, which plans do not need
+    from trainspec_cli.data.corpus.sources import Collection  # deferred: loads numpy, which plans do not need
 
     made = Collection.open(data_dir).tokenizer_folder
     return _if_there(made / TOKENIZER) if made else None
@@ -119,7 +119,7 @@ def check_initial(spec: RunSpec) -> Iterable[Problem]:
                 raise RecipeError(Problem("missing_file", f"{run.root} has no complete checkpoint", "init.from"))
             lora = read_section(run, "lora")
             if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
-                message = f"{run.root} trained LoRA adapters of other sizes, or on another base, which would be lost"
+                message = f"{run.root} has LoRA adapters of another size or base model, which would be lost"
                 hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
                 raise RecipeError(Problem("contradiction", message, "lora", hint))
     except TrainspecError as error:

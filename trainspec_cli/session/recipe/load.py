@@ -59,11 +59,11 @@ class Loaded:
 
     @property
     def origin(self) -> LaunchOrigin:
-        """Return the origin, which a run of this recipe records in its folder."""
+        """Return the recipe's origin, which a run records in its folder."""
         from trainspec_cli.recipe.compose.values import (
-            render_yaml,  # it loads hydra, which a command's help does not need
+            render_yaml,  # deferred: loads hydra, which --help does not need
         )
-        from trainspec_cli.run.job.folder import LaunchOrigin  # it loads process start-up code, which plans do not need
+        from trainspec_cli.run.job.folder import LaunchOrigin  # deferred: plans do not start processes
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed.data, self.composed.origins))
 
@@ -105,11 +105,11 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
         return list(arguments)
-    from trainspec_cli.recipe.results.tools import BlockRequest  # the same
-    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # it loads process start-up code, which plans do not need
+    from trainspec_cli.recipe.results.tools import BlockRequest  # deferred, too
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # deferred: plans do not start processes
 
     model = examined.draft.model
-    assert isinstance(model, OwnModel), "the rule of no other family asks for it"
+    assert isinstance(model, OwnModel), "only this family's rule requires the count"
     counted = run_tool(COUNT_BLOCK, BlockRequest(model))
     if counted.problem:
         raise RecipeError(examined.composed.locate([counted.problem]))
@@ -130,7 +130,7 @@ def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find all problems in a recipe that do not depend on the machine."""
     from trainspec_cli.recipe.compose.compose import (
-        compose_arguments,  # it loads hydra, which a command's help does not need
+        compose_arguments,  # deferred: loads hydra, which --help does not need
     )
     from trainspec_cli.session.recipe.complete import (
         absolute_code,
@@ -138,7 +138,7 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
         complete_model,
         complete_steps,
         complete_warmup,
-    )  # the same
+    )  # deferred, too
 
     aside = () if to_run else OF_PLANNING
     completes: list[Complete] = [*absolute_code(cwd), partial(complete_model, to_run=to_run)]
@@ -192,14 +192,14 @@ def machine_of_job(loaded: Loaded) -> Machine:
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
-        why = "is auto, and the job's nodes cannot be examined before Slurm has given them"
+        why = "is auto, and the job's nodes cannot be examined before Slurm has allocated them"
         hint = "choose a cluster, such as cluster=h100, or set cluster.device=cuda cluster.devices_per_node=8"
         problems = [Problem("left_open", f"`cluster.{key}` {why}", f"cluster.{key}", hint) for key in open_keys]
         raise RecipeError(loaded.composed.locate(problems))
     if cluster.device == "cpu":
         return this_machine(loaded.spec)
     machine = machine_of_cluster(cluster)
-    assert machine is not None, "its device is cuda, and the devices of a node are counted"
+    assert machine is not None, "the cluster specifies its device and the number of devices"
     return machine
 
 
@@ -213,15 +213,15 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def this_machine(spec: RunSpec) -> Machine:
-    """Return this node as a valid spec would use it."""
-    from trainspec_cli.run.job.machine import detect  # it loads psutil, which plans for another cluster do not need
+    """Return a description of this node as a valid spec would use it."""
+    from trainspec_cli.run.job.machine import detect  # deferred: loads psutil, unneeded for other clusters
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
 
 def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
-    """Return a node as described by the recipe's cluster, which may differ from this node; None if the cluster leaves
-    open how many GPUs a node has, or whether it has any."""
+    """Return a description of a node as specified by the recipe's cluster, which may differ from this node. None if the
+    cluster leaves open how many GPUs a node has, or whether it has any."""
     chip = cluster.accelerator
     has_gpus = cluster.device == "cuda" or (cluster.device == AUTO and chip is not None and chip.vendor != "cpu")
     if not has_gpus or cluster.devices_per_node == AUTO:
@@ -238,7 +238,7 @@ def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:
-    """Return this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
+    """Return a description of this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
     try:
         return this_machine(spec)
     except UnknownTouched:
@@ -299,7 +299,7 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     try:
         examined = examine(named, to_run=False)
         counted = with_counted_block(named, examined)
-        if len(counted) > len(named):  # the default number of tokens depends on the parameters
+        if len(counted) > len(named):  # the default number of tokens depends on the number of parameters
             named = counted
             examined = examine(named, to_run=False)
         # Typical values: samples of 4,096 tokens (or the model's maximum), 4 million tokens per step, and 20 tokens per
@@ -349,7 +349,7 @@ def read_profile(path: Path) -> ClusterProfile:
 def write_profile(path: Path, profile: ClusterProfile) -> None:
     if path.is_relative_to(cache_dir()):
         make_cache()
-    head = "# Factors over the planner's shipped values, by trainspec calibrate; nine in ten lie within low and high.\n"
+    head = "# Factors on the planner's default values, from trainspec calibrate; low and high bound a 90% interval.\n"
     write_text(path, head + VERSION_LINE + yaml.safe_dump(to_plain(profile), sort_keys=False))
 
 
@@ -368,7 +368,7 @@ def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile
     if spec.cluster.profile == "off" or spec.cluster.pools or not path.is_file():
         return None, ""
     profile = read_profile(path)
-    from importlib import metadata  # it takes long to load, and few plans have a profile
+    from importlib import metadata  # deferred: slow to load, and few plans have a profile
 
     found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
     for what, here in found.items():

@@ -42,7 +42,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.session.recipe.load import require
 
-# The new start of a file in the current version of the training spec; comments and formatting are preserved.
+# The head of a file, rewritten for the current version of the training spec; comments and formatting are preserved.
 
 
 RECIPE_KEYS = {"defaults", VERSION_KEY, *(key_of(one) for one in fields(RunSpec))}
@@ -52,7 +52,7 @@ BOM = "\ufeff"
 
 @dataclass(frozen=True)
 class Head:
-    """The start of a file, which a migration replaces."""
+    """The head of a file, which a migration replaces."""
 
     version: str
     old: bytes
@@ -61,10 +61,10 @@ class Head:
 
 
 def migrated_head(path: Path, form: Form) -> Head:
-    """Return the old and the new start of a file. Raises RecipeError for a version that cannot be migrated, and
+    """Return the old and the new head of a file. Raises RecipeError for a version that cannot be migrated, and
     UnreadableFileError for a damaged file."""
     if form.notation == "jsonl":
-        # The head up to the first complete event, which states the version.
+        # The head extends to the first complete event, which states the version.
         old = b""
         with open_regular(path) as file:
             while line := file.readline(MAX_LINE_BYTES):
@@ -100,7 +100,8 @@ def _event(line: bytes) -> JsonObject | None:
 
 
 def yaml_form(path: Path) -> Form:
-    """Return the form of a YAML file, recipe or profile, based on its keys. Raises RecipeError for other files."""
+    """Return the form of a YAML file (a recipe or a profile), determined from its keys. Raises RecipeError for other
+    files."""
     content = read_yaml(path)
     keys: Collection[str] = content.keys() if isinstance(content, dict) else ()
     if {*keys} >= PROFILE_KEYS:
@@ -108,7 +109,7 @@ def yaml_form(path: Path) -> Form:
     strangers = [key for key in keys if key not in RECIPE_KEYS]
     if strangers or not keys:
         what = f"it has the key `{strangers[0]}`, which no recipe has" if strangers else "it has no keys"
-        hint = "options of groups have no version; they have the version of the recipe that chooses them"
+        hint = "option files have no version; the version of the recipe that selects them applies"
         raise RecipeError(Problem("no_form", f"{path} is not a recipe: {what}", hint=hint, file=str(path)))
     return RECIPE
 
@@ -124,7 +125,7 @@ def _head_of_yaml(path: Path) -> Head:
     version = _checked(path, values.get(VERSION_KEY, UNSTATED_VERSION))
     if version == CURRENT_VERSION:
         return Head(version, old, old)
-    assert root is not None, "`yaml_form` has seen its keys"
+    assert root is not None, "`yaml_form` has checked that there are keys"
     before = len(text) - len(text.removeprefix(BOM))
     stated = next((value for key, value in root.value if key.value == VERSION_KEY), None)
     if stated is not None:
@@ -184,11 +185,11 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT_VERSION) -> lis
     RecipeError or MachineError with all problems before any file is written."""
     if version != CURRENT_VERSION:
         if version in VERSIONS:
-            message = f"--to {version} is a downgrade: what {CURRENT_VERSION} has added would be lost"
+            message = f"--to {version} is a downgrade, and would lose whatever {CURRENT_VERSION} has added"
             hint = f"restore the backup next to the file: mv FILE.{version}.bak FILE"
             raise RecipeError(Problem("downgrade", message, "--to", hint))
         fault = find_fault(version)
-        assert fault is not None, "all versions that are read are known"
+        assert fault is not None, "every version that was read is known"
         message = f"--to {version}: this trainspec migrates to version {CURRENT_VERSION} of the training spec"
         hint = fault.hint if fault.code == NEWER_VERSION else f"pass --to {CURRENT_VERSION}, or leave it out"
         raise RecipeError(Problem(fault.code, message, "--to", hint))
@@ -218,7 +219,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
     """Yield the migrations at a path; problems with files of a run folder are added to `problems`."""
     if not path.is_dir():
         _check_own_file(path)
-        # The run whose folder contains a file.
+        # Find the run whose folder contains the file.
         above = itertools.islice(path.absolute().parents, 3)
         run = next((RunDir(folder) for folder in above if RunDir(folder).run_json.is_file()), None)
         if run is not None:
@@ -229,7 +230,7 @@ def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
         return
     run = RunDir(path)
     if not run.run_json.is_file():
-        hint = "name run folders, recipes, or files of a run folder"
+        hint = "specify run folders, recipes, or files of a run folder"
         raise RecipeError(Problem("no_run", f"{path} holds no run", hint=hint))
     check_tree(run.root)
     _check_free(run)
@@ -262,7 +263,7 @@ def _check_own_file(path: Path) -> None:
         raise unreadable(path, "is not a regular file")
     reason = why_not_trusted(found) or ("belongs to root" if found.st_uid != os.geteuid() else "")
     if reason:
-        hint = f"migrate a copy of your own: cp {shlex.quote(str(path))} ."
+        hint = f"migrate your own copy: cp {shlex.quote(str(path))} ."
         raise MachineError(Problem("not_trusted", f"{path} {reason}", hint=hint, file=str(path), environment=True))
 
 
@@ -277,7 +278,7 @@ def _form_of_file(path: Path) -> Form:
     if form := next((one for one in FORMS if one.holds(path.absolute())), None):
         return form
     kinds = ", ".join(one.kind for one in FORMS)
-    hint = f"files of these kinds are known, by their names in a run folder: {kinds}"
+    hint = f"these files are recognised by their names in a run folder: {kinds}"
     raise RecipeError(Problem("no_form", f"{path} is not a file that trainspec reads", hint=hint, file=str(path)))
 
 
@@ -293,8 +294,8 @@ def _replace(migration: Migration) -> Path:
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            hint = "files that were migrated before it stay migrated; call the command again"
+            hint = "files migrated before it stay migrated; run the command again"
             problem = Problem("cannot_write", f"{path} cannot be written: {reason}", hint=hint, environment=True)
             raise MachineError(problem) from error
         return backup
-    raise AssertionError("counting has no end")
+    raise AssertionError("the loop only ends by returning")

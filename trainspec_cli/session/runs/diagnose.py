@@ -64,7 +64,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
     if planned and not run.plan_json.is_file():
         return ()
     from trainspec_cli.reporter.diagnosis.conclude import conclude, with_evaluations
-    from trainspec_cli.reporter.diagnosis.gather import read_run  # it loads numpy, as the watch does
+    from trainspec_cli.reporter.diagnosis.gather import read_run  # deferred: loads numpy
     from trainspec_cli.session.planning.outlook import outlook_of
 
     reader = read_run(run)
@@ -119,6 +119,6 @@ class VerdictLines:
 
     @staticmethod
     def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
-        """Report a verdict. Verdicts of `noise` are left to `diagnose` and `report`, because they need no action."""
+        """Report a verdict. `noise` verdicts need no action, and are left to `diagnose` and `report`."""
         if event.verdict.cause != "noise":
             say(f"diagnosis: {describe_event(event)}")

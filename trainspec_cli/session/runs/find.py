@@ -23,7 +23,7 @@ LAST = "last"
 
 
 def find_own_run(name: str) -> RunDir:
-    """Find a run whose content will be trusted or changed. Raises the errors of `find_run`, and MachineError if other
+    """Find a run that is about to be trusted or changed. Raises the errors of `find_run`, and MachineError if other
     users can write to its folder, or if a link leads out of it."""
     run = find_run(name)
     check_tree(run.root)
@@ -41,7 +41,7 @@ def find_run(name: str) -> RunDir:
     if not holds_run:
         if name and (named := _named(name)):
             return named
-        hint = "`trainspec runs` lists those of this folder, with their names; `last` is the newest of them"
+        hint = "`trainspec runs` lists the runs in this folder with their names; `last` is the newest"
         lines = runs_here()
         near = did_you_mean(name, {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)})
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=f"{near} {hint}" if near else hint))
@@ -71,7 +71,7 @@ def _named(name: str) -> RunDir | None:
     paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
         raise RecipeError(
-            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"give {' or '.join(paths)}")
+            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"specify {' or '.join(paths)}")
         )
     return RunDir(paths[0]) if paths else None
 
@@ -120,7 +120,7 @@ def _newest(lines: Sequence[RunLine]) -> str:
         raise RecipeError(
             Problem("no_run", "every run in this folder is damaged", hint="`trainspec runs` shows the reason")
         )
-    hint = "name a run's folder"
+    hint = "specify a run's folder"
     if known := known_runs():
         hint = f"{hint}; the newest elsewhere is {shlex.quote(known[0].path)}"
     raise RecipeError(Problem("no_run", "there are no runs below ./runs, and none was launched from here", hint=hint))

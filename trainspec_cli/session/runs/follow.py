@@ -26,7 +26,7 @@ from trainspec_cli.run.job.folder import Owner, find_owner, is_running
 from trainspec_cli.session.runs.find import status_of_run
 
 SECOND_REQUEST_S = 0.5
-"""Delay of a second signal after the first one, so that both are handled."""
+"""Delay between two signals, in seconds, so that the process handles both."""
 
 
 def watch(run: RunDir, console: PrintableConsole) -> str:
@@ -50,8 +50,8 @@ def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
     """Yield the lines that the run's terminal has shown in all starts; with `follow`, also new lines until the run
     ends. Raises RecipeError if there is no log."""
     if not run.run_log.is_file():
-        message = f"{run.run_log} does not exist: the run has shown nothing yet"
-        raise RecipeError(Problem("no_log", message, hint="`trainspec runs` shows whether it has begun"))
+        message = f"{run.run_log} does not exist: the run has printed nothing yet"
+        raise RecipeError(Problem("no_log", message, hint="`trainspec runs` shows whether it has started"))
     with run.run_log.open(encoding="utf-8", errors="replace") as file:
         while True:
             goes_on = follow and is_running(run)  # checked before reading, so that the last lines are not lost
@@ -69,10 +69,10 @@ def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
     owner = find_owner(run)
     if owner is None:
         queued = status_of_run(run) == QUEUED
-        raise _not_running(run, "take it out of Slurm's queue: scancel JOB" if queued else "")
+        raise _not_running(run, "remove it from Slurm's queue: scancel JOB" if queued else "")
     if owner.host != socket.gethostname():
         job = None if isinstance(owner.slurm_job_id, Absent) else owner.slurm_job_id
-        hint = f"type scancel {job}" if job else f"type it there: ssh {owner.host} trainspec stop {_quoted(run)}"
+        hint = f"run scancel {job}" if job else f"run it there: ssh {owner.host} trainspec stop {_quoted(run)}"
         message = f"the run in {run.root} is supervised on {owner.host}, and this is {socket.gethostname()}"
         raise MachineError(Problem("other_node", message, hint=hint, environment=True))
     _ask(owner)

@@ -52,7 +52,7 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
     removals = []
     for run in found.values():
         if (status := status_of_run(run)) in ALIVE:
-            hint = "stop it first: trainspec stop RUN; a job of Slurm's: scancel JOB"
+            hint = "stop it first: trainspec stop RUN; for a Slurm job: scancel JOB"
             raise RecipeError(Problem("still_running", f"the run in {run.root} is {status}", hint=hint))
         removals.append(_whole(run, status, lines))
     return removals
@@ -97,7 +97,7 @@ def _whole(run: RunDir, status: str, lines: Sequence[RunLine]) -> Removal:
     copies = find_copies(run)
     if root in (Path.cwd(), *Path.cwd().parents):
         message = f"the current folder is in the run {run.root}"
-        hint = "type it from another folder: cd .."
+        hint = "run the command from another folder: cd .."
         raise RecipeError(Problem("in_use", message, hint=hint))
     if inner := next((path.parent for path in root.rglob(run.run_json.name) if path.parent != root), None):
         message = f"the run {run.root} contains the folder of another run"

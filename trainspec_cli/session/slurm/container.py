@@ -28,7 +28,7 @@ def check_container(plan: Plan) -> None:
     wanted = plan.spec.run.dir
     mounts(slurm, [Path.cwd(), *([] if wanted == AUTO else [Path(wanted).absolute()])])
     if plan.kernels.open_ops:
-        message = "auto kernels are measured by the first node's Python outside the container"
+        message = "the first node measures auto kernels with its Python outside the container"
         raise RecipeError(Problem("unsupported", message, "kernels", "set kernels=default"))
     make_cache()
 

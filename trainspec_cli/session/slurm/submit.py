@@ -73,7 +73,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     # Each start continues from the newest checkpoint, so all starts together train for as long as a single start would.
     requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
     if slurm.max_requeues == 0:
-        follows = "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
+        follows = "it will be stopped at the limit, and not requeued (cluster.slurm.max_requeues=0)"
     elif requeues > slurm.max_requeues:
         follows = f"it needs at least {requeues:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
     else:
@@ -116,7 +116,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
     if len(set(named)) < len(named):
         message = f"`run.dir` is {named[0]}, and each run of a sweep needs a separate folder"
         raise RecipeError(
-            Problem("usage", message, RUN_DIR, "give run.dir on the command line: each run gets a subfolder of it")
+            Problem("usage", message, RUN_DIR, "set run.dir on the command line: each run gets a subfolder of it")
         )
     runs = [PlannedRun(one, plan_for(one, machine_of_job(one))) for one in loaded]
     # All runs of an array share one script, and therefore the same job size.
@@ -160,7 +160,7 @@ def render_shell_lines(loaded: Loaded) -> str:
 
 def check_own_lines(loaded: Iterable[Loaded]) -> None:
     """Raise RecipeError for lines that another user may have written: lines in a file that belongs to neither this user
-    nor root, or that others can write."""
+    nor root, or that others can write to."""
     problems: list[Problem] = []
     for one in loaded:
         found = []
@@ -173,7 +173,10 @@ def check_own_lines(loaded: Iterable[Loaded]) -> None:
                 why = f"{origin.file} {reason}"
             if lines and why:
                 message = f"`cluster.slurm.{name}` would run as you, and {why}"
-                hint = "read the lines above, and add --allow-setup; or copy the file, or give them on the command line"
+                hint = (
+                    "read the lines above, and add --allow-setup; or copy the file, or specify the lines on the "
+                    "command line"
+                )
                 found.append(Problem("not_own", message, f"cluster.slurm.{name}", hint))
         problems += one.composed.locate(found)
     if problems:

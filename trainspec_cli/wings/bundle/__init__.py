@@ -1,4 +1,5 @@
-"""A folder for installing trainspec and training offline: wheels, recipes, data and a list of its files."""
+"""Bundles: folders for installing trainspec and training offline, with wheels, recipes, data and a list of their
+files."""
 
 from trainspec_cli.wings.bundle.installer import (
     INSTALLER,

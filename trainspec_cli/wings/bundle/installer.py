@@ -77,7 +77,7 @@ class BundleRecord:
 
 
 class DamagedRecordError(Exception):
-    """bundle.json cannot be read; the message states the reason."""
+    """bundle.json cannot be used; the message states the reason."""
 
 
 def read_bundle(folder: Path) -> BundleRecord:
@@ -110,7 +110,7 @@ def read_bundle(folder: Path) -> BundleRecord:
 
 
 def _field(content: Mapping[str, object], key: str, kind: type) -> Any:
-    """Return the field, whose type must be `kind`."""
+    """Return the field. Its type must be `kind`."""
     if not isinstance(content.get(key), kind):
         raise DamagedRecordError(f"has no `{key}` of Python's type {kind.__name__}")
     return content[key]
@@ -131,7 +131,7 @@ def examine(folder: Path) -> list[BundleFault]:
         return [BundleFault("bad_bundle", f"{folder / RECORD} {error}", hint)]
     faults = []
     for name, entry in sorted(record.files.items()):
-        again = f"copy {shlex.quote(name)} again from the original bundle, or make a new bundle: {record.command}"
+        again = f"copy {shlex.quote(name)} again from the original bundle, or create a new bundle: {record.command}"
         path = folder / name
         if not os.path.lexists(path):
             faults.append(BundleFault("missing_file", f"{path} is missing", again))
@@ -205,7 +205,7 @@ def platform_here() -> str:
 
 
 def install(folder: Path, record: BundleRecord, target: Path) -> None:
-    """Create the virtual environment `target`, which must not exist; it is removed if that fails.
+    """Create the virtual environment `target`, which must not exist yet. A failed installation is removed.
 
     pip runs from its wheel, because some Pythons lack ensurepip. It ignores user settings, because they may name an
     index."""
@@ -249,7 +249,7 @@ def main() -> int:
         install(folder, record, target)
     except (OSError, subprocess.CalledProcessError) as error:
         why = f"pip ended with exit code {error.returncode}" if hasattr(error, "returncode") else str(error)
-        hint = "see pip's output above; free some space, or choose a folder that you can write to"
+        hint = "see pip's output above; free up some space, or choose a folder that you can write to"
         return _print_faults([BundleFault("cannot_install", f"{target} could not be created: {why}", hint)])
     program = shlex.quote(str(target.absolute() / "bin" / "trainspec"))
     launches = record.launches or {"quickstart": ("recipe=quickstart",)}

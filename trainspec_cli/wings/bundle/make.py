@@ -1,8 +1,8 @@
 """Create a bundle: wheels, recipes and the files that their runs read, in a folder that appears only once it is
 complete.
 
-A run reads recipes, token files, tokenizers, weights and the user's own code. The copies have different paths, so the
-arguments for launching a recipe from the bundle's folder set the keys that contain those paths."""
+A run reads recipes, token files, tokenizers, weights and the user's own code. The copies have new paths. The launch
+arguments listed in the bundle set the keys that contain these paths."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ WEIGHTS = "weights"
 OF_RECIPES = (SUFFIX, ".json", ".jsonl")
 """Suffixes of recipe and group files."""
 GENERATED_SOURCES = ("python_stdlib", "phantom")
-"""Sources that every machine can generate. In a mixture with other sources, their tokens are copied as well, because
-all parts share a tokenizer."""
+"""Sources that every machine can generate itself. If a mixture also has other sources, their tokens are copied anyway,
+because all sources of a mixture share a tokenizer."""
 INDEX_SUFFIX = ".idx"
 _PAGE = """\
 # trainspec {version} without a network
@@ -64,7 +64,7 @@ does only that. pip reads no settings and no index.
 
 
 OnPart = Callable[[str, float], None]
-"""Takes the name of the current task and the completed fraction of all work."""
+"""Called with the name of the current task and the completed fraction of all work."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class WantedRecipe:
 @dataclass(frozen=True)
 class WantedBundle:
     targets: tuple[WheelTarget, ...]
-    """All of them have the same Python version."""
+    """All targets have the same Python version."""
     extras: tuple[str, ...]
     recipes: tuple[WantedRecipe, ...]
     wheels: Path | None
@@ -87,7 +87,8 @@ class WantedBundle:
 
 
 def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tuple[BundleRecord, list[str]]:
-    """Write `folder`, which must be missing or empty. Return its record, and notes on what else its recipes need.
+    """Write `folder`, which must be missing or empty. Return the bundle's record, and notes on what else its recipes
+    need.
 
     Raises FileExistsError if another process has filled it in the meantime, MachineError for missing wheels or a full
     disk, and the errors of `copy_run_files` and `download`. In these cases, the folder is removed."""
@@ -140,7 +141,7 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
                 path.relative_to(bundle).as_posix(): BundledFile(sha256_of(path), path.stat().st_size) for path in files
             },
         )
-        # This comes last, because it contains the digests of all other files.
+        # The record is written last, because it contains the digests of all other files.
         write_json(bundle / RECORD, to_plain(record))
     return record, notes
 
@@ -150,7 +151,7 @@ def _part_of(recipe: str, on_progress: OnPart) -> OnProgress:
     return lambda phase, done, _: on_progress(f"{recipe}: {phase}", 0.7 + 0.2 * done)
 
 
-# The files that a recipe's run reads
+# The files that a run of a recipe reads
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def copy_run_files(
     Raises the errors of `prepare`, and RecipeError if the run starts from another run, whose weights would have to be
     exported."""
     if spec.init.run is not None:
-        message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain runs"
+        message = f"`init.from` is the run {spec.init.from_}; a bundle cannot contain a run"
         hint = f"run trainspec export {spec.init.from_} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("unsupported", message, "init.from", hint))
     settings = []
@@ -204,7 +205,7 @@ def copy_run_files(
 
 
 def _copy_tokens(name: str, data: DataSpec, bundle: Path, on_progress: OnProgress | None) -> Iterator[str]:
-    """Copy each source's tokens (token files unchanged); yield the keys to set."""
+    """Copy each source's tokens (existing token files are copied unchanged); yield the keys to set."""
     groups = {"data": {"": data.parts[""]}} if "" in data.parts else {"data.mixture": dict(data.mixture)}
     groups["data.validation"] = dict(data.validation)
     parts = {(group, key): part for group, of_group in groups.items() for key, part in of_group.items()}

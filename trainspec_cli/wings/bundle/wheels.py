@@ -1,4 +1,4 @@
-"""The wheels of a bundle: their Python version and platforms, downloading them with pip, and finding missing ones."""
+"""The wheels of a bundle: select their Python version and platforms, download them with pip, and find missing ones."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 PIP = "pip"
 """A bundle also contains pip, because some Pythons lack ensurepip."""
 SOURCE_ONLY = ("antlr4-python3-runtime==4.9.*",)
-"""Dependencies that are available only as source: omegaconf 2.3 needs this one, which is pure Python."""
+"""Dependencies that are available only as source. omegaconf 2.3 needs antlr4, which is pure Python."""
 MAX_ROUNDS = 5
 """Maximum number of download rounds. More than one is needed because pip evaluates markers for the machine on which it
 runs, while other platforms have different requirements."""
 MAX_METADATA_BYTES = 2**22
 
 LEGACY = {(2, 17): "manylinux2014", (2, 12): "manylinux2010", (2, 5): "manylinux1"}
-"""Older platform names for glibc versions."""
+"""Older manylinux names by glibc version."""
 OLDEST_GLIBC = 5
 _LINUX = re.compile(r"manylinux_2_(\d+)_(\w+)")
 _MACOS = re.compile(r"macosx_(\d+)_(\d+)_(arm64|x86_64)")
@@ -56,7 +56,8 @@ class WheelTarget:
 
     @cached_property
     def platforms(self) -> tuple[str, ...]:
-        """The tags of all platforms whose wheels run there, newest first; pip does not add older ones itself."""
+        """The tags of all platforms whose wheels run on the target, newest first. pip itself does not add older
+        tags."""
         if found := _MACOS.fullmatch(self.platform):
             return tuple(mac_platforms((int(found[1]), int(found[2])), found[3]))
         found = _LINUX.fullmatch(self.platform)
@@ -69,7 +70,7 @@ class WheelTarget:
         return (*names, f"linux_{found[2]}")
 
     def supports(self, tags: frozenset[Tag]) -> bool:
-        """Return whether a wheel with these tags can be installed there."""
+        """Return whether a wheel with these tags can be installed on the target."""
         return not tags.isdisjoint(self._tags)
 
     @cached_property
@@ -104,8 +105,8 @@ def check_target(python: str, name: str) -> WheelTarget:
         message = f"--python is {python}, not a version such as {python_here()}"
         problems.append(Problem("wrong_type", message, "--python", f"pass --python {python_here()}"))
     if not (_LINUX.fullmatch(name) or _MACOS.fullmatch(name)):
-        message = f"no bundle can be made for --platform {name}"
-        hint = f"type one such as {EXAMPLES}; python3 -m pip debug --verbose lists those of a machine"
+        message = f"no bundle can be created for --platform {name}"
+        hint = f"specify one such as {EXAMPLES}; python3 -m pip debug --verbose lists a machine's platforms"
         problems.append(Problem("unknown_value", message, "--platform", hint))
     if problems:
         raise RecipeError(problems)
@@ -116,7 +117,7 @@ def python_here() -> str:
     return "{}.{}".format(*sys.version_info[:2])
 
 
-# The metadata of a wheel
+# Wheel metadata
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def download(
 ) -> None:
     """Fill `folder` with the wheels of trainspec and its dependencies for each target.
 
-    pip downloads them according to its settings, or takes them only from the folder `source`. Wheels that are built are
+    pip downloads them according to its settings, or only takes them from the folder `source`. Newly built wheels are
     written to the empty folder `staging`. Raises RecipeError for an unsupported Python or extra, and MachineError for
     missing wheels."""
     if find_spec(PIP) is None:
@@ -235,8 +236,7 @@ def download(
         here = (python_here(), sys.platform, platform.machine())
         is_this_system = here == (target.python, target.markers["sys_platform"], target.markers["platform_machine"])
         requested = [f"{own.file}{of_extras}", PIP]
-        # pip evaluates markers for the machine on which it runs. Repeat with what the target still lacks until nothing
-        # is missing.
+        # pip evaluates markers for the machine on which it runs, so download again whatever the target still lacks.
         for _ in range(MAX_ROUNDS):
             on_step(f"wheels for {target.platform}")
             _pip(["download", "--dest", str(folder), *aim, *sources, *requested], on_step, target)
@@ -251,7 +251,7 @@ def download(
             names = ", ".join(sorted({str(requirement) for requirement in missing}))
             message = f"there are no wheels for {target.platform} with Python {target.python} of {names}"
             hint = (
-                f"download them with a network: pip download --only-binary :all: --platform {target.platform} "
+                f"with a network, download them: pip download --only-binary :all: --platform {target.platform} "
                 f"--python-version {target.python} --dest FOLDER NAME; then trainspec bundle OUT --wheels FOLDER"
             )
             raise MachineError(Problem("missing_wheel", message, hint=hint, environment=True))
@@ -280,8 +280,8 @@ def own_wheel(staging: Path, source: Path | None, on_step: OnLine) -> Wheel:
         try:
             _pip(order, on_step)
         except MachineError as error:
-            what = f"no wheel could be built from {CHECKOUT}" if is_checkout else f"pip has no {order[-1]}"
-            hint = "put a wheel of trainspec into a folder with all others, and pass --wheels FOLDER"
+            what = f"building a wheel failed in {CHECKOUT}" if is_checkout else f"pip has no {order[-1]}"
+            hint = "put a trainspec wheel into a folder with all other wheels, and pass --wheels FOLDER"
             message = f"{what}: {error.problems[0].message}"
             raise MachineError(Problem("no_own_wheel", message, hint=hint, environment=True)) from error
         found = sorted(staging.glob(f"{NAME}-*.whl"))
@@ -302,7 +302,7 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
                 elif line.startswith("ERROR: "):
                     errors.append(line.removeprefix("ERROR: ").strip())
         except BaseException:
-            # A pip process that is still running would recreate the folder after it is removed.
+            # A pip process that is still running would recreate the removed folder.
             pip.kill()
             pip.wait()
             raise
@@ -310,14 +310,14 @@ def _pip(arguments: Sequence[str], on_step: OnLine, target: WheelTarget | None =
         return
     reason = " ".join(errors) or "see pip download"
     if "No space left on device" in reason:
-        hint = "free some space on the disk of OUT, or choose another folder"
+        hint = "free up some space on the disk of OUT, or choose another folder"
         raise MachineError(
             Problem("disk_full", f"the disk is too small for the wheels: {reason}", hint=hint, environment=True)
         )
     of_target = f" for {target.platform} with Python {target.python}" if target else ""
     hint = (
-        "choose a --platform that has wheels (a newer manylinux), or a folder of wheels: --wheels FOLDER; pip config "
-        "list and PIP_INDEX_URL show pip's index"
+        "choose a --platform that has wheels (a newer manylinux), or pass a folder of wheels: --wheels FOLDER; "
+        "pip config list and PIP_INDEX_URL show pip's index"
     )
     message = f"pip could not download the wheels{of_target}: {reason}"
     raise MachineError(Problem("missing_wheel", message, hint=hint, environment=True))

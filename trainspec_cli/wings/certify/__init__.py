@@ -1,2 +1,2 @@
-"""The open training spec and its judge. Every clause is measured with real runs of the engine, which is not
+"""Certification against the open training spec. Every clause is measured in real runs of the engine, which is not
 imported."""

@@ -1,7 +1,7 @@
-"""The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules reject illegal ones.
+"""The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules reject illegal plans.
 
-Its axes are model families, layouts, ways to save memory or bits, the non-default kernels that this chip supports, and
-changes during a trainer run."""
+The axes of the matrix are model families, layouts, ways to save memory or bits, the non-default kernels that this chip
+supports, and changes during a trainer run."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ from trainspec_cli.run.recovery.memory import build_ladder
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
-"""fp8: linear layers multiply in fp8, and everything else is in bf16."""
+"""fp8: linear layers multiply in fp8, and everything else uses bf16."""
 Optimizer = Literal["sgd", "adamw", "even_adamw"]
 STEPS = 20
 SAVE_AT = 10
 CLIP_FROM = 10
-"""The first step with clipping, with plain gradient descent."""
+"""The first step that clips gradients, in runs with plain gradient descent."""
 CLIP_NORM = 0.1
-"""Smaller than the gradient norm of any family."""
+"""Smaller than the gradient norm of any family, so that every step clips."""
 RAMP = ((0, 4), (12, 8), (28, 12))
-"""The schedule of a growing batch: (number of samples trained so far, batch size from then on)."""
+"""Batch-size schedule of a run with a growing batch: (samples trained on so far, batch size from then on)."""
 RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
-"""The batch sizes of the steps in that schedule."""
+"""The batch size of each step of `RAMP`."""
 LIVE_STEPS = 14
 """Number of steps of a live run, during which the trainer makes changes."""
 EVERY_STEPS = 2
-"""Number of steps between its changes."""
+"""Number of steps between two changes in a live run."""
 SAVE_EVERY_STEPS = 3
-"""A killed run has a checkpoint of the step before its second change, in the layout after its first."""
+"""Checkpoint interval of a live run. A killed run then has a checkpoint from after its first change and before its
+second."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
-"""The step whose change fails or is interrupted by a kill."""
+"""The step in a live run whose change fails or is interrupted by a kill."""
 SHORT_AT = 5
-"""The step at which the run runs out of memory."""
+"""The step at which a live run runs out of memory."""
 FITTING_SAMPLES = 2
-"""The largest micro-batch, in samples, that fits from then on."""
+"""The largest micro-batch that fits after a live run has run out of memory, in samples."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Live:
     """The changes of a live run."""
 
     changes: tuple[Layout, ...] = ()
-    """The later layouts, in order. Each is used for `EVERY_STEPS` steps, and the last one until the end."""
+    """The layouts after the first one, in order. Each is used for `EVERY_STEPS` steps, and the last one until the
+    end."""
     disturbance: Literal["none", "killed", "move_oom", "oom"] = "none"
 
     def fault(self, ranks: int) -> str:
@@ -94,7 +96,7 @@ class Case:
     offload: Offload = "none"
     compile: bool = False
     micro_batch_size: int = 4
-    """Number of samples per micro-batch, or per rank if that is less."""
+    """Number of samples per micro-batch. Less if a rank has fewer samples."""
     optimizer: Optimizer = "sgd"
     unequal_shares: bool = False
     """Assign nearly all samples to the first data-parallel rank, so that other ranks have empty micro-batches."""
@@ -134,7 +136,7 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The case with the same arithmetic in a single process."""
+        """The same computation as this case, in a single process."""
         return Case(
             self.family,
             compute=self.compute,
@@ -226,7 +228,7 @@ COMPRESSED = (
 )
 """Layouts that exchange compressed gradients."""
 MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
-"""Pipelines where layers move between stages."""
+"""Pipelined layouts in which layers move between stages."""
 TOURS = (
     (
         *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
@@ -239,8 +241,8 @@ TOURS = (
 )
 """Layouts that a run goes through in order, skipping those that are illegal for its family."""
 SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
-"""Layouts where the run runs out of memory. With gpipe, all messages between stages arrive before the first
-backward, so that a restart within the process leaves none behind."""
+"""Layouts in which a run runs out of memory. With gpipe, all messages between stages arrive before the first backward,
+so a restart within the process leaves no message behind."""
 COMPRESSED_FAMILIES = ("dense", "moe")
 """Two families suffice, because compression does not depend on the model, except that experts have a separate
 exchange."""
@@ -253,7 +255,7 @@ FP8_FAMILY = "dense"
 
 
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
-    """Return the valid cases for each clause that has separate cases, on at most `max_processes` processes.
+    """Return the valid cases for each clause that has cases of its own, with at most `max_processes` processes.
 
     `with_fp8`: whether torchao is installed, so that linear layers can compute in fp8."""
     by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
@@ -303,7 +305,8 @@ def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, L
 
 
 def moves(layout: Layout, num_layers: int) -> tuple[Layout, ...]:
-    """Return the layer splits of a two-stage pipeline in order: layers move one way, then the other way, then back."""
+    """Return the layer splits of a two-stage pipeline, in order: layers move in one direction, then in the other, then
+    back."""
     cuts = ((num_layers - 1, 1), (1, num_layers - 1), None)
     return tuple(replace(layout, stage_layers=cut) for cut in cuts)
 
@@ -339,15 +342,14 @@ def refusals(case: Case) -> tuple[Problem, ...]:
 # Kernels as an axis of the matrix
 
 UPDATE = "adamw"
-"""The operation that updates weights; all others affect the gradients."""
+"""The operation that updates weights. All other operations affect the gradients."""
 SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
-"""The family where an operation is measured in several layouts; `dense` for all other operations."""
+"""The family in which an operation is measured in several layouts; `dense` for all operations not listed here."""
 FP8 = "fp8"
 
 
 EMULATED = "emulated"
-"""The feature listed in a certificate that was measured on the emulated accelerator, which does not compile
-anything."""
+"""The feature in a certificate that was measured on the emulated accelerator, which does not compile anything."""
 
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
@@ -384,8 +386,8 @@ def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: b
 
 
 def _has(model: ModelSpec, operation: str) -> bool:
-    """Return whether a model uses an operation. For a model that does not use it, recipe rules reject all but attention
-    and SwiGLU."""
+    """Return whether a model uses an operation. If it does not, recipe rules reject kernels for it, except for
+    attention and SwiGLU."""
     if operation not in ("attention", "swiglu"):
         return True
     if not has_layer_list(model):

@@ -1,9 +1,9 @@
 """Write, sign and verify certificates.
 
-`derive` computes every statement in a certificate that follows from its measurements, both when writing and when
-reading it. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its owner can read, such
-as `ssh-keygen -t ed25519` creates. A public key is one line in OpenSSH format, with the fingerprint printed by
-`ssh-keygen -l`."""
+`derive` computes every statement in a certificate that follows from its measurements. It is used both to write and to
+verify certificates. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH) that only its owner can
+read, such as `ssh-keygen -t ed25519` creates. A public key is one line in OpenSSH format, with the fingerprint printed
+by `ssh-keygen -l`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "trainspec.certificate/3"
 FIRST_SCHEMA = "trainspec.certificate/1"
-"""The first schema has no signer, and its findings lack values that later schemas have."""
+"""The first schema has no signer, and its findings lack values that later schemas include."""
 MAY_BE_MISSING = ("PERF-1",)
-"""Clauses that may be missing in a complete certificate, because the planner may have no prediction for the machine."""
+"""Clauses that a complete certificate may omit, because the planner may have no prediction for the machine."""
 
 
 def write_certificate(
@@ -79,10 +79,11 @@ def write_certificate(
 
 
 def derive(raw: Certificate) -> Certificate:
-    """Return the certificate with everything that follows from its measurements: findings, clauses, verdict, `whole`.
+    """Return the certificate after recomputing everything that follows from its measurements: findings, clauses,
+    verdict, `whole`.
 
-    Measurements (the values in findings, declined cases, the machine, versions and dates) are kept. So are the findings
-    in the first schema, whose values do not suffice to compute them."""
+    Measurements (the values in findings, declined cases, the machine, versions and dates) are kept. Findings in the
+    first schema are also kept, because their values do not suffice to compute them."""
     findings = raw.findings
     levels = {clause.id: (clause.level, clause.title) for clause in raw.clauses}
     if raw.schema != FIRST_SCHEMA:
@@ -132,7 +133,7 @@ def _number(value: float | str) -> float | str:
 
 
 def is_whole(made: Certificate) -> bool:
-    """Return whether the certificate has exactly one finding for each case in the spec, given its number of
+    """Return whether the certificate has exactly one finding for each case that the spec requires with its number of
     processes."""
     launched = set() if made.engine else {*SECURITY, *LEVELS}
     found = [(finding.clause, finding.case) for finding in made.findings if finding.clause not in launched]
@@ -186,7 +187,7 @@ def read_key(file: Path) -> Ed25519PrivateKey:
     try:
         content = read_private(file, MAX_KEY_BYTES)
     except OSError as error:
-        hint = f"run chmod 600 {shlex.quote(str(file))}, or make a key with {MAKE_KEY}"
+        hint = f"run chmod 600 {shlex.quote(str(file))}, or create a key with {MAKE_KEY}"
         message = f"the key {file} cannot be read: {error.strerror}"
         raise MachineError(Problem("secret", message, "--key", hint, file=str(file), environment=True)) from error
     is_openssh = content.startswith(b"-----BEGIN OPENSSH")
@@ -194,9 +195,9 @@ def read_key(file: Path) -> Ed25519PrivateKey:
     try:
         key = load(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _no_key(file, "holds no private key that can be read; keys with a password are not supported") from error
+        raise _no_key(file, "contains no readable private key; keys with a password are not supported") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise _no_key(file, "holds a key that is not Ed25519")
+        raise _no_key(file, "contains a key that is not Ed25519")
     return key
 
 
@@ -213,18 +214,18 @@ def read_fingerprint(wanted: str) -> str:
         hint = f"pass the file of a public key, or its fingerprint ({FINGERPRINT}...)"
         raise RecipeError(Problem("bad_key", f"--key: {error}", "--key", hint)) from error
     except NoKeyError as error:
-        raise _no_key(file, f"holds no public key: {error}") from error
+        raise _no_key(file, f"contains no public key: {error}") from error
 
 
 def _no_key(file: Path, why: str) -> RecipeError:
-    return RecipeError(Problem("bad_key", f"{file} {why}", hint=f"make one with {MAKE_KEY}", file=str(file)))
+    return RecipeError(Problem("bad_key", f"{file} {why}", hint=f"create one with {MAKE_KEY}", file=str(file)))
 
 
 def _fingerprint_of(line: str) -> str:
     """Return the fingerprint `SHA256:...` of a public key in OpenSSH format. Raises NoKeyError."""
     words = line.split()
     if len(words) < 2 or words[0] != "ssh-ed25519":
-        raise NoKeyError("a public key is a line that begins with ssh-ed25519")
+        raise NoKeyError("a public key is a line that starts with ssh-ed25519")
     try:
         content = base64.b64decode(words[1], validate=True)
     except (binascii.Error, ValueError) as error:
@@ -293,9 +294,9 @@ def verify(file: Path, signed_by: str = "") -> Certificate:
         raise _refused(file, "was altered: its digest does not match its content")
     try:
         certificate = read_record(Certificate, body)
-    except FieldError as error:  # a valid digest proves nothing, because anyone can compute one
+    except FieldError as error:  # a valid digest proves nothing, because anyone can compute it
         raise _refused(file, f"is damaged: {error}") from error
-    if schema == FIRST_SCHEMA:  # this schema has no such fields, even if the file has them
+    if schema == FIRST_SCHEMA:  # ignore these fields, which the schema does not have
         certificate = replace(certificate, machine_id="", signer=None, signature="")
     signer = certificate.signer
     if signer is None and certificate.signature:
@@ -321,7 +322,7 @@ def _contradiction(certificate: Certificate) -> str | None:
         if (certificate.spec_version, certificate.spec_sha256) != (spec_version(), spec_sha256()):
             made_by = certificate.versions.get("trainspec", "that made it")
             return (
-                f"was made for the training spec {certificate.spec_version} ({certificate.spec_sha256[:16]}), and this "
+                f"is for the training spec {certificate.spec_version} ({certificate.spec_sha256[:16]}), and this "
                 f"trainspec has {spec_version()} ({spec_sha256()[:16]}): verify it with trainspec {made_by}"
             )
         known = set(clauses)
@@ -333,12 +334,12 @@ def _contradiction(certificate: Certificate) -> str | None:
         path = f"findings[{number}]"
         if finding.clause not in known:
             return f"contradicts itself: {path}.clause is {finding.clause!r}, which the spec does not have"
-        if certificate.schema == FIRST_SCHEMA and finding.clause in clauses:  # `derive` does not compute its findings
+        if certificate.schema == FIRST_SCHEMA and finding.clause in clauses:  # `derive` keeps these as stated
             again = make_finding(finding.clause, finding.case, finding.figures)
             if finding.bound != again.bound:
                 return f"contradicts the spec: {path}.bound is {finding.bound}, not {again.bound}"
             if finding.passed and again.bound is not None and not again.measured <= again.bound:
-                return f"contradicts itself: {path}.passed is True, but its figures exceed the bound"
+                return f"contradicts itself: {path}.passed is True, but its values exceed the bound"
     for number, clause in enumerate(certificate.clauses):
         level = clauses.get(clause.id, clause.level)
         if clause.level != level:
@@ -348,7 +349,8 @@ def _contradiction(certificate: Certificate) -> str | None:
 
 
 def _first_difference(stated: JsonValue, follows: JsonValue, path: str = "") -> str | None:
-    """Return the path of the first value that differs, with what is stated and what follows from the findings."""
+    """Return the path of the first value that differs, with the stated value and the one that follows from the
+    findings."""
     if isinstance(stated, dict) and isinstance(follows, dict):
         pairs = [(f"{path}.{key}" if path else key, stated.get(key), follows.get(key)) for key in stated | follows]
     elif isinstance(stated, list) and isinstance(follows, list) and len(stated) == len(follows):

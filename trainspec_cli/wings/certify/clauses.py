@@ -1,4 +1,4 @@
-"""The clauses of SPEC.md, and how the values of a finding determine whether its clause is kept, and with which grade.
+"""The clauses of SPEC.md, and how measured values determine whether a clause is kept, and its grade.
 
 `make_finding` derives a finding from its values, both when measuring and when verifying a certificate. A certificate
 therefore cannot state anything that contradicts its values."""
@@ -33,7 +33,7 @@ class Clause:
 @lru_cache
 def spec_version() -> str:
     found = _VERSION.search(SPEC.read_text(encoding="utf-8"))
-    assert found, "SPEC.md begins with its version"
+    assert found, "SPEC.md starts with its version"
     return found.group(1)
 
 
@@ -55,16 +55,16 @@ GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 WHOLE_GRADIENT_BOUND = 1e-6
 WEIGHT_BOUND = 1e-4
-"""Bounds of NUM-7 and NUM-8 over all parameters together."""
+"""NUM-7 and NUM-8 apply these bounds to the error of all parameters together."""
 LIVE_BOUND = 1e-6
 FORMAT_FACTOR = 2.0
-"""Bound of NUM-3, as a multiple of the error of the format itself."""
+"""Bound of NUM-3, as a multiple of the rounding error of the number format."""
 EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
-"""Bounds of COMM-1 over all parameters together, by format."""
+"""Bounds of COMM-1 on the error of all parameters together, by wire format."""
 EXCHANGES = 64
-"""Number of exchanges in COMM-2."""
+"""Number of exchanges that COMM-2 averages."""
 WAITING = 8
-"""Maximum rounding loss that remains to be added after those exchanges, in units of one exchange."""
+"""In COMM-2, the maximum rounding loss still to be sent after all exchanges, in units of one exchange."""
 
 SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
 AS_THEY_MUST_BE = "as they must be"
@@ -75,13 +75,13 @@ FACTS = {
     "LIVE-4": ("steps", "starts", "layouts"),
     "LIVE-5": ("steps", "starts", "micro-batches", "samples"),
 }
-"""Conditions that a run must fulfil for each live clause, in addition to its bounds."""
+"""Conditions that a run must meet for each live clause, in addition to its bounds."""
 GRADES = ("A", "B", "C")
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The bounds of a value for the grades A, B and C."""
+    """The bounds of a measured value for the grades A, B and C."""
 
     figure: str
     bounds: tuple[float, float, float]
@@ -111,10 +111,10 @@ _PROCESSES = re.compile(r"^(\d+)-processes$")
 
 
 def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: bool = False) -> Finding:
-    """Return the finding that follows from the measured values; the value compared with the bound comes first.
+    """Return the finding that follows from the measured values. The value compared with the bound comes first.
 
-    A value that follows from others is computed here, regardless of `figures`. A missing value breaks the clause.
-    `of_engine`: whether another engine was measured, whose protocol reports fewer values."""
+    Values that follow from others are always computed, even if `figures` contains them. A missing value breaks the
+    clause. `of_engine`: whether another engine was measured, whose protocol reports fewer values."""
     numbers = _Numbers(figures)
     finding = Finding(clause, case, passed=False, figures=dict(figures))
     if clause in LEVELS:
@@ -130,7 +130,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
             value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
         else:
             value = numbers[levels.figure]
-        # A missing figure grades as the worst, also where higher is better.
+        # A missing value gets the worst grade, also if higher is better.
         value = value if math.isfinite(value) or not levels.rises else 0.0
         grade = levels.grade(value)
         ordered = {levels.figure: value, **{name: one for name, one in figures.items() if name != levels.figure}}
@@ -138,7 +138,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
     if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
         return _bounded(finding, "worst_gradient_error", numbers["worst_gradient_error"], GRADIENT_BOUND)
     if clause == "NUM-2":
-        # Every later step must clip, because only then does a gradient clipped by the norm of one part differ.
+        # Every later step must clip. Otherwise, clipping by the norm of only one part of the gradient might not show.
         clipped = of_engine or CLIP_NORM < numbers["least_clipped_norm"] < math.inf
         return _bounded(finding, "worst_loss_error", numbers["worst_loss_error"], LOSS_BOUND, kept=clipped)
     if clause == "CKPT-2":
@@ -153,7 +153,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
         kept = clause != "NUM-8" or figures.get("samples") == "each once"
         return _bounded(finding, "worst_of_bound", worst, 1.0, kept=kept)
     if clause in ("COMM-1", "COMM-2"):
-        # The case's name states the format and the exchanges. Without a format in the name, no bound is fulfilled.
+        # The case's name states the format and the number of exchanges. Without a format in the name, no bound is met.
         form = _FORMAT.search(case)
         exchanges = _EXCHANGES.search(case)
         count = int(exchanges.group(1)) if exchanges else 1
@@ -185,7 +185,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
 
 
 class _Numbers:
-    """Access to measured values as numbers; infinite if a value is missing or is not a number."""
+    """Access to measured values as numbers. A missing or non-numeric value is infinite."""
 
     def __init__(self, figures: Mapping[str, Figure]):
         self._figures = figures
@@ -198,7 +198,7 @@ class _Numbers:
 
 def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: bool = True) -> Finding:
     """Return the finding with `value` first and compared with the bound. `kept`: whether all other conditions are
-    fulfilled."""
+    met."""
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)

@@ -1,4 +1,4 @@
-"""The models on which the clauses are measured: small models that have every feature of their family."""
+"""The models on which the clauses are measured: small models with every feature of their families."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FAMILIES: dict[str, ModelSpec] = {
 }
 
 LOSSES: dict[str, TrainSection] = {}
-"""Families with a user-defined loss, and the recipe section that names the loss."""
+"""Families with a user-defined loss, and the recipe section that specifies the loss."""
 
 
 PLAIN_DECODER = _decoder()
@@ -82,8 +82,8 @@ PLAIN_DECODER = _decoder()
 
 
 def measure_alone(name: str, model: ModelSpec, loss: TrainSection | None = None) -> None:
-    """In this process, measure the clauses only on this model. `loss`: the recipe section that may name a user-defined
-    loss."""
+    """Use only this model for all measurements in this process. `loss`: the recipe section that may specify a
+    user-defined loss."""
     FAMILIES.clear()
     LOSSES.clear()
     FAMILIES[name] = model

@@ -47,8 +47,8 @@ class ClauseCheck:
     def runs(self) -> tuple[Run, ...]:
         case = self.run.case
         if self.clause == "NUM-3":
-            # Runs in a single process: one in the case's format, which shows the error of the format itself, and one in
-            # fp64.
+            # Two single-process runs are needed: one in the case's format, which shows the error of the format itself,
+            # and one in fp64.
             exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
             return (self.run, Run(case.reference, losses=False), Run(exact, losses=False))
         if self.clause == "NUM-6":
@@ -72,7 +72,7 @@ def undisturbed(case: Case) -> Case:
 def checks(
     max_processes: int, only: Sequence[str] = (), *, on_gpu: bool = False, features: Collection[str] | None = None
 ) -> list[ClauseCheck]:
-    """Return the checks of the matrix, or those whose clause, case or family matches a pattern in `only`.
+    """Return all checks of the matrix, or only those whose clause, case or family matches a pattern in `only`.
 
     `features`: the kernels and formats listed in a machine's certificate; None: those of this machine."""
     found = []
@@ -117,7 +117,7 @@ def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[Claus
 
 
 KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
-"""Layouts whose runs are repeated, and also stopped and resumed."""
+"""Layouts whose runs are repeated, and in which a run is also stopped and resumed."""
 MOVES = (
     (Layout(dp_shard=2), Layout(tp=2)),
     (Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv")),
@@ -127,11 +127,11 @@ MOVES = (
     (Layout(dp_shard=2, ep=2), Layout()),
     (Layout(cp=2), Layout(dp_shard=2, ep=2)),
 )
-"""Pairs of layouts: a run is saved in the first one and continued in the second."""
+"""Pairs of layouts: a run saves in the first layout and continues in the second."""
 
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
-    """Return the finding of a check, based on its runs' measurements."""
+    """Return the finding of a check from the measurements of its runs."""
     return make_finding(check.clause, check.run.name, _figures(check, results))
 
 
@@ -141,7 +141,7 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     reference = results[check.runs[-1]]
     trained = found.result.trained
     if clause in LIVE_CLAUSES:
-        # Conditions that the run must fulfil, and its errors or digests.
+        # A live run must meet conditions, in addition to the bounds on its errors or its equal digests.
         case = check.run.case
         found, reference = (results[run] for run in check.runs)
         live = found.result.live
@@ -154,10 +154,10 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
         if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
             facts["layouts"] = live.layouts == planned_layouts(case)
         if check.clause in ("LIVE-1", "LIVE-2"):
-            # A change must move the state between processes without writing it to disk.
+            # A change must move state directly between processes, without writing it to disk.
             facts["disk"] = live.written_bytes == 0
         elif check.clause == "LIVE-3":
-            # The second start must read the newest checkpoint.
+            # The second start must resume from the newest checkpoint.
             newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
             facts["starts"] = live.starts == (0, newest)
         elif check.clause == "LIVE-4":
@@ -200,11 +200,12 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     if clause == "CKPT-2":
         return {"worst_loss_error": loss_error(found.losses, reference.losses[SAVE_AT:])}
     if clause in ("COMM-1", "COMM-2"):
-        # A compressed block's error is spread over all parameters in the block, so only the full gradient is bounded.
+        # The error of a compressed block spreads over all of the block's parameters, so only the full gradient is
+        # bounded.
         return {"gradient_error": whole_error(found.gradients, reference.gradients)}
     if clause == "NUM-7":
-        # Gradients of small parameters (norms before a convolution) are sums that cancel, so the full gradient is
-        # judged.
+        # Gradients of small parameters (norms before a convolution) are sums whose terms cancel, so only the full
+        # gradient is judged.
         gradient_error = whole_error(found.gradients, reference.gradients)
         return {"gradient_error": gradient_error, **_training_figures(found, reference)}
     figures = _training_figures(found, reference)
@@ -223,7 +224,7 @@ def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
 
 
 def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
-    """Return the error of the parameter whose error is largest relative to that of the format itself."""
+    """Return the error of the parameter with the largest error relative to the error of the number format itself."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
     usual = sorted(of_format.values())[len(of_format) // 2]
@@ -232,7 +233,7 @@ def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
 
 
 def _training_figures(found: Measured, reference: Measured) -> Figures:
-    """Compare losses and weights with those of the reference."""
+    """Compare losses and weights with those of the reference run."""
     return {
         "worst_loss_error": loss_error(found.losses, reference.losses),
         "weight_error": whole_error(found.weights, reference.weights),

@@ -1,4 +1,4 @@
-"""Measure the clauses that need launches like a user's: security and performance levels.
+"""Measure the clauses that need launches like those of a user: security and performance.
 
 For security, an untrusted client connects to a run's ports, and the run's files are altered. For performance, short
 runs, links and disks are graded."""
@@ -43,17 +43,18 @@ RECIPE = ("recipe=quickstart",)
 STEPS = 36
 SAVE_EVERY = 12
 KILLED_AT = 30
-"""The length of a run in steps, its checkpoint interval, and the step after which a rank is killed."""
+"""The run's length in steps, its checkpoint interval, and the step after which one of its ranks is killed."""
 SHORT = (
     *("sample.prompt=", "train.eval_interval_steps=null", "checkpoint.keep_last=1"),
     "optim.schedule.kind=constant",
 )
-"""Overrides that skip slow work that is not measured. So few steps are too short for a warm-up schedule."""
+"""Overrides that skip slow work that is not measured. The warm-up schedule is also off, because the runs are too short
+for it."""
 TIMEOUT_S = 900.0
 
 ATTACKED_STEPS = 40
 ATTACKED_AT = 5
-"""The length in steps of the run that is attacked, and the step after which the attack starts."""
+"""The length in steps of the attacked run, and the step after which the attack starts."""
 IDLE = 32
 """Number of idle connections that the untrusted client keeps open at each port."""
 ATTACKED_RECIPE = (
@@ -93,7 +94,7 @@ def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[
     if end.exit_code != 0:
         how = "did not end in time" if end.exit_code is None else f"ended with {end.exit_code}"
         typed = shlex.join(["trainspec", "launch", *arguments])
-        problem = Problem("run_failed", f"the run {name} {how}\n\n{end.output}", hint=f"try it by itself: {typed}")
+        problem = Problem("run_failed", f"the run {name} {how}\n\n{end.output}", hint=f"run it separately: {typed}")
         raise MachineError(problem)
 
 
@@ -101,10 +102,11 @@ def launch(bench: Bench, name: str, arguments: Sequence[str], on_tick: Callable[
 
 
 def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the given clauses. Raises MachineError if a run fails, and Interrupted if a stop was requested."""
+    """Measure the given performance clauses. Raises MachineError if a run fails, and Interrupted if a stop was
+    requested."""
     if not clauses:
         return []
-    # A single run with all processes serves both the speed clauses and PERF-4: one rank is killed near its end.
+    # One run with all processes serves both the speed clauses and PERF-4. One of its ranks is killed near its end.
     killed = f"fault=kill(rank={bench.processes - 1},step={KILLED_AT})"
     more = (killed, f"checkpoint.interval_steps={SAVE_EVERY}")
     together = _launched(bench, "together", bench.processes, bench.batch, more)
@@ -134,7 +136,7 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
         lost_steps = float(first.lost_steps or 0)
         figures["PERF-4"] = {"recovery_s": first.stall_s, "lost_steps": lost_steps, "kind": first.kind}
     if "PERF-5" in clauses:
-        # The disk being tested is the one with the certification folder.
+        # The tested disk is the one with the certification folder.
         plan = read_plan(together).as_one_group
         request = CheckpointRatesRequest(plan, str(bench.folder.absolute() / "performance" / "checkpoints"))
         rates = run_tool(CHECKPOINT_RATES, request, torchrun(plan, bench.machine), on_tick=bench.on_tick)
@@ -159,7 +161,7 @@ def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequenc
 
 
 def _steps(run: RunDir) -> list[StepEvent]:
-    """Return the steps of a run except for the first ones, which compile and allocate."""
+    """Return the steps of a run without the first ones, which compile and allocate."""
     return [event for event in read_sound(run.events(0)) if isinstance(event, StepEvent)][WARMUP_STEPS:]
 
 
@@ -177,7 +179,7 @@ def _scaling(bench: Bench, together: RunDir) -> Figures:
 
 @contextmanager
 def _on_cores(bench: Bench) -> Iterator[None]:
-    """If processes share the cores, limit processes started in the block to one process's part of them."""
+    """If processes share the cores, limit processes started in this block to one process's share of the cores."""
     if bench.machine.gpu_names or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -247,7 +249,8 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
-    """Measure the given clauses. Raises MachineError if a run fails, and Interrupted if a stop was requested."""
+    """Measure the given security clauses. Raises MachineError if a run fails, and Interrupted if a stop was
+    requested."""
     if not clauses:
         return []
     folder = bench.folder.absolute() / "security"
@@ -305,7 +308,7 @@ def judge_modes(root: Path) -> Figures:
 
 
 def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
-    """Alter a certificate, a checkpoint and a plan in one place each, and try to verify them or resume from them."""
+    """Alter a certificate, a checkpoint and a plan in one place each. Then try to verify them or resume from them."""
     # Anyone can compute the digest of a certificate with a different verdict.
     body = to_plain(write_certificate((), bench.machine, date="2026-01-01")) | {"verdict": "broken"}
     certificate = folder / "certificate.json"
@@ -316,7 +319,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
-        # Each alteration gets its own copy of the run, so that a resume encounters exactly one of them.
+        # Each alteration gets a separate copy of the run, so a resume encounters only this alteration.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

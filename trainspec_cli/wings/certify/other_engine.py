@@ -1,4 +1,4 @@
-"""Certify another engine through a small protocol; trainspec's engine computes the reference.
+"""Certify another engine through a small protocol. trainspec's own engine computes the reference.
 
 Requests and answers are JSON records, with tensors in safetensors files. The model and its tensors use Hugging Face
 names. docs/spec/engine-protocol.md describes the protocol. Answers are untrusted input, so every field is checked."""
@@ -46,21 +46,21 @@ SCHEMA = "trainspec.engine/1"
 REQUEST = "request.json"
 ANSWER = "answer.json"
 READ = "read.json"
-"""Marks the folder of a run whose answer has been read and found complete."""
+"""Marks a run whose answer has been read and found complete."""
 MODEL = "model"
 BATCHES = "batches.safetensors"
 TOKENS = "tokens"
 CHECKPOINT = "checkpoint"
 RUN_S = 1800.0
-"""Time limit for a run. Every run takes at most 20 steps of a small model, so an engine that needs longer, including
-compilation, is hanging."""
+"""Time limit for a run. A run takes at most 20 steps of a small model, so an engine that takes longer, even with
+compilation, hangs."""
 
 Asked = Literal["losses", "gradients", "weights"]
 
 
 @dataclass(frozen=True)
 class EngineOptimizer:
-    """The optimizer, as defined by torch under that name. All parameters share these settings."""
+    """The optimizer. Names and definitions are those of torch. All parameters share these settings."""
 
     name: Literal["sgd", "adamw"]
     lr: float
@@ -80,7 +80,7 @@ class EngineRequest:
     device: Device
     processes: int
     layout: Layout
-    """The parallelism degrees."""
+    """The degree of each kind of parallelism."""
     compute: Literal["fp32", "bf16"]
     recompute: Recompute
     compile: bool
@@ -95,7 +95,7 @@ class EngineRequest:
     """The run ends after this many steps in total, including those before `first_step`."""
     optimizer: EngineOptimizer
     clip_from: int | None
-    """The first step (counted from 0) whose gradient is clipped by its global norm to `clip_norm`; null: never."""
+    """The first step (counted from 0) whose gradient is clipped to the global norm `clip_norm`; null: never."""
     clip_norm: float
     asks: tuple[Asked, ...]
     save_after: int | None = None
@@ -119,7 +119,7 @@ class EngineAnswer:
     weights: str = ""
     """A file with the fp32 weights after the last step."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of the engine and its libraries, for the record."""
+    """Versions of the engine and its libraries, for the certificate."""
 
 
 # The runs that an engine is asked to carry out
@@ -135,9 +135,9 @@ LAYOUTS = (
 )
 """A single process, and each axis alone."""
 KEPT = (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))
-"""Layouts whose runs are repeated, and also stopped and resumed."""
+"""Layouts whose runs are repeated, and in which a run is also stopped and resumed."""
 MOVES = ((Layout(dp_replicate=2), Layout()), (Layout(dp_shard=2), Layout(dp_replicate=2)))
-"""Pairs of layouts: a run is saved in the first one and continued in the second."""
+"""Pairs of layouts: a run saves in the first layout and continues in the second."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class ProtocolRun:
     asks: tuple[Asked, ...] = ("gradients",)
     saves: bool = False
     resumes: ProtocolRun | None = None
-    """The run from whose checkpoint it starts."""
+    """The run whose checkpoint this run starts from."""
     repetition: int = 0
     """0 for the first run; n for its nth repetition."""
 
@@ -178,7 +178,7 @@ class EngineCheck:
     clause: str
     run: ProtocolRun
     baseline: ProtocolRun | None = None
-    """The engine's own run to compare with; None to compare with the reference from trainspec's engine."""
+    """The engine's own run to compare with; None to compare with trainspec's engine."""
 
     @property
     def runs(self) -> tuple[ProtocolRun, ...]:
@@ -224,7 +224,7 @@ EXACT = Run(Case(FAMILY, compute="fp64"), losses=False)
 
 @dataclass(frozen=True)
 class EngineToCheck:
-    """The command of another engine, and the checks to make."""
+    """The command that starts another engine, and the checks to perform."""
 
     command: tuple[str, ...]
     checks: tuple[EngineCheck, ...]
@@ -236,7 +236,7 @@ class EngineToCheck:
 
 
 def select_checks(command: str, only: Sequence[str], processes: int) -> EngineToCheck:
-    """Return the command and the checks, and restrict this process to a plain Llama, which other engines support.
+    """Return the command and the checks, and restrict this process to a plain Llama, which all engines support.
 
     Raises RecipeError if the command cannot be run, or if a pattern matches nothing."""
     why = ""
@@ -275,7 +275,7 @@ def measure_engine(
     results = measure((REFERENCE, OWN_BF16, EXACT), folder / "reference", machine, lambda done: None)
     model = PLAIN_DECODER
     root = folder / "engine"
-    # Every request refers to these files: the model with its initial weights, and the batches of all steps.
+    # All requests refer to these files: the model with its initial weights, and the batches of all steps.
     (root / MODEL).mkdir(parents=True, exist_ok=True)
     write_json(root / MODEL / "config.json", write_config(model, SEQ_LEN, "float32"))
     first = to_hugging_face(results[REFERENCE].first_weights, model)
@@ -349,7 +349,7 @@ class Answered:
 
 
 def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int], None]) -> dict[ProtocolRun, Answered]:
-    """Request all runs in order. Answers that an earlier certification has already read are not requested again.
+    """Request all runs in order, except those whose answers an earlier certification has already read.
 
     Raises WorkerError if an answer is wrong, MachineError if the command cannot be started, and Interrupted if a stop
     was requested."""
@@ -358,7 +358,7 @@ def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int]
         on_done(number)
         source = answered[run.resumes] if run.resumes else None
         if source is not None and source.declined:
-            answer = EngineAnswer(SCHEMA, f"the run whose checkpoint it starts from was declined: {source.declined}")
+            answer = EngineAnswer(SCHEMA, f"the run that provides its checkpoint was declined: {source.declined}")
             answered[run] = Answered(source.folder, answer, engine.shapes)
         else:
             answered[run] = ask(engine, run)
@@ -421,7 +421,7 @@ def ask(engine: Engine, run: ProtocolRun) -> Answered:
             for step, loss in enumerate(answer.losses):
                 if not math.isfinite(loss):
                     raise _wrong(folder, f"{path}: `losses[{step}]` is {loss}; a finite number is required")
-        # Reading the tensors checks them.
+        # Reading a tensor also checks it.
         if "gradients" in run.asks:
             _ = answered.gradients
         if "weights" in run.asks:
@@ -431,9 +431,11 @@ def ask(engine: Engine, run: ProtocolRun) -> Answered:
 
 
 def _read_tensors(folder: Path, field: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Read a file of fp32 tensors. Raises WorkerError with the file, the field and the tensor."""
+    """Read a file of fp32 tensors. The WorkerError for an invalid file names the file, the field and the tensor."""
     if not is_plain_name(name):
-        raise _wrong(folder, f"{folder / ANSWER}: `{field}` is {name!r}; the name of a file next to it is required")
+        raise _wrong(
+            folder, f"{folder / ANSWER}: `{field}` is {name!r}; the name of a file in the same folder is required"
+        )
     file = folder / name
     if not file.is_file():
         raise _wrong(folder, f"{folder / ANSWER}: `{field}` names {name}, which does not exist")
@@ -456,7 +458,7 @@ def _read_tensors(folder: Path, field: str, name: str, shapes: Mapping[str, tupl
 
 
 def _wrong(folder: Path, message: str) -> WorkerError:
-    hint = f"repeat this request by itself: COMMAND {folder / REQUEST}; docs/spec/engine-protocol.md has the protocol"
+    hint = f"repeat only this request: COMMAND {folder / REQUEST}; docs/spec/engine-protocol.md describes the protocol"
     return WorkerError(Problem("bad_answer", message, "--engine", hint, file=str(folder)))
 
 
@@ -465,7 +467,7 @@ def _wrong(folder: Path, message: str) -> WorkerError:
 
 @dataclass(frozen=True)
 class References:
-    """Gradients and losses of trainspec's engine; tensors have Hugging Face names."""
+    """Gradients and losses from trainspec's engine. The tensors have Hugging Face names."""
 
     gradients: Tensors
     losses: list[float]
@@ -476,7 +478,7 @@ class References:
 def judge_answers(
     check: EngineCheck, answers: Mapping[ProtocolRun, Answered], references: References
 ) -> Finding | NotOffered:
-    """Return the finding of a check, or that the engine declined one of its runs."""
+    """Return the finding of a check, or a record that the engine declined one of its runs."""
     for run in check.runs:
         if reason := answers[run].declined:
             return NotOffered(check.clause, check.run.name, reason)

@@ -1,8 +1,8 @@
-"""Runs of the certify worker: one torchrun job per number of processes carries out all runs of that size.
+"""Runs of the certify worker. One torchrun job per number of processes carries out all runs of that size.
 
-A certification's folder keeps its runs, so that an interrupted certification continues where it stopped.
-FOLDER/certification.json states the versions, the machine and the models. A certification that differs in any of them
-rejects the folder. FOLDER/NAME/ contains one run; an unfinished run is removed and repeated."""
+A certification keeps its runs in a folder, so that it can continue after an interruption. FOLDER/certification.json
+states the versions, the machine and the models. A certification in which any of these differ rejects the folder.
+FOLDER/NAME/ contains one run; an unfinished run is removed and repeated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEADER = "certification.json"
 LOCK = "lock"
 RESULT = "result.json"
 ASKED = "asked.json"
-"""The file with the request's digest, which distinguishes a kept run from another run with the same name."""
+"""The file with the request's digest. The digest distinguishes a kept run from another run with the same name."""
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -52,10 +52,10 @@ class Run:
     gradients: bool = True
     losses: bool = True
     resume: bool = False
-    """Save in the middle, and repeat the second half from that checkpoint."""
+    """Save a checkpoint in the middle, and repeat the second half from it."""
     continues: Run | None = None
     exchanges: int = 1
-    """Number of exchanges of the first batch's gradients; the run writes their mean."""
+    """Number of times to exchange the first batch's gradients; the run writes the mean of all exchanges."""
     inputs: bool = False
     """Also write the initial weights and the batches."""
     repetition: int = 0
@@ -80,8 +80,8 @@ class Run:
 
     @property
     def clips(self) -> bool:
-        """True if later steps clip. This is the case only for plain gradient descent, because adaptive optimizers hide
-        gradients that are off by a factor."""
+        """True if later steps clip gradients. This is only the case for plain gradient descent, because adaptive
+        optimizers hide gradients that are wrong by a constant factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
     def request(self, device: Device) -> CertifyRun:
@@ -166,7 +166,7 @@ def measure(
     Raises MachineError if a job fails, and Interrupted if a stop was requested."""
     wanted = list(dict.fromkeys(runs))
     device = device_of(machine)
-    # The models are so small that additional threads would only wait for each other.
+    # The models are so small that additional threads would mostly wait for one another.
     environment = {"OMP_NUM_THREADS": "1"} | ({DEVICE: on_device} if on_device else {})
     left = []
     for run in wanted:
@@ -176,7 +176,7 @@ def measure(
             if (kept / RESULT).is_file() and read_object(kept / ASKED) == digest:
                 continue
         except UnreadableFileError:
-            pass  # carry out the run again
+            pass  # carry out an unfinished run again
         if kept.exists():
             shutil.rmtree(kept)
         kept.mkdir(parents=True)
@@ -197,7 +197,7 @@ def measure(
             failed = next((run.name for run in batch if not (folder / run.name / RESULT).is_file()), batch[-1].name)
             problem = error.problems[0]
             message = f"the run {failed} failed: {problem.message}"
-            raise MachineError(replace(problem, message=message, hint=f"run it by itself: --only {failed}")) from error
+            raise MachineError(replace(problem, message=message, hint=f"run only this one: --only {failed}")) from error
         report_done()
     return {run: Measured(folder / run.name) for run in wanted}
 
@@ -207,12 +207,12 @@ def device_of(machine: Machine) -> Device:
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group runs by their number of processes, largest first; runs that continue others come after them."""
+    """Group runs by their number of processes, largest first. Runs that continue other runs come after them."""
     batches: list[list[Run]] = []
     for later in (False, True):
         stage = []
         for run in runs:
-            # A run that continues from a run with fewer processes waits for that run's job.
+            # A run that continues a run with fewer processes must wait for that run's job.
             source = run.continues.case.layout.world_size if run.continues else math.inf
             if (source < run.case.layout.world_size) is later:
                 stage.append(run)
@@ -227,8 +227,7 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a certification measures, and on which machine. All fields except `since` must match when it is
-    continued."""
+    """What a certification measures, and on which machine. To continue it, all fields except `since` must match."""
 
     trainspec: str
     code_sha256: str
@@ -240,9 +239,9 @@ class Subject:
     models_sha256: str
     """Digest of the models and losses on which the clauses are measured."""
     engine: str = ""
-    """The command of another engine; empty for trainspec's own engine."""
+    """The command that starts another engine; empty for trainspec's own engine."""
     since: str = ""
-    """The date of the first run."""
+    """The date on which the certification's first run was measured."""
 
 
 def subject_of(machine: Machine, engine: str = "") -> Subject:
@@ -300,13 +299,13 @@ def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
             raise _refused(folder, f"{folder / HEADER} is damaged: {error}") from error
         differing = [name for name, value in vars(subject).items() if name != "since" and vars(theirs)[name] != value]
         if differing:
-            message = f"{folder} holds the runs of another certification: {', '.join(differing)} differ"
+            message = f"{folder} contains the runs of another certification, which differs in: {', '.join(differing)}"
             raise _refused(folder, message)
         yield theirs.since
 
 
 def _refused(folder: Path, message: str) -> RecipeError:
-    hint = f"choose another folder, or start again: rm -r {shlex.quote(str(folder))}"
+    hint = f"choose another folder, or delete it to start again: rm -r {shlex.quote(str(folder))}"
     return RecipeError(Problem("other_certification", message, "--dir", hint))
 
 

@@ -1,1 +1,1 @@
-"""Examine the nodes of a job: their hardware and capabilities, the speed of their links, and which one is slowest."""
+"""Examine the nodes of a job: their hardware and capabilities, their link speeds, and which node is slowest."""

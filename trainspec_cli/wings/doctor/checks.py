@@ -28,14 +28,15 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.wings.doctor.sysfs import INFINIBAND, read_nics, sysfs_text
 
 SHM_BYTES = 2**30
-"""NCCL and the data loaders communicate through /dev/shm, which is often only 64 MiB in containers."""
+"""Minimum size of /dev/shm, through which NCCL and the data loaders communicate. In containers, it is often only 64
+MiB."""
 OPEN_FILES = 4096
 DISK_BYTES = 2**24
 SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""If a smaller fraction of its memory is free, a GPU is in use; the driver and a desktop need less than the
+"""A GPU with a smaller fraction of free memory counts as in use. The driver and a desktop need less than the
 remainder."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
@@ -55,7 +56,7 @@ def check_chips(device: str) -> Iterator[Check]:
     """Check that the driver and torch can use the run's devices."""
     machine = detect(look_for_gpus=device != "cpu")
     for note in machine.gpu_notes:
-        yield Check("chips", "warn", note, "nvidia-smi -L, or rocm-smi, lists this node's GPUs")
+        yield Check("chips", "warn", note, "list this node's GPUs with nvidia-smi -L or rocm-smi")
     if problem := machine.gpu_problem:
         yield Check("chips", "fail", problem.message, problem.hint)
     elif machine.gpu_names:
@@ -63,7 +64,7 @@ def check_chips(device: str) -> Iterator[Check]:
         yield Check("chips", "ok", f"{len(machine.gpu_names)} x {machine.gpu_names[0]}, {memory}; driver {driver()}")
         if len(set(machine.gpu_names)) > 1:
             names = ", ".join(sorted(set(machine.gpu_names)))
-            yield Check("chips", "warn", f"the GPUs differ: {names}", "choose equal ones with CUDA_VISIBLE_DEVICES")
+            yield Check("chips", "warn", f"the GPUs differ: {names}", "select identical GPUs with CUDA_VISIBLE_DEVICES")
         yield from check_torch(machine)
     elif device == "cuda":
         yield Check("chips", "fail", "no GPU is visible", "check nvidia-smi, and the GPUs that the job requested")
@@ -73,11 +74,11 @@ def check_chips(device: str) -> Iterator[Check]:
 
 
 def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """Check whether other processes use the GPUs; `needed_bytes` is as in `check_memory`, but for each GPU."""
+    """Check whether other processes use the GPUs. `needed_bytes` is as in `check_memory`, but per GPU."""
     for number, gpu in enumerate(find_gpus().gpus):
         taken = gpu.memory_bytes - gpu.free_bytes
         found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are in use"
-        advice = "nvidia-smi shows the processes; CUDA_VISIBLE_DEVICES excludes a GPU"
+        advice = "find the processes with nvidia-smi, or exclude the GPU with CUDA_VISIBLE_DEVICES"
         if gpu.free_bytes < needed_bytes:
             yield Check("chips", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)
         elif gpu.free_bytes < MOSTLY_FREE * gpu.memory_bytes:
@@ -93,7 +94,7 @@ def check_torch(machine: Machine) -> Iterator[Check]:
         advice = f"install torch for {wanted} (pytorch.org/get-started/locally), or set cluster.device=cpu"
         yield Check("torch", "fail", f"torch {version} was built without {wanted}, so it sees no GPU", advice)
     elif cuda and not amd:
-        newest = 0  # unknown
+        newest = 0  # unknown requirement or driver
         with suppress(MachineError), opened_nvml() as nvml:
             newest = int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000 if nvml else 0
         needed = int(cuda.partition(".")[0])
@@ -103,8 +104,8 @@ def check_torch(machine: Machine) -> Iterator[Check]:
 
 
 def torch_build() -> tuple[str, str, str]:
-    """Return the versions of the installed torch and of the CUDA and ROCm (HIP) with which it was built; "" if unknown
-    or absent."""
+    """Return the version of the installed torch, and the CUDA and ROCm (HIP) versions with which it was built; "" if
+    unknown or absent."""
     spec = importlib.util.find_spec("torch")
     try:
         text = (Path(spec.origin or "").parent / "version.py").read_text() if spec else ""
@@ -130,10 +131,10 @@ def driver() -> str:
 
 
 def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
-    """Check the free memory; `needed_bytes` is the run's predicted memory, or 0 if unknown."""
+    """Check the free memory. `needed_bytes` is the run's predicted memory; 0 if unknown."""
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
-    advice = "see what uses it (ps aux --sort=-rss), or need less (a smaller batching.micro_batch_size)"
+    advice = "see what uses it (ps aux --sort=-rss), or use less (a smaller batching.micro_batch_size)"
     if memory.available < needed_bytes:
         yield Check("memory", "fail", f"{found}; the run needs {format_bytes(needed_bytes)}", advice)
     elif memory.available < LITTLE_MEMORY_BYTES:
@@ -143,7 +144,7 @@ def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
 
 
 def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Check the RDMA ports. Yield nothing on a node without RDMA, because not every cluster has it."""
+    """Check the RDMA ports. Yield nothing on a node without RDMA, because not every cluster uses it."""
     ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     for port in ports:
         name = f"{port.parents[1].name} port {port.name}"
@@ -151,11 +152,16 @@ def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
         if "ACTIVE" in state:
             yield Check("rdma", "ok", f"{name}: {sysfs_text(port / 'rate')}")
         else:
-            yield Check("rdma", "warn", f"{name} is {state or 'unknown'}", f"ibstat {port.parents[1].name}; its cable")
+            yield Check(
+                "rdma",
+                "warn",
+                f"{name} is {state or 'unknown'}",
+                f"run ibstat {port.parents[1].name}, and check the cable",
+            )
 
 
 def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Yield the rate of the RDMA NICs per device; nothing without such NICs."""
+    """Yield the rate of the RDMA NICs, in total and per device. Yield nothing without such NICs."""
     nics = read_nics(folder)
     if not nics:
         return
@@ -166,14 +172,17 @@ def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
     if len({nic.gbit_per_s for nic in nics}) > 1:
         rates = ", ".join(f"{nic.name} {nic.gbit_per_s:g}" for nic in nics)
         yield Check(
-            "nics", "warn", f"{found}, with different rates: {rates}", "traffic striped over them has the lowest rate"
+            "nics",
+            "warn",
+            f"{found}, with different rates: {rates}",
+            "traffic striped over these NICs is limited by the slowest one",
         )
     else:
-        yield Check("nics", "ok", f"{found}; for {devices} devices cluster.nic_gbit_per_s={total / devices:g}")
+        yield Check("nics", "ok", f"{found}; with {devices} devices, set cluster.nic_gbit_per_s={total / devices:g}")
 
 
 def check_links() -> Iterator[Check]:
-    """Check the interfaces that are up, except the loopback."""
+    """Check the network interfaces that are up, except the loopback interface."""
     for name, link in sorted(psutil.net_if_stats().items()):
         if not link.isup or name == "lo" or name.startswith("lo0"):
             continue
@@ -181,13 +190,18 @@ def check_links() -> Iterator[Check]:
         errors = psutil.net_io_counters(pernic=True).get(name)
         dropped = errors.errin + errors.errout if errors else 0
         if dropped:
-            yield Check("link", "warn", f"{name}: {speed}, {dropped} damaged packets", f"ethtool -S {name}; its cable")
+            yield Check(
+                "link",
+                "warn",
+                f"{name}: {speed}, {dropped} damaged packets",
+                f"run ethtool -S {name}, and check the cable",
+            )
         else:
             yield Check("link", "ok", f"{name}: {speed}, mtu {link.mtu}")
 
 
 def check_clock() -> Iterator[Check]:
-    """Check whether the clock is synchronised, because `diagnose` compares the clocks of several nodes."""
+    """Check whether the clock is synchronised, because `diagnose` compares timestamps from several nodes."""
     for command in CLOCK_TOOLS:
         if shutil.which(command[0]):
             try:
@@ -197,7 +211,7 @@ def check_clock() -> Iterator[Check]:
             if "Leap status     : Normal" in output or "NTPSynchronized=yes" in output:
                 yield Check("clock", "ok", f"synchronised ({command[0]})")
                 return
-    yield Check("clock", "ok", "no tool reports whether it is synchronised")
+    yield Check("clock", "ok", "unknown: no tool reports whether the clock is synchronised")
 
 
 def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:
@@ -214,13 +228,15 @@ def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:
 def check_limits() -> Iterator[Check]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < OPEN_FILES:
-        yield Check("open files", "warn", f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES} before the launch")
+        yield Check("open files", "warn", f"ulimit -n is {files}", f"run ulimit -n {OPEN_FILES} before the launch")
     else:
         yield Check("open files", "ok", f"ulimit -n is {files}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and INFINIBAND.is_dir():
         found = f"ulimit -l is {format_bytes(locked)}"
-        yield Check("locked memory", "warn", found, "RDMA locks memory: set memlock to unlimited for Slurm or the user")
+        yield Check(
+            "locked memory", "warn", found, "RDMA needs locked memory: set memlock to unlimited for Slurm or the user"
+        )
 
 
 def check_disk(folder: Path) -> Iterator[Check]:
@@ -228,7 +244,7 @@ def check_disk(folder: Path) -> Iterator[Check]:
     free = shutil.disk_usage(folder).free
     if free < LITTLE_SPACE_BYTES:
         yield Check(
-            "disk", "fail", f"{format_bytes(free)} free in {folder}", "free some space, or choose another run.dir"
+            "disk", "fail", f"{format_bytes(free)} free in {folder}", "free up some space, or choose another run.dir"
         )
         return
     speed = measure_disk(folder)

@@ -1,9 +1,9 @@
 """Discover the fabric of this machine, or of a machine described by saved command outputs, and write it as an option
 file.
 
-`nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. Its columns have changed over the
-years: NICs appear by name (drivers up to 4xx), or as NIC0 with a legend below. The CPU affinity may be followed by the
-NUMA affinity, or may be blank if a job has other cores."""
+`nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. The columns depend on the driver: NICs
+appear by name (up to 4xx), or as NIC0 with a legend below. The NUMA affinity may follow the CPU affinity. The CPU
+affinity may be blank if a job has other cores."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from trainspec_cli.wings.doctor.tiers import (
 )
 
 TIMEOUT_S = 60.0
-"""nvidia-smi initialises every GPU of the node, which takes seconds without a persistent driver process."""
+"""Time limit for nvidia-smi, in seconds. It initialises every GPU of the node, which is slow without a persistent
+driver process."""
 SCONTROL = "scontrol show topology"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _GPU = re.compile(r"GPU\d+")
@@ -53,26 +54,26 @@ _CORES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 SELF = "X"
 _LINK = re.compile(r"X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC")
 RENAMED = {"SOC": "SYS"}
-"""Names in drivers before 384 -> current names."""
+"""Link names used by drivers before 384 -> current names."""
 COMMAND = "nvidia-smi topo -m"
 WIDTH = 118
 SCHEMA = "# yaml-language-server: $schema=../schema/fabric.json"
-WIRING = "rails, if NIC i of all nodes is on the same switch; one_switch, if all NICs of a node are on one switch"
+WIRING = "rails if NIC i of every node is on the same switch; one_switch if all NICs of a node are on one switch"
 
 
 @dataclass(frozen=True)
 class SourceText:
-    """The text of a command's output or of a file, and its name."""
+    """The text of a command's output or of a file, and where it comes from."""
 
     text: str
     source: str
     problem: str = ""
-    """Why a command printed nothing."""
+    """Why a command printed no output."""
 
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """The hardware found inside a node."""
+    """The hardware found in a node."""
 
     name: str
     gpus: tuple[FoundGpu, ...]
@@ -93,7 +94,8 @@ def discover(
 ) -> FoundFabric:
     """Combine a node, Slurm's topology and measured links into a fabric.
 
-    Slurm levels within `scaleup_devices` do not become tiers, because fast links already connect those devices."""
+    A Slurm level of at most `scaleup_devices` devices does not become a tier, because fast links already connect these
+    devices."""
     devices = devices_per_node or len(node.gpus) or min(2, usable_cores())
     inside, remarks = node_tiers(node.gpus, node.gpus_source, devices)
     network = network_of(node.gpus, node.nics, node.interfaces, devices, node.nics_source)
@@ -113,7 +115,7 @@ def discover(
             memory = f", {format_bytes(numa.memory_bytes)}" if numa.memory_bytes else ""
             each.append(f"{numa.number}: cores {numa.cores}{memory}{', ' + ' '.join(near) if near else ''}")
         facts.append(FabricFact("numa", "; ".join(each), "/sys/devices/system/node"))
-    switches = "Slurm has none between nodes"
+    switches = "Slurm lists none between nodes"
     if topology.problem:
         switches = f"unknown: {topology.problem}"
     elif levels:
@@ -123,11 +125,11 @@ def discover(
     if measured:
         pairs, source = measured
         unknown = []
-        if len(levels) >= 2:  # otherwise Slurm does not list any nodes
+        if len(levels) >= 2:  # with fewer levels, Slurm lists no nodes
             known = {node for element in levels[-1].elements for node in element}
             unknown = [host for host in hosts_of(pairs) if host not in known]
         if unknown:
-            remarks.append(f"the rates of {source} are ignored: Slurm does not have its nodes {', '.join(unknown)}")
+            remarks.append(f"the rates in {source} are ignored: Slurm does not know the nodes {', '.join(unknown)}")
         else:
             between = with_measured(between, pairs, levels, source, devices, network.rdma_nics)
             remarks.append(f"measured rates are those of collectives: plan with '{EFFICIENCY}'")
@@ -146,7 +148,7 @@ def discover(
     )
 
 
-# Reading this machine
+# Describe this machine
 
 
 def links_here(root: Path = SYS) -> NodeLinks:
@@ -195,14 +197,14 @@ def run_nvidia_smi() -> SourceText | None:
 
 
 def topology_here() -> SourceText:
-    """Return Slurm's list of switches, or why there is none."""
+    """Return Slurm's list of switches, or why it is unavailable."""
     try:
         return SourceText(slurm.show_topology(), SCONTROL)
     except MachineError as error:
         return SourceText("", SCONTROL, error.problems[0].message.splitlines()[0])
 
 
-# Facts about the fabric
+# Findings about the fabric
 
 
 def describe_links(gpus: Sequence[FoundGpu]) -> str:
@@ -250,7 +252,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
                 bad = f"`{wrong}`, which is not a link" if wrong is not None else f"{len(links)} links"
                 message = f"{source}:{number}: the row of {words[0]} has {bad}; expected {len(columns)}, such as NV18, "
                 message += "PIX, PXB, NODE or SYS"
-                hint = f"give the unchanged output of `{COMMAND}`"
+                hint = f"pass the unchanged output of `{COMMAND}`"
                 raise MachineError(Problem("bad_matrix", message, hint=hint, environment=True))
             rows[words[0]] = words[1:]
         elif words and rows:
@@ -265,7 +267,7 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     for gpu in gpus:
         row = rows[gpu]
         joined = {other: RENAMED.get(link, link) for other, link in zip(columns, row, strict=False) if other != gpu}
-        # The cores may be blank but the other affinities are not, so match from the end of the row.
+        # The core list may be blank but the other affinities are not, so match from the end of the row.
         after_links = dict(zip(reversed(affinities), reversed(row[len(columns) :]), strict=False))
         cores = after_links.get("CPU Affinity", "")
         numa = after_links.get("NUMA Affinity", "")
@@ -281,14 +283,13 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
     return found
 
 
-# Writing the group's option
+# Write an option of the group `fabric`
 
 
 def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
-    """Return the YAML of conf/fabric/NAME.yaml. `has_schema`: whether the schemas are in the folder next to the
-    group's."""
+    """Return the YAML of conf/fabric/NAME.yaml. `has_schema`: whether a neighbouring folder contains the schemas."""
     lines = ["# @package cluster.fabric", *([SCHEMA] if has_schema else [])]
-    lines += _comment(f"The fabric of {found.host}, found by `trainspec fabric`. Keys with ... were not found.")
+    lines += _comment(f"The fabric of {found.host}, found by `trainspec fabric`. Values marked ... were not found.")
     lines += [line for remark in found.remarks for line in _comment(f"Note: {remark}.")]
     lines += [f"name: {json.dumps(name, allow_nan=False)}", "tiers:"]
     for tier in found.tiers:

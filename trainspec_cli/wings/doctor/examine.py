@@ -1,8 +1,7 @@
-"""Examine this node, or all nodes of a job: their reports, the links between them, and the diagnosis.
+"""Examine this node or all nodes of a job: collect their reports, measure the links between them, and make a diagnosis.
 
 `python -m trainspec_cli.wings.doctor.examine FOLDER cpu|cuda bf16|fp32 DEVICES` examines one node with DEVICES devices,
-and prints its report as one line of JSON.
-"""
+and prints its report as one line of JSON."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
 from trainspec_cli.wings.doctor.checks import check_gpus, check_limits, check_memory, check_node, check_shm, check_torch
 
-# Check the nodes before the workers start: quick checks on a single node, measurements on several.
+# Check nodes before the workers start: a single node with quick checks, several nodes with measurements.
 
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
     """Check a single node now. For several nodes, return the examination that each one runs when its agent starts,
-    which measures and compares them. Return None without a preflight, or if nothing remains to be examined.
+    which measures and compares them. Return None if there is no preflight, or if nothing remains to be examined.
 
     `folder` is the run folder, which may not exist yet. With `force`, predicted memory is not checked. Raises
     MachineError if this node fails a check."""
@@ -61,8 +60,8 @@ def _check_reports(reports: Sequence[NodeReport], console: PrintableConsole) -> 
 def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
     """Return the warnings from the quick checks on this node. Raises MachineError if a check fails."""
     checks: list[Check] = []
-    # Space for one checkpoint is required, because a run without one has no result. Space for all kept checkpoints plus
-    # one is recommended, because the oldest is deleted only after the next one is complete.
+    # Require space for one checkpoint, because a run without a checkpoint has no result. Recommend space for all kept
+    # checkpoints plus one, because the oldest is only deleted once the next one is complete.
     spec = plan.spec.checkpoint
     written = len(RunDir(folder).checkpoint_steps())
     to_write = max(1, spec.keep_last + spec.keep_best + 1 - written)
@@ -70,7 +69,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     found = f"{format_bytes(free)} free in {existing}; a checkpoint needs {format_bytes(one)}"
-    advice = "free some space, choose another run.dir, or keep fewer (checkpoint.keep_last)"
+    advice = "free up some space, choose another run.dir, or keep fewer (checkpoint.keep_last)"
     if free < one:
         checks.append(Check("disk", "fail", found, advice))
     elif free < to_write * one:
@@ -78,7 +77,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
             Check(
                 "disk",
                 "warn",
-                f"{found}; a run needs space for {to_write} of them: it keeps the old ones while it writes the next",
+                f"{found}; a run needs space for {to_write} checkpoints: it keeps old ones while it writes the next",
                 advice,
             )
         )
@@ -97,23 +96,23 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
 
 
 SPEEDS = {"matmul_flops": ("matrix products", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
-"""The fields of `SpeedResult` used to compare nodes -> name and unit."""
+"""The fields of `SpeedResult` by which nodes are compared -> name and unit."""
 MIN_SPEED = 0.6
-"""A node whose speed relative to the median of the others is below this is rejected, because every step waits for the
-slowest node."""
+"""A node is rejected if its speed, relative to the median of the other nodes, is below this ratio, because every step
+waits for the slowest node."""
 WARN_SPEED = 0.85
-"""A node whose speed relative to the median of the others is below this gets a warning."""
+"""A node gets a warning if its speed, relative to the median of the other nodes, is below this ratio."""
 MIN_LINK_RATE = 0.5
-"""A pair of nodes whose rate relative to the usual rate is below this gets a warning."""
+"""A pair of nodes gets a warning if its rate, relative to the usual rate, is below this ratio."""
 MAX_CLOCK_DIFFERENCE_S = 1.0
-"""Sending a report takes less than this, so a larger difference means that the clocks differ."""
+"""Sending a report takes less time than this. A larger difference therefore means that the clocks differ."""
 
 Examined = tuple[Sequence[NodeReport], LinksResult | None]
-"""The report of each node, and the links between processes; None for a single process."""
+"""The report of each node, and the measured links between processes (None for a single process)."""
 
 
 def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
-    """Examine this node; `folder` is on the disk that is measured."""
+    """Examine this node. The disk of `folder` is measured."""
     report = examine_node(folder, plan.device, plan.compute, plan.devices_per_node)
     measured = plan.world_size > 1 and not _are_unusable(report.checks)
     links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if measured else None
@@ -121,7 +120,7 @@ def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
 
 
 def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
-    """Examine all nodes of a job; `folder` is on a file system that they share. Raises MachineError.
+    """Examine all nodes of a job; `folder` is on a file system that the nodes share. Raises MachineError.
 
     No node is rejected here, because the doctor needs all reports."""
     reports: list[NodeReport] = []
@@ -151,15 +150,15 @@ def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -
 
 
 def _are_unusable(checks: Sequence[Check]) -> bool:
-    """Return whether no process can use the devices, so that measuring them would fail."""
+    """Return whether no process can use the devices. Measurements would then fail."""
     return any(check.status == "fail" and check.name in ("chips", "torch") for check in checks)
 
 
-# Comparing nodes
+# Compare nodes
 
 
 def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagnosis:
-    """Compare nodes: the speed of each, which one is slowest, and the links between them."""
+    """Compare nodes: the speed of each node, the slowest node, and the links between nodes."""
     comparisons = compare(reports)
     between = []
     for one in comparisons:
@@ -169,7 +168,7 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
             advice = f"see what else runs on {one.host}; check its cooling, power limit and clocks"
             between.append(Check("slowest", "fail" if one.ratio < MIN_SPEED else "warn", one.text, advice))
     for report in reports:
-        # `heard_at` is the time on the first node when it received the report.
+        # `heard_at` is the first node's time when it received the report.
         difference_s = 0.0 if report.heard_at is None else report.time - report.heard_at
         if abs(difference_s) >= MAX_CLOCK_DIFFERENCE_S:
             direction = "ahead of" if difference_s > 0 else "behind"
@@ -184,7 +183,7 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
         hosts.append(replace(report, checks=(*report.checks, *speeds)))
     statuses = {check.status for report in hosts for check in report.checks} | {check.status for check in between}
     worst: tuple[Status, ...] = ("fail", "warn")
-    # A node whose measurement failed or did not end in time is slower than all that were measured.
+    # A node whose measurement failed or did not end in time counts as slower than all measured nodes.
     slowest = [
         report.host for report in reports if any((one.name, one.status) == ("speed", "fail") for one in report.checks)
     ]
@@ -200,20 +199,20 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
 
 @dataclass(frozen=True)
 class Comparison:
-    """The slowest node in one kind of measurement."""
+    """The slowest node by one kind of measurement."""
 
     host: str
     figure: str
     ratio: float
-    """Its speed divided by the median of the others."""
+    """The node's speed divided by the median speed of the other nodes."""
 
     @property
     def text(self) -> str:
-        return f"{self.host} is slowest in {SPEEDS[self.figure][0]}: {self.ratio:.0%} of the others' speed"
+        return f"{self.host} is slowest in {SPEEDS[self.figure][0]}: {self.ratio:.0%} of the other nodes' speed"
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
-    """Return the slowest node in each kind of measurement, worst first; empty for a single node."""
+    """Return the slowest node by each kind of measurement, worst first; empty for a single node."""
     found = []
     for figure in SPEEDS:
         speeds = [(float(getattr(report.speed, figure)), report.host) for report in reports if report.speed]
@@ -246,7 +245,7 @@ def check_measured_links(links: LinksResult | None) -> list[Check]:
     """Check the rates of all-reduces and of node pairs, and warn about nodes that are slow with every other node.
 
     Pairs are compared with the median of the nodes' best rates, not with the median of all pairs. A bad cable slows all
-    pairs with its node, which can be most of the pairs, but it does not affect the best rate of any other node."""
+    pairs that include its node, which can be most of the pairs. It does not affect the best rate of any other node."""
     if links is None:
         return []
     checks = []
@@ -273,7 +272,7 @@ def check_measured_links(links: LinksResult | None) -> list[Check]:
             best_rate = format_si(rate_of_host, "B/s")
             found = f"the best link of {host} has {best_rate}, {rate_of_host / usual:.0%} of the usual rate"
             checks.append(
-                Check("slow link", "warn", found, f"check {host}'s cable and port, and what else uses its link")
+                Check("slow link", "warn", found, f"check the cable and port of {host}, and what else uses its link")
             )
     return checks
 

@@ -14,16 +14,16 @@ class FoundGpu:
     """A GPU and its links to the other devices of its node, named as in `nvidia-smi topo -m` (NV18, PIX, SYS, ...)."""
 
     name: str
-    """GPU0, GPU1, ... in the order of their PCI addresses."""
+    """GPU0, GPU1, ... in PCI address order."""
     links: dict[str, str] = field(default_factory=dict)
-    """Name of each other GPU -> the link to it."""
+    """Name of each other GPU -> the link to that GPU."""
     nics: dict[str, str] = field(default_factory=dict)
-    """Name of each RDMA NIC -> the link to it."""
+    """Name of each RDMA NIC -> the link to that NIC."""
     cores: str = ""
     """The nearest cores in the kernel's list format (`0-15,64-79`); "" if unknown."""
     numa_node: int | None = None
     pcie_gbit_per_s: float | None = None
-    """The rate of its PCIe link in one direction; None if unknown."""
+    """The rate of the GPU's PCIe link in one direction; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class Nic:
 
     name: str
     gbit_per_s: float | None
-    """The total rate of its active ports; None if unknown."""
+    """The total rate of the NIC's active ports; None if unknown."""
     numa_node: int | None = None
-    """None if unknown."""
+    """The NUMA node of the NIC; None if unknown."""
     kind: NetworkKind = "infiniband"
     pci_path: tuple[str, ...] = ()
-    """The PCI addresses on the path from the host bridge to it."""
+    """The PCI addresses on the path from the host bridge to the NIC."""
 
 
 @dataclass(frozen=True)
 class NumaNode:
     number: int
     cores: str
-    """Its cores in the kernel's list format: `0-15,64-79`."""
+    """The node's cores in the kernel's list format: `0-15,64-79`."""
     memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class FabricFact:
-    """Something that was found, or that was searched for and not found."""
+    """A finding about the fabric, or a failed search for it."""
 
     about: str
-    """gpus, rails, nics, numa, switches or measured."""
+    """The topic: gpus, rails, nics, numa, switches or measured."""
     found: str
     source: str
-    """The command, file or folder from which it was read."""
+    """The command, file or folder that was read."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FoundTier:
     spec: TierSpec
     source: str
     left_out: dict[str, str] = field(default_factory=dict)
-    """Each unknown key -> the default used without it, and the value to write."""
+    """Each unknown key -> the default that applies, and the value to write instead."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class FoundFabric:
     """The node's name, or the file that describes it."""
     devices_per_node: int
     tiers: tuple[FoundTier, ...]
-    """Innermost first."""
+    """The tiers of the network, innermost first."""
     facts: tuple[FabricFact, ...]
     gpus: tuple[FoundGpu, ...] = ()
     nics: tuple[Nic, ...] = ()
     numa_nodes: tuple[NumaNode, ...] = ()
     remarks: tuple[str, ...] = ()
-    """Notes for users of the fabric in a plan."""
+    """Remarks for plans that use this fabric."""
 
     def spec(self, name: str) -> FabricSpec:
-        """Return the fabric as in a recipe."""
+        """Return the fabric in the form that recipes use."""
         sources = {f"tiers.{index}": tier.source for index, tier in enumerate(self.tiers)}
         return FabricSpec(name, tuple(tier.spec for tier in self.tiers), sources=sources)
 

@@ -1,4 +1,4 @@
-"""Read Slurm's switches and blocks of nodes from `scontrol show topology` or topology.conf."""
+"""Read Slurm's switches and node blocks from `scontrol show topology` or topology.conf."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FIELD = re.compile(r"(\w+)=(\S+)")
 _NAMES = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _RANGES = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
 MAX_NAMES = 1_000_000
-"""Maximum number of names in an expanded host list, which is more than any cluster has."""
+"""Maximum number of names in an expanded host list. No cluster has that many nodes."""
 NONE = "(null)"
 """What `scontrol` prints for an empty list."""
 
 
 @dataclass(frozen=True)
 class SwitchLevel:
-    """The elements of one level of the network: leaf switches, the switches above them, or blocks of nodes."""
+    """The elements of one network level: leaf switches, higher switches, or blocks of nodes."""
 
     name: str
     elements: tuple[tuple[str, ...], ...]
@@ -34,15 +34,14 @@ class SwitchLevel:
 def read_levels(topology: str) -> list[SwitchLevel]:
     """Return the levels of Slurm's topology/tree and topology/block plugins, leaves first.
 
-    Levels that connect a single node, or no more nodes than the level below, are omitted."""
-    # Remove comments and join lines that end with a backslash.
+    Levels that connect only one node, or no more nodes than the level below, are omitted."""
+    # Remove comments, and join lines that end with a backslash with the next line.
     without = "\n".join(line.partition("#")[0].rstrip() for line in topology.splitlines())
     whole = without.replace("\\\n", " ").splitlines()
     lines = [{key.lower(): value for key, value in _FIELD.findall(line)} for line in whole]
     levels = _blocks(lines)
     if not levels:
-        # `scontrol` prints the level of each switch and all nodes below it, whereas topology.conf lists only its direct
-        # children.
+        # `scontrol` prints the level of each switch and all nodes below it. topology.conf lists only direct children.
         switches = {line["switchname"]: line for line in lines if "switchname" in line}
         at: dict[int, list[tuple[str, ...]]] = {}
         for name in switches:
@@ -58,7 +57,7 @@ def read_levels(topology: str) -> list[SwitchLevel]:
 
 
 def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the level of a switch and the nodes below it; in a cycle of switches there are none."""
+    """Return the level of a switch and the nodes below it. A cycle of switches has no nodes."""
     line = switches.get(name, {})
     nodes = expand_hosts(line.get("nodes", ""))
     if nodes or name in above:

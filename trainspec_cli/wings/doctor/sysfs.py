@@ -14,12 +14,12 @@ SYS = Path("/sys")
 _SPEED = re.compile(r"([\d.]+) GT/s")
 _MEMORY = re.compile(r"MemTotal:\s+(\d+) kB")
 GPU_VENDORS = ("0x10de", "0x1002")
-"""NVIDIA and AMD."""
+"""PCI vendor ids of NVIDIA and AMD."""
 GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-"""PCI classes of VGA and 3D controllers, other displays, and processing accelerators."""
+"""PCI classes: VGA and 3D controllers, other displays, and processing accelerators."""
 CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
-"""Gigatransfers per second per PCIe lane -> the fraction of them that is data (PCI Express Base Specification 1 to
-6)."""
+"""Gigatransfers per second per PCIe lane -> the fraction of transfers that carries data (PCI Express Base Specification
+1 to 6)."""
 MAX_LANES = 32
 
 # Network
@@ -29,11 +29,11 @@ INTERFACES = Path("/sys/class/net")
 _RATE = re.compile(r"([\d.]+) Gb/sec")
 _PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _KIND_OF_DRIVER: dict[str, NetworkKind] = {"efa": "efa", "hfi1": "omnipath"}
-"""Drivers whose link_layer does not reveal the kind of network (it is Unspecified or InfiniBand)."""
+"""Drivers whose link_layer does not reveal the kind of network, because it is Unspecified or InfiniBand."""
 
 
 def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
-    """Return the RDMA NICs with an active port, by name; `folder` has the same layout as the kernel's."""
+    """Return the RDMA NICs with an active port, by name. `folder` has the layout of the kernel's folder."""
     found = []
     for device in sorted(folder.iterdir()) if folder.is_dir() else ():
         ports = [port for port in device.glob("ports/*") if "ACTIVE" in sysfs_text(port / "state")]
@@ -48,12 +48,12 @@ def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
 
 
 def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
-    """Return the network interfaces that are up and are devices or bonds, but not virtual ones."""
+    """Return the network interfaces that are up. They must be devices or bonds, not virtual interfaces."""
     found = []
     for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
         if is_real and not (interface / "master").exists() and sysfs_text(interface / "operstate") == "up":
-            mbit = sysfs_text(interface / "speed")  # -1 or unreadable for a virtual NIC
+            mbit = sysfs_text(interface / "speed")  # a virtual NIC's speed is -1 or unreadable
             rate = int(mbit) / 1000 if mbit.isdigit() and mbit != "0" else None
             where = interface / "device"
             found.append(Nic(interface.name, rate, _numa_node(where), "ethernet", pci_path(where)))
@@ -62,7 +62,7 @@ def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
 
 def _numa_node(device: Path) -> int | None:
     text = sysfs_text(device / "numa_node")
-    return int(text) if text.isdigit() else None  # -1 without NUMA nodes
+    return int(text) if text.isdigit() else None  # the value is -1 if there are no NUMA nodes
 
 
 def pci_path(device: Path) -> tuple[str, ...]:
@@ -82,8 +82,8 @@ def sysfs_text(path: Path) -> str:
 
 
 def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
-    """Return the GPUs in PCI address order, as nvidia-smi numbers them, with the links that are visible in PCI without
-    a driver (so without NVLink)."""
+    """Return the GPUs in PCI address order, as nvidia-smi numbers them. Their links are those visible in PCI without a
+    driver, so NVLink is missing."""
     folders: dict[str, Path] = {}
     for folder in sorted((root / "bus/pci/devices").glob("*")):
         if sysfs_text(folder / "vendor") in GPU_VENDORS and sysfs_text(folder / "class")[:6] in GPU_CLASSES:
@@ -95,8 +95,8 @@ def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
         links = {other: _link(here, there) for other, there in locations.items() if other != name}
         nic_links = {nic.name: _link(here, (nic.pci_path, nic.numa_node)) for nic in nics if nic.pci_path}
         cores = sysfs_text(folder / "local_cpulist")
-        # The rate of the link: the lanes in use, at the highest speed that both ends support. An idle GPU lowers its
-        # current speed, but not the width.
+        # The link's rate is that of the lanes in use, at the highest speed that both ends support. An idle GPU lowers
+        # its current speed, but not the number of lanes.
         ends = (folder, folder.resolve().parent)
         speeds = [float(speed[1]) for end in ends if (speed := _SPEED.match(sysfs_text(end / "max_link_speed")))]
         lanes = sysfs_text(folder / "current_link_width")
@@ -108,7 +108,7 @@ def read_gpus(nics: Sequence[Nic] = (), root: Path = SYS) -> list[FoundGpu]:
 
 
 PciLocation = tuple[Sequence[str], int | None]
-"""The PCI addresses from the host bridge to a device, and its NUMA node."""
+"""A device's NUMA node, and the PCI addresses from the host bridge to it."""
 
 
 def _link(here: PciLocation, there: PciLocation) -> str:
@@ -123,7 +123,7 @@ def _link(here: PciLocation, there: PciLocation) -> str:
         return "NODE" if numa_node == far_numa_node else "SYS"
     if shared == 1:
         return "PHB"
-    below_switch = max(len(path), len(far_path)) - shared  # one port of the switch, and the device
+    below_switch = max(len(path), len(far_path)) - shared  # one switch port, and the device
     return "PIX" if below_switch <= 2 else "PXB"
 
 

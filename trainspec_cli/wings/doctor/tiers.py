@@ -16,22 +16,21 @@ from trainspec_cli.wings.doctor.sysfs import INFINIBAND, INTERFACES
 
 NVLINK = "NV"
 NEAR_NIC = ("PIX", "PXB")
-"""Links between a GPU and a NIC that go only through PCIe switches, bypassing the CPU."""
+"""GPU-to-NIC links that only cross PCIe switches, bypassing the CPU."""
 LEFT_TO_ACCELERATOR = (
-    "default: the accelerator's data sheet (cluster.accelerator.link_gb_per_s); write it if it differs"
+    "default: the accelerator's data sheet (cluster.accelerator.link_gb_per_s); write the actual rate if it differs"
 )
-RATE_TO_FILL = "default: cluster.nic_gbit_per_s; write a device's share in Gbit/s, in one direction"
-LATENCY_TO_FILL = (
-    "default: the planner's figure for a hop; write what trainspec doctor measures between nodes (--measured)"
-)
-UPLINKS_TO_FILL = "default: 1; write 3 if the devices below can send three times what the uplinks carry"
+RATE_TO_FILL = "default: cluster.nic_gbit_per_s; write the rate per device in Gbit/s, in one direction"
+LATENCY_TO_FILL = "default: the planner's latency per hop; write the latency measured by trainspec doctor (--measured)"
+UPLINKS_TO_FILL = "default: 1; write 3 if the devices below can send three times the uplinks' rate"
 
 
-# Inside a node
+# Tiers inside a node
 
 
 def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> tuple[list[FoundTier], list[str]]:
-    """Return the tiers inside a node for a run with this many devices per node, and remarks on what they leave out."""
+    """Return the tiers inside a node for a run with this many devices per node, and remarks about links that the tiers
+    do not describe."""
     if len(gpus) < 2:
         name = "node" if not gpus else "gpu"
         return [FoundTier(TierSpec(name), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], []
@@ -43,10 +42,10 @@ def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> 
         remarks = []
         if direct < len(pairs):
             among = f"{direct // 2} of the {len(pairs) // 2} pairs of GPUs directly"
-            remarks = [f"NVLink connects {among}, and the other pairs through these"]
+            remarks = [f"NVLink connects {among}, and the other pairs through other GPUs"]
         return [FoundTier(TierSpec("nvlink"), source, {"gbit_per_s": LEFT_TO_ACCELERATOR})], remarks
     if len(joined) == len(gpus):
-        # The link between the CPUs is not a tier, because its speed is unknown, and the planner would treat a tier of
+        # The link between the CPUs does not become a tier. Its speed is unknown, and the planner would treat a tier of
         # unknown speed as the network.
         remarks = []
         sockets = groups_by(gpus, lambda link: link not in ("SYS", "?"))
@@ -54,8 +53,8 @@ def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> 
             tiers = f"{{name: pcie, devices: {len(sockets[0])}}}, {{name: node, devices: {len(gpus)}, gbit_per_s: ...}}"
             among = " and ".join(f"{group[0]} to {group[-1]}" for group in sockets)
             remarks.append(
-                f"GPUs are connected by PCIe within {among}, and by the link between the CPUs (SYS) otherwise; to plan "
-                f"with the rate of that link for each GPU, replace the first tier by {tiers}"
+                f"PCIe connects the GPUs within {among}, and the link between the CPUs (SYS) connects the others; to "
+                f"plan with that link's rate per GPU, replace the first tier by {tiers}"
             )
         return [_pcie(gpus, source)], remarks
     if not _are_equal_and_in_order(joined, gpus):
@@ -81,7 +80,7 @@ def _pcie(gpus: Sequence[FoundGpu], source: str) -> FoundTier:
 
 
 def groups_by(gpus: Sequence[FoundGpu], joins: Callable[[str], bool]) -> list[list[str]]:
-    """Group the GPUs that are connected by a chain of links where `joins` is true. GPUs and groups keep their
+    """Group the GPUs that are connected by a chain of links for which `joins` is true. GPUs and groups keep their
     order."""
     groups: list[list[str]] = []
     order = {gpu.name: number for number, gpu in enumerate(gpus)}
@@ -100,7 +99,7 @@ def _are_equal_and_in_order(groups: Sequence[Sequence[str]], gpus: Sequence[Foun
     return in_order and len({len(group) for group in groups}) == 1
 
 
-# NICs
+# Network rate per device
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Network:
 
 
 def rails(gpus: Sequence[FoundGpu], nics: Collection[str]) -> dict[str, list[str]]:
-    """Return those NICs in `nics` that are below the same PCIe switches as each GPU; empty if a GPU has none."""
+    """Return the NICs in `nics` that are below the same PCIe switches as each GPU; empty if a GPU has no such NIC."""
     near = {gpu.name: [nic for nic, link in gpu.nics.items() if link in NEAR_NIC and nic in nics] for gpu in gpus}
     closest = {gpu.name: [nic for nic in near[gpu.name] if gpu.nics[nic] == NEAR_NIC[0]] for gpu in gpus}
     chosen = {name: closest[name] or near[name] for name in near}
@@ -129,13 +128,13 @@ def rails(gpus: Sequence[FoundGpu], nics: Collection[str]) -> dict[str, list[str
 def network_of(
     gpus: Sequence[FoundGpu], nics: Sequence[Nic], interfaces: Sequence[Nic], devices_per_node: int, unknown: str
 ) -> Network:
-    """Return a device's share of the NICs near GPUs, or of all RDMA NICs, or of the fastest interface.
+    """Return the network rate per device: from the NICs near GPUs, from all RDMA NICs, or from the fastest interface.
 
-    `unknown` is the source if there are none."""
+    `unknown` is the source if none of them exist."""
     near = {nic for names in rails(gpus, [nic.name for nic in nics]).values() for nic in names}
     chosen = [nic for nic in nics if nic.name in near]
     if not chosen:
-        # Use the kind of NIC with the highest total rate, because the others are probably for storage.
+        # Use the kind of NIC with the highest total rate. Other NICs are probably for storage.
         kinds = sorted({nic.kind for nic in nics})
         total = {kind: sum(nic.gbit_per_s or 0.0 for nic in nics if nic.kind == kind) for kind in kinds}
         chosen = [nic for nic in nics if nic.kind == max(kinds, key=lambda kind: total[kind])]
@@ -156,7 +155,7 @@ def network_of(
     return Network(TierSpec("network", gbit_per_s=share, kind="ethernet"), found, str(INTERFACES), (fastest,))
 
 
-# Between nodes
+# Tiers between nodes
 
 
 def network_tiers(
@@ -188,7 +187,8 @@ def with_measured(
 ) -> list[FoundTier]:
     """Return the tiers between nodes with measured rates and latencies.
 
-    With Slurm's switches, a pair belongs to the lowest level that connects it. A tier without pairs does not change."""
+    With Slurm's switches, a pair of nodes belongs to the lowest level that connects it. A tier without measured pairs
+    does not change."""
     if len(levels) < 2:
         near = near_groups(pairs)
         found = measured_tiers(pairs, near, devices_per_node, nics_per_node)
@@ -210,10 +210,10 @@ def with_measured(
 # Measured links between nodes
 
 MIN_RATIO = 2.0
-"""Near and far links must differ by this factor in order to be distinguished."""
+"""Minimum ratio between the rates or latencies of near and far links. Smaller differences are ignored."""
 
 EFFICIENCY = "cluster.efficiency={nic: 1}"
-"""The key to set in a plan with measured rates, because these are already the rates of collectives."""
+"""The key to set when planning with measured rates, because these are already rates of collectives."""
 
 
 def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> Iterator[Check]:
@@ -236,7 +236,7 @@ def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node
 def measured_tiers(
     pairs: Sequence[PairRate], groups: Sequence[set[str]] | None, devices_per_node: int, nics_per_node: int
 ) -> list[TierSpec]:
-    """Return the tier between the nodes of a group, if there are `groups`, and the tier between all nodes."""
+    """Return the tier within a group of nodes, if there are `groups`, and the tier between all nodes."""
     ends = groups or [{host} for host in hosts_of(pairs)]
     inside = [pair for pair in pairs if any(set(pair.hosts) <= group for group in ends)]
     across = [pair for pair in pairs if pair not in inside]
@@ -250,14 +250,13 @@ def measured_tiers(
 def measured_tier(tier: TierSpec, pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> TierSpec:
     """Return the tier with the median rate and latency of `pairs`, which must not be empty.
 
-    In a measurement, two processes have all NICs of their nodes to themselves, whereas in a run the devices share them:
-    a device gets the rate of its own NIC, or its share of it (`nics_per_node`; 0 means TCP over one interface).
-    Measured rates are those of collectives on any kind of network, so the planner uses them without an efficiency
-    factor (`EFFICIENCY`)."""
+    In a measurement, two processes use all NICs of their nodes. In a run, the devices share them: each device gets the
+    rate of one NIC, or a fraction of it (`nics_per_node`; 0 means TCP over one interface). Measured rates are those of
+    collectives on any kind of network, so the planner uses them without an efficiency factor (`EFFICIENCY`)."""
     share = min(1.0, max(1, nics_per_node) / devices_per_node)
     gbit_per_s = median(pair.bytes_per_s for pair in pairs) * 8 / 1e9 * share
     latency_us = median(_latency_s(pair) for pair in pairs) * 1e6
-    # Three digits, because measurements are not more precise than that.
+    # Three significant digits, because measurements are not more precise.
     return replace(tier, gbit_per_s=float(f"{gbit_per_s:.3g}"), latency_us=float(f"{latency_us:.3g}"), kind="measured")
 
 
@@ -270,8 +269,8 @@ def hosts_of(pairs: Sequence[PairRate]) -> list[str]:
 
 
 def near_groups(pairs: Sequence[PairRate]) -> list[set[str]] | None:
-    """Return equal-sized groups of consecutive nodes whose internal links are faster than all others or have lower
-    latency. None if there are no such groups, or if not all pairs were measured."""
+    """Return equal-sized groups of consecutive nodes whose internal links are faster or have lower latency than all
+    others. None if there are no such groups, or if not all pairs were measured."""
     hosts = hosts_of(pairs)
     if len(pairs) < math.comb(len(hosts), 2):
         return None

@@ -10,48 +10,50 @@ from trainspec_cli.core.environment_names import EMULATED
 from trainspec_cli.core.errors import Problem, RecipeError
 
 KIND = "emulated"
-"""torch's name for the device: `torch.device("emulated", 0)`."""
+"""torch's name for the emulated device: `torch.device("emulated", 0)`."""
 
 
 @dataclass(frozen=True)
 class DeviceDisturbance:
-    """What is slow in virtual time, where, and when. Without a place, all ranks are affected."""
+    """A disturbance in virtual time: what is slow, where, and when. All ranks are affected unless a rank or node is
+    specified."""
 
     slowness: float = 1.0
-    """Operations take this many times as long as on the chip; exchanges and copies are not affected."""
+    """Factor on the duration of operations. Exchanges and copies are not affected."""
     attention_slowness: float = 1.0
-    """Attention takes this many times as long. With a mask, its time is proportional to the pairs of tokens that it
-    allows, as in a kernel that skips blocks: documents of unequal lengths then take unequal times."""
+    """Factor on the duration of attention. With a mask, the duration is proportional to the number of token pairs that
+    the mask allows, as in a kernel that skips blocks. Documents of unequal lengths then take unequal times."""
     jitter: float = 0.0
-    """Standard deviation of the logarithm of an operation's duration. The noise is seeded for each rank and stream."""
+    """Standard deviation of the logarithm of an operation's duration. The noise has a seed per rank and stream."""
     host_slowness: float = 1.0
-    """The host takes this many times as long to queue an operation, to read a batch and to write a checkpoint."""
+    """Factor on the host time to queue an operation, to read a batch and to write a checkpoint."""
     read_ms: float = 0.0
-    """Host time to read a batch, in the loader's thread."""
+    """Additional host time to read a batch, in the loader's thread."""
     write_ms: float = 0.0
-    """Host time to write a checkpoint, in the thread that writes it."""
+    """Additional host time to write a checkpoint, in the thread that writes it."""
     retry_ms: float = 0.0
-    """Host time for which the allocator, because memory is fragmented, releases its unused memory and allocates again.
-    Before that, it waits for the stream that allocates."""
+    """Host time of an allocator retry with fragmented memory. In a retry, the allocator waits for its stream, releases
+    its unused memory, and allocates again."""
     retry_every_ms: float = 0.0
-    """Host time between two such retries; 0: every allocation needs one."""
+    """Host time between two such retries; 0: every allocation needs a retry."""
     link_slowness: float = 1.0
-    """The bytes of an exchange take this many times as long if it uses the link of the slow rank or node. If neither is
-    set, this applies to exchanges between nodes, or to all exchanges in a run on one node."""
+    """Factor on the transfer time of exchanges that use the link of the slow rank or node. Without a slow rank or node,
+    it applies to exchanges between nodes or, in a run on one node, to all exchanges."""
     link_jitter: float = 0.0
-    """Standard deviation of the logarithm of the duration of such an exchange."""
+    """Standard deviation of the logarithm of the duration of an exchange over the slow link."""
     link_delay_us: float = 0.0
-    """Additional time for each message of such an exchange. A ring over N ranks sends N - 1 messages in a row."""
+    """Additional time for each message of an exchange over the slow link. A ring over N ranks sends N - 1 messages in a
+    row."""
     slow_rank: int | None = None
-    """The slow rank. All of its exchanges use its link."""
+    """The slow rank. All exchanges of this rank use the slow link."""
     slow_node: int | None = None
-    """The slow node, with all of its ranks. Exchanges with other nodes use its link."""
+    """The slow node. All of its ranks are slow, and their exchanges with other nodes use the slow link."""
     slow_from_s: float = 0.0
-    """Virtual time of the host at which the disturbance begins."""
+    """Virtual host time at which the disturbance starts."""
     slow_until_s: float = math.inf
-    """Virtual time of the host at which the disturbance ends."""
+    """Virtual host time at which the disturbance ends."""
     slow_every_s: float = 0.0
-    """The disturbance recurs with this period; 0 if it does not recur."""
+    """Period with which the disturbance recurs; 0 if it does not recur."""
 
     def lasts_at(self, at_s: float) -> bool:
         since_s = at_s - self.slow_from_s
@@ -60,7 +62,7 @@ class DeviceDisturbance:
         return 0 <= since_s < self.slow_until_s - self.slow_from_s
 
     def changes_after_s(self, at_s: float) -> float:
-        """Return the next time after `at_s` at which it begins or ends."""
+        """Return the next time after `at_s` at which the disturbance starts or ends."""
         since_s = at_s - self.slow_from_s
         if since_s < 0:
             return self.slow_from_s
@@ -86,28 +88,27 @@ class DeviceDisturbance:
 @dataclass(frozen=True)
 class Settings:
     order: int | None = None
-    """Seed for running the work of streams late and in random order; None to run it as soon as possible."""
+    """Seed for running the streams' work late and in random order; None to run it as soon as possible."""
     memory_gib: float = 80.0
     """The device's memory, in GiB."""
     sizes: int = 0
-    """If 1, tensors have shapes and allocated memory, but no values, and one rank can represent a world of any size."""
+    """If 1, tensors have shapes and allocated memory but no values, and one rank can represent a world of any size."""
     time: str | None = None
-    """The chip (a file in conf/accelerator) whose rates determine the virtual time of operations; None for no virtual
+    """The chip (a file in conf/accelerator) whose rates determine the virtual time of operations. None means no virtual
     time."""
     launch_us: float | None = None
-    """Host time to queue one operation; None for the planner's value for a chip without graphs or compilation."""
+    """Host time to queue one operation. None means the planner's value for a chip without graphs or compilation."""
     timeout_s: float = 600.0
-    """Real time after which an exchange that lacks a rank fails."""
+    """Real time after which an exchange fails if a rank has not joined it."""
     disturbances: tuple[DeviceDisturbance, ...] = ()
 
 
 WHOLE = ("order", "sizes", "slow_rank", "slow_node")
-"""Settings that are integers."""
+"""Settings with integer values."""
 
 
 def read_settings(text: str) -> Settings:
-    """Read `name=value,name=value`. Further disturbances may follow, separated by semicolons. Raises RecipeError for
-    other text."""
+    """Read `name=value,name=value`. Semicolons separate further disturbances. Raises RecipeError for any other text."""
     found: dict[str, float | str] = {}
     disturbances = []
     for number, group in enumerate(text.split(";")):
@@ -135,14 +136,16 @@ def read_settings(text: str) -> Settings:
             disturbances.append(DeviceDisturbance(**disturbance))  # type: ignore[arg-type]
     settings = Settings(**found, disturbances=tuple(disturbances))  # type: ignore[arg-type]
     if settings.order is not None and settings.time is not None:
-        message = f"{EMULATED}: `order` and `time` cannot be combined: in random order, operations have no times"
+        message = f"{EMULATED}: `order` and `time` cannot be combined, because operations in random order have no times"
         raise RecipeError(Problem("usage", message, EMULATED, f"remove order={settings.order} or time={settings.time}"))
     if settings.time is None and (disturbances or settings.launch_us is not None):
-        message = f"{EMULATED}: `{text}`: durations need `time`"
-        raise RecipeError(Problem("usage", message, EMULATED, "name a chip of conf/accelerator: time=h100_sxm"))
+        message = f"{EMULATED}: `{text}` sets durations, which require `time`"
+        raise RecipeError(
+            Problem("usage", message, EMULATED, "specify a chip in conf/accelerator, such as time=h100_sxm")
+        )
     if settings.sizes not in (0, 1) or (settings.sizes and settings.order is not None):
-        message = f"{EMULATED}: `{text}`: sizes is 0 or 1, and without values there is nothing to order"
-        raise RecipeError(Problem("usage", message, EMULATED, "give sizes=1 without order="))
+        message = f"{EMULATED}: `{text}`: sizes must be 0 or 1, and sizes=1 cannot be combined with order"
+        raise RecipeError(Problem("usage", message, EMULATED, "set sizes=1 without order="))
     for one in disturbances:
         span_s = one.slow_until_s - one.slow_from_s
         if span_s <= 0 or (one.slow_every_s and span_s > one.slow_every_s):

@@ -1,8 +1,7 @@
-"""What disturbances and faults cost a run whose steps take the rehearsed times.
+"""Determine what disturbances and faults cost a run whose steps take the rehearsed times.
 
-The steps come from the rehearsal. The consequences of a fault come from the functions that `plan` and the supervisor
-use: the simulations of the scheduler (`disturb=`) and of failures (goodput).
-"""
+The steps come from the rehearsal. `plan` and the supervisor use the same functions for the consequences of a fault:
+simulations of the scheduler (`disturb=`) and of failures (goodput)."""
 
 from __future__ import annotations
 
@@ -36,39 +35,41 @@ def check_faults(planned: PlanToRehearse, ranks: Sequence[int], *, disturbed: bo
     plan = planned.plan
     rehearsed = {planned.kinds[stage_of(plan, rank)] for rank in ranks}
     if (faults or disturbed) and rehearsed != set(planned.kinds):
-        message = "a disturbance or fault needs the time of a step, but these ranks lack a kind of pipeline stage"
+        message = (
+            "a disturbance or fault requires the step time, but these ranks do not include every kind of pipeline stage"
+        )
         raise RecipeError(Problem("usage", message, "--ranks", "use --ranks=ends"))
     for fault in faults:
         text = describe(fault)
         if fault.kind not in REHEARSED:
             message = f"a rehearsal cannot determine the cost of `{text}`"
             raise RecipeError(
-                Problem("unsupported", message, "fault", f"use {', '.join(REHEARSED)}, or leave faults out: fault=''")
+                Problem("unsupported", message, "fault", f"use {', '.join(REHEARSED)}, or remove the faults: fault=''")
             )
         if fault.rank >= plan.group_size or not 0 < fault.steps <= MAX_STEPS or fault.step >= plan.total_steps:
-            message = f"`{text}` is outside of the run, which has {plan.total_steps:,} steps on ranks 0 to "
+            message = f"`{text}` is outside the run, which has {plan.total_steps:,} steps on ranks 0 to "
             message += f"{plan.group_size - 1:,}"
-            hint = f"set a rank and a step of the run, and steps from 1 to {MAX_STEPS:,}"
+            hint = f"choose a rank and a step of the run, and a number of steps from 1 to {MAX_STEPS:,}"
             raise RecipeError(Problem("out_of_range", message, "fault", hint))
         if fault.kind == "lose_plane" and planned.spec.cluster.fabric.planes is None:
-            message = "the cluster's network has one plane: without it, no node reaches another"
+            message = "the cluster's network has only one plane, and without it, no node can reach another"
             raise RecipeError(Problem("unsupported", message, "fault", "fault='lose_node(step=40,rank=0)'"))
     return faults
 
 
 def describe(fault: Fault) -> str:
-    """Return `slow(step=60,seconds=0.2,steps=5)`, without the arguments that have their default."""
+    """Return the fault as text, such as `slow(step=60,seconds=0.2,steps=5)`, without arguments that have their default
+    values."""
     usual = Fault(fault.kind, -1)
     given = [f"{name}={value:g}" for name, value in vars(fault).items() if value != getattr(usual, name)]
     return f"{fault.kind}({','.join(given)})"
 
 
 def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
-    """Return the job for the simulation of a disturbed run, with the rehearsed step in place of the planned one.
+    """Return the job for simulating a disturbed run, with the rehearsed step in place of the planned one.
 
-    The planner determines how times depend on the samples; each part is scaled to the rehearsed one. The run keeps its
-    layout, because no other layout has been rehearsed.
-    """
+    The planner determines how times depend on the samples, and each part is scaled to its rehearsed time. The run keeps
+    its layout, because no other layout has been rehearsed."""
     job = describe_job(planned.spec, planned.candidate, None)
     parts = job.cluster.parts
     size = planned.plan.micro_batch_size
@@ -78,7 +79,7 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
     stages = []
     gradients = 0.0
     for stage, within_s, (compute_s, exposed_s) in zip(parts.stages, planned_s, step.stages_s, strict=True):
-        # Exchanges inside layers and those of data parallelism are distinguished as in the plan.
+        # As in the plan, distinguish exchanges inside layers from exchanges of data parallelism.
         share = within_s / (within_s + gradients_s) if within_s else 0.0
         factor = exposed_s * share / within_s if within_s else 0.0
         gradients = max(gradients, exposed_s * (1 - share))
@@ -100,7 +101,7 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
     )
     cluster = job.cluster.with_parts(parts)
     job = replace(job, cluster=cluster, layouts=None)
-    # The other parts, such as the optimizer, are the same in every step.
+    # All other parts, such as the optimizer, take the same time in every step.
     rest_s = step.step_s - Situations(job, Disturbance()).at(1).even_s
     return replace(job, cluster=cluster.with_parts(replace(parts, rest_s=rest_s)))
 
@@ -108,7 +109,8 @@ def rehearsed_job(planned: PlanToRehearse, step: RehearsedStep) -> DisturbedJob:
 def add_costs(
     planned: PlanToRehearse, done: Rehearsal, disturbed: NamedDisturbance | None, faults: Sequence[Fault]
 ) -> Rehearsal:
-    """Add the costs of the disturbance and the faults, if the step has a time because no rank ran out of memory."""
+    """Add the costs of the disturbance and the faults, if there is a step time. There is none if a rank ran out of
+    memory."""
     step = done.step
     if step is None:
         return done
@@ -133,17 +135,17 @@ def cost_of(fault: Fault, planned: PlanToRehearse, done: Rehearsal, step: Rehear
         speed = fabric.speed
     if fault.kind in SLOW or speed:
         return _cost_of_slowness(fault, planned, step, speed)
-    # A node whose only plane has no link is lost.
+    # A node whose only network plane has no link is lost.
     return _cost_of_failure(fault, planned, done, step)
 
 
 def _cost_of_slowness(fault: Fault, planned: PlanToRehearse, step: RehearsedStep, speed: float) -> FaultCost:
-    """Simulate the scheduler with a slow rank or, if `speed` is above 0, with links of that relative speed."""
+    """Simulate the scheduler with a slow rank or, if `speed` is above 0, with links of this relative speed."""
     job = rehearsed_job(planned, step)
     plan = planned.plan
     device = fault.group * plan.group_size + fault.rank
     if speed:
-        # The links are narrow for `seconds`.
+        # The links have reduced bandwidth for `seconds`.
         steps = max(1, math.ceil(fault.seconds / step.step_s))
         node = None if fault.kind == "lose_plane" else device // job.devices_per_node
         links = (NarrowLink(from_step=1, steps=steps, node=node, factor=1 / speed),)
@@ -160,8 +162,8 @@ def _cost_of_slowness(fault: Fault, planned: PlanToRehearse, step: RehearsedStep
 
 
 def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, step: RehearsedStep) -> FaultCost:
-    """Simulate the run with and without the failure, after which it restarts from its checkpoint or continues with the
-    other replica groups."""
+    """Simulate the run with and without the failure. After a failure, it restarts from its checkpoint or continues with
+    the other replica groups."""
     spec = planned.spec
     # Use the rehearsed step, because it determines an `auto` interval.
     timed = replace(planned.candidate, step_time_s=step.step_s, sized_steps=())
@@ -169,12 +171,12 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
     job = forecast.describe_job(spec, planned.capacity, timed, resilience, done.checkpoint_bytes)
     cluster = spec.cluster.reliability
     if fault.kind not in ("lose_node", "lose_link"):
-        cluster = replace(cluster, swap_s=0.0, spare_nodes=None)  # its node is still available
+        cluster = replace(cluster, swap_s=0.0, spare_nodes=None)  # the lost rank's node is still available
     if fault.kind in ("stop", "hang"):
         floor_s = spec.resilience.hang_floor_s
         steps_s = [step.step_s] * LEARNING_STEPS
         cluster = replace(cluster, detect_s=math.inf if floor_s is None else step_deadline_s(steps_s, floor_s))
-    # It happens during the exchange of gradients, after the passes of the next step.
+    # The fault strikes during the gradient exchange, after the passes of the next step.
     work_s = fault.step * job.step_time_s + step.step_s - step.parts_s["optimizer"]
     checkpoints = math.floor(work_s / job.interval_s)
     at_s = work_s + checkpoints * job.blocked_s

@@ -1,6 +1,5 @@
-"""Render the page of a rehearsal: each rank's memory over a step, its content at the peak, and the parts of the step
-compared with those in the plan.
-"""
+"""Render the page of a rehearsal: the memory of each rank over a step, the memory's content at the peak, and the parts
+of the step compared with the plan."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ PART_KINDS = {
     "optimizer": "c-optimizer",
     "other": "c-other",
 }
-"""CSS classes."""
+"""Part of a step -> CSS class."""
 SHOWN = 20
-"""Number of tensor groups to list for a rank."""
+"""Number of tensor groups to list per rank."""
 FOOTER = (
     "Rehearsed by trainspec without GPUs: the engine's own steps on an emulated device, with eager blocks and default "
     "kernels. Times are virtual: kernels take the chip's planned time, and the host takes none."
@@ -74,8 +73,8 @@ def _memory_table(done: Rehearsal) -> str:
         shown = [text for measured, planned in pairs for text in (measured, format_bytes(planned))]
         rows.append((f"{found.rank:,}", *shown, format_bytes(found.state_bytes), format_bytes(found.checkpoint_bytes)))
     text = (
-        f"A device has {format_bytes(done.device_bytes)}; {format_bytes(done.outside_bytes)} of it are for its context "
-        "and the buffers of communicators. State: parameters, buffers and optimizer state."
+        f"A device has {format_bytes(done.device_bytes)}; of this, {format_bytes(done.outside_bytes)} are for its "
+        "context and the communicators' buffers. State: parameters, buffers and optimizer state."
     )
     headings = ("rank", "#tensors", "#planned", "#reserved", "#planned", "#state", "#checkpoint")
     return section("Peak memory", text, text_table(headings, rows))
@@ -87,8 +86,8 @@ def _parts(step: RehearsedStep) -> str:
     steps = (("rehearsed", step.parts_s, step.step_s), ("planned", step.planned_parts_s, step.planned_s))
     rows = [(name, render_bar(_segments(parts_s), scale), format_duration(total_s)) for name, parts_s, total_s in steps]
     text = (
-        f"Virtual time of rank {step.rank:,}, which has the most work, with eager blocks and default kernels, and what "
-        "is planned for them."
+        f"Virtual time of rank {step.rank:,}, which has the most work, with eager blocks and default kernels, and "
+        "the planned time."
     )
     shown = [
         (PART_NAMES[part], format_duration(seconds), format_duration(step.planned_parts_s[part]))
@@ -108,7 +107,7 @@ def _segments(parts_s: Mapping[str, float]) -> list[Segment]:
 
 
 def _rank(rank: RehearsedRank) -> str:
-    """Draw a rank's memory over the last step, and list its content at the peak."""
+    """Draw a rank's memory over the last step, and list the content of the memory at the peak."""
     found = rank.rehearsed
     text = f"The peak is reached in {found.peak.part}."
     if found.failed:
@@ -118,7 +117,7 @@ def _rank(rank: RehearsedRank) -> str:
         )
     chart = _curve(rank)
     if found.timeline is None:
-        text += " The rates of this chip are unknown, so that memory over time is not drawn."
+        text += " The rates of this chip are unknown, so the memory over time cannot be drawn."
     rows = [(format_bytes(one.bytes), f"{one.number:,}", one.shape, one.origin) for one in found.peak.largest[:SHOWN]]
     if rest := found.peak.largest[SHOWN:]:
         rows.append(

@@ -1,4 +1,4 @@
-"""Plan a recipe, rehearse some of its ranks, and compare their memory and the time of a step with the plan's."""
+"""Plan a recipe, rehearse some of its ranks, and compare their memory and step time with the plan."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from trainspec_cli.wings.emulated.rehearsal import (
 )
 
 AT_ONCE = 2
-"""Number of ranks that are rehearsed at the same time; each needs up to 1 GB of host memory."""
+"""Number of ranks to rehearse at the same time. Each rank needs up to 1 GB of host memory."""
 
 
 LEFT_OUT = {
     **dict.fromkeys(("launch_s", "step_s", "step_graphed_s"), 0.0),
     **dict.fromkeys(("jitter", "contention", "expert_imbalance"), 0.0),
 }
-"""What a rehearsal does not have: the host's work, waiting for slower devices, kernels that are slower beside an
-exchange, and experts with more tokens than others."""
+"""Effects that a rehearsal does not include: the host's work, waiting for slower devices, kernels slowed by concurrent
+exchanges, and experts that get more tokens than others."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +64,25 @@ class PlanToRehearse:
     """The planned layout."""
     capacity: CapacityPlan
     simulation: Simulation | None
-    """The planned run under the disturbance that the command names."""
+    """The planned run under the disturbance named on the command line."""
     device: str
     device_bytes: float
-    """The device's memory."""
+    """The device's total memory."""
     outside_bytes: float
-    """The part of it that is not available to the allocator: the device's context and the buffers of communicators."""
+    """The memory that is not available to the allocator: the device's context and the buffers of communicators."""
     tensors_bytes: tuple[float, ...]
     """The maximum total size of a rank's tensors with eager blocks, by pipeline rank."""
     allocator_bytes: tuple[float, ...]
-    """The same with fragmentation and the pools of other streams; without the plan's reserve."""
+    """The memory held by the allocator, by pipeline rank: `tensors_bytes` plus fragmentation and the pools of other
+    streams. The plan's reserve is not included."""
     step_s: float
-    """Duration of a step in seconds, with the recipe's kernels and compilation."""
+    """Planned step time in seconds, with the recipe's kernels and compilation."""
     time: StepTime
-    """The same by part, with eager blocks and without `LEFT_OUT`."""
+    """Planned step time by part, with eager blocks and without the effects in `LEFT_OUT`."""
     kinds: tuple[int, ...]
     """For each pipeline rank, the first rank whose stages do the same work."""
     fused_saves_bytes: tuple[float, ...]
-    """Memory that the recipe's run is planned to save with compiled blocks and fused kernels."""
+    """Memory that the plan expects compiled blocks and fused kernels to save in the recipe's run."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ STEP_PARTS = {
     "optimizer": ("optimizer_s",),
     "other": ("data_s", "host_s"),
 }
-"""The parts of a step's time -> the plan's parts (`StepTime`)."""
+"""The parts of a rehearsed step's time -> the corresponding parts of the plan (`StepTime`)."""
 PART_NAMES = {
     "compute": "compute",
     "exposed_comm": "exposed communication",
@@ -118,12 +119,13 @@ PART_NAMES = {
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """The virtual time of a step with eager blocks, and the time in the plan, in seconds by part (`STEP_PARTS`)."""
+    """The virtual time of a step with eager blocks, and its planned time, in seconds by part (`STEP_PARTS`)."""
 
     rank: int
-    """The rehearsed rank with the most work, whose parts these are: the other stages make it wait (`bubble`)."""
+    """The rehearsed rank with the most work. The parts are those of this rank. Waiting for other stages is its
+    `bubble`."""
     stages_s: tuple[tuple[float, float], ...]
-    """For each pipeline rank, seconds of (compute, exposed communication) of a mean micro-batch."""
+    """For each pipeline rank: seconds of compute and of exposed communication in a mean micro-batch."""
     parts_s: dict[str, float]
     planned_parts_s: dict[str, float]
     step_s: float
@@ -142,18 +144,19 @@ class Rehearsal:
     device_bytes: float
     outside_bytes: float
     planned_step_s: float
-    """This time includes the recipe's kernels and compilation; the rehearsed steps have eager blocks."""
+    """Planned step time with the recipe's kernels and compilation, whereas the rehearsed steps have eager blocks."""
     ranks: tuple[RehearsedRank, ...]
     step: RehearsedStep | None = None
-    """None if the chip is unknown, a rank ran out of memory, or a kind of pipeline stage was not rehearsed."""
+    """The rehearsed step time. None if the chip is unknown, a rank ran out of memory, or a kind of pipeline stage was
+    not rehearsed."""
     checkpoint_bytes: float = 0.0
     """Size of a checkpoint; 0 if `step` is None."""
     simulation: Simulation | None = None
-    """The run under the disturbance of the command, with rehearsed steps."""
+    """The run under the command's disturbance, simulated with rehearsed steps."""
     planned_simulation: Simulation | None = None
-    """The same with planned steps."""
+    """The run under the command's disturbance, simulated with planned steps."""
     faults: tuple[FaultCost, ...] = ()
-    """What the recipe's faults cost."""
+    """The costs of the recipe's faults."""
 
 
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
@@ -164,7 +167,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     planned = plan_recipe(arguments)
     if planned.pools is not None:
         message = "a rehearsal needs one kind of node, and `cluster.pools` has several"
-        raise RecipeError(Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100"))
+        raise RecipeError(Problem("unsupported", message, "cluster.pools", "choose one cluster, such as cluster=h100"))
     best = require_fit(planned)
     spec = planned.spec
     if problems := check_built(pin_layout(spec, best.layout)):
@@ -174,7 +177,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     in_groups = GROUP_BYTES * communicators(setup_of(best, spec, None))
 
     def held(memory: MemoryBreakdown) -> float:
-        """Return what the allocator is expected to hold, without the plan's reserve."""
+        """Return the memory that the allocator is expected to hold, without the plan's reserve."""
         return memory.total_bytes / (1 + RESERVE) - memory.context_bytes - in_groups
 
     by_rank = [held(memory) for memory in best.memory]
@@ -183,11 +186,10 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
     ]
     saved = [0.0] * plan.layout.pp
     if is_counted(spec.model, plan.offload):
-        # The recipe's run may have compiled blocks and fused kernels, but a rehearsal has neither.
+        # The recipe's run may have compiled blocks and fused kernels, which a rehearsal does not have.
         as_planned = tensors
         eager = replace(plan, spec=replace(spec, compile=False))
-        # Each pipeline rank is counted separately, because a plan uses the peak of an earlier, fuller rank for some of
-        # them.
+        # Count each pipeline rank separately, because for some ranks, a plan uses the peak of an earlier, fuller rank.
         run = run_of(eager)
         peaks = [engine_peak(run, stage) for stage in range(plan.layout.pp)]
         tensors = [sum(peak.values()) + memory.feedback_bytes for peak, memory in zip(peaks, best.memory, strict=True)]
@@ -222,7 +224,7 @@ def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> Plan
 def rehearse_ranks(
     planned: PlanToRehearse, ranks: Sequence[int], steps: int, on_rank: Callable[[int], None]
 ) -> Rehearsal:
-    """Rehearse ranks, one per core and at most `AT_ONCE` at a time. `on_rank` is called before each of them, in any
+    """Rehearse ranks, one per core and at most `AT_ONCE` at a time. `on_rank` is called before each rank, in any
     thread. Raises MachineError and Interrupted."""
     plan = planned.plan
     requests = StopRequests()
@@ -235,7 +237,7 @@ def rehearse_ranks(
         try:
             found = rehearse(plan, rank, steps, planned.device_bytes - planned.outside_bytes, requests)
         except BaseException:
-            requests.add()  # the processes of the other ranks also end
+            requests.add()  # This also ends the processes of the other ranks.
             raise
         expected = (planned.tensors_bytes, planned.allocator_bytes, planned.fused_saves_bytes)
         return RehearsedRank(found, equal_ranks(plan), *(sizes[stage] for sizes in expected))
@@ -244,7 +246,7 @@ def rehearse_ranks(
         futures = [pool.submit(run, rank) for rank in ranks]
         errors = [error for future in futures if (error := future.exception())]
     if errors:
-        # The first error interrupted the other ranks.
+        # The first error is the cause. It interrupted the other ranks.
         raise min(errors, key=lambda error: isinstance(error, Interrupted))
     done = [future.result() for future in futures]
     found = [one.rehearsed for one in done]
@@ -266,7 +268,8 @@ def rehearse_ranks(
 
 
 def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
-    """Return for each pipeline rank the first one with the same work: layers of each kind by stage, embedding, head."""
+    """Return for each pipeline rank the first pipeline rank with the same work, which means the same layers of each
+    kind by stage, embedding and head."""
     layout = setup.layout
     once = micro_batch(setup, axis_groups(layout, setup.fabric, eff), eff)
     stages = cut_layers(once.num_layers, layout)
@@ -280,7 +283,7 @@ def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
 
 
 def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> RehearsedStep | None:
-    """Return the time of a step, computed from the times of the ranks' passes by replaying the schedule. Ranks of the
+    """Return the time of a step, computed by replaying the schedule with the times of the ranks' passes. Ranks of the
     same kind take the same time. If several ranks of a stage were rehearsed, the slowest one counts."""
     plan = planned.plan
     layout = plan.layout
@@ -318,8 +321,8 @@ def time_step(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> Rehear
 
 
 def size_checkpoint(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> float:
-    """Return the bytes of a checkpoint, from what a rank of each kind of pipeline stage holds; 0 if one is missing.
-    Replicas hold the same."""
+    """Return the size of a checkpoint in bytes, computed from one rank of each kind of pipeline stage; 0 if a kind is
+    missing. Replicas hold the same state."""
     plan = planned.plan
     per_stage = plan.group_size // plan.layout.pp
     by_kind = {planned.kinds[stage_of(plan, rank.rank)]: rank.checkpoint_bytes for rank in ranks}
@@ -328,7 +331,7 @@ def size_checkpoint(planned: PlanToRehearse, ranks: Sequence[RankRehearsal]) -> 
 
 
 def _by_part(time_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts of a step (`PARTS` of the step events) as `STEP_PARTS`."""
+    """Return a step's time by `STEP_PARTS`, given its time by the `PARTS` of the step events."""
     parts_s = dict.fromkeys(STEP_PARTS, 0.0)
     for name, seconds in time_s.items():
         part = "compute" if name in ("forward", "backward") else name
@@ -337,13 +340,13 @@ def _by_part(time_s: Mapping[str, float]) -> dict[str, float]:
 
 
 class PassSeconds:
-    """The times of a pipeline rank's passes in a step with a given number of micro-batches."""
+    """The times of a pipeline rank's passes, in a step with any number of micro-batches."""
 
     def __init__(self, measured: PipelineSeconds, micro_batches: int):
         self.measured = measured
         rehearsed = measured.micro_batches
-        # The first and last micro-batches differ from the others, because parameters are gathered, and gradients are
-        # created and reduced there. A micro-batch from the middle represents those that were not rehearsed.
+        # The first and last micro-batches differ from the others: in them, parameters are gathered, and gradients are
+        # created and reduced. Every micro-batch that was not rehearsed is represented by one from the middle.
         first = rehearsed // 2
         last = micro_batches - (rehearsed - first)
         self.like = [
@@ -352,13 +355,13 @@ class PassSeconds:
         ]
         self.passes = {(one.kind, one.stage, one.micro_batch): one for one in measured.actions}
         self.parts_s = _by_part(measured.rest_s)
-        # Each rehearsed micro-batch counts once for each micro-batch of the step that it represents.
+        # Count each rehearsed micro-batch once for every micro-batch of the step that it represents.
         times = Counter(self.like)
         for one in measured.actions:
             self.parts_s["compute"] += times[one.micro_batch] * one.compute_s
             self.parts_s["exposed_comm"] += times[one.micro_batch] * one.exposed_s
         self.busy_s = sum(self.parts_s.values())
-        """Time in seconds, without waiting for other stages."""
+        """Total time in seconds, without waiting for other stages."""
 
     def seconds(self, kind: Kind, stage: int, micro_batch: int) -> float:
         one = self.passes[kind, stage, self.like[micro_batch]]
@@ -366,11 +369,10 @@ class PassSeconds:
 
 
 def replay_step(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> float:
-    """Return the duration in seconds of a step where the passes of each pipeline rank take these times.
+    """Return the duration in seconds of a step in which the pipeline ranks' passes take these times.
 
     A step ends when the last rank reaches the agreement on the gradient norm. The work after it, such as the optimizer,
-    precedes the passes of the next step.
-    """
+    counts as part of the next step."""
     layout = plan.layout
     timeline = replay_passes(plan, ranks, hands_over=hands_over)
     ends = []
@@ -381,8 +383,8 @@ def replay_step(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = 
 
 
 def replay_passes(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool = True) -> list[list[TimedAction]]:
-    """Return the passes of each pipeline rank in a step, starting with the agreement of the previous step. Without
-    `hands_over`, messages between stages take no time."""
+    """Return the passes of each pipeline rank in a step, starting at the previous step's agreement on the gradient
+    norm. Without `hands_over`, messages between stages take no time."""
     layout = plan.layout
     cluster = plan.spec.cluster
     fabric = describe_fabric(cluster, None)
@@ -394,7 +396,7 @@ def replay_passes(plan: Plan, ranks: Sequence[PassSeconds], *, hands_over: bool 
         group = group_of_ranks(fabric, (sender * per_stage, receiver * per_stage), eff)
         return send_s(group, ranks[sender].measured.message_bytes, eff) if hands_over else 0.0
 
-    # The passes of ranks of the same kind differ only in the number of the stage.
+    # The passes of ranks of the same kind differ only in their stage numbers.
     own = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
     rehearsed = [sorted({one.stage for one in rank.measured.actions}) for rank in ranks]
 

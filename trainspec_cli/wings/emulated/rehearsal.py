@@ -1,8 +1,7 @@
-"""Rehearse ranks of a plan: run the engine's steps on the emulated device, in one process per rank, without the rank's
-peers.
+"""Rehearse ranks of a plan: run the engine's steps on the emulated device, with one process per rank and without the
+rank's peers.
 
-This module does not need torch; `engine/rehearse.py` runs in the processes.
-"""
+This module does not need torch, unlike `engine/rehearse.py`, which runs in the processes."""
 
 from __future__ import annotations
 
@@ -29,59 +28,59 @@ class RehearsalRequest:
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """A group of equal tensors that are in memory at the same time."""
+    """A group of identical tensors that are in memory at the same time."""
 
     shape: str
-    """Shape and format."""
+    """Shape and number format of the tensors."""
     origin: str
-    """The line of the engine, or the function of FSDP2, that allocated them."""
+    """The engine line, or the function of FSDP2, that allocated the tensors."""
     number: int
     bytes: int
-    """Their total size in bytes, as counted by the allocator."""
+    """Total size of the tensors in bytes, as counted by the allocator."""
 
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """The content of the memory at a moment."""
+    """The content of the memory at one point in time."""
 
     part: str
     """The part of the step, such as `backward of micro-batch 3, stage 0`."""
     largest: tuple[LiveTensors, ...]
-    """Largest first."""
+    """Groups of tensors, largest first."""
 
 
 @dataclass(frozen=True)
 class ActionSeconds:
-    """The virtual time of a pass of one micro-batch through one stage, without waiting for its input."""
+    """The virtual time of one micro-batch's pass through a stage, without waiting for its input."""
 
     kind: Kind
     stage: int
     micro_batch: int
     compute_s: float
     exposed_s: float
-    """Time of exchanges inside the stage during which it does not compute."""
+    """Exposed communication inside the stage: the time of exchanges without concurrent computation."""
 
 
 @dataclass(frozen=True)
 class PipelineSeconds:
-    """The virtual time of a step of a pipeline rank, without messages between stages."""
+    """The virtual time of a pipeline rank's step, without messages between stages."""
 
     actions: tuple[ActionSeconds, ...]
-    """Passes in the order of the schedule. A step with many micro-batches is rehearsed with fewer."""
+    """Passes in schedule order. A step with many micro-batches is rehearsed with fewer."""
     micro_batches: int
     """Number of micro-batches in the rehearsed step."""
     rest_s: dict[str, float]
-    """The other parts of the step: reducing gradients, agreeing on the norm, and the optimizer."""
+    """Times of the other parts of the step: reducing gradients, agreeing on the norm, and the optimizer."""
     after_agreement_s: float
-    """The part of `rest_s` between the agreement, which all ranks reach together, and the first pass of the next
-    step."""
+    """The time in `rest_s` from the agreement on the norm, which all ranks reach together, to the first pass of the
+    next step."""
     message_bytes: int
     """Size in bytes of a message to another stage."""
 
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """The memory used by a rank's steps, in bytes as counted by the allocator, and the time of these steps."""
+    """A rank's memory in bytes, as counted by the allocator, and the time of its steps."""
 
     rank: int
     state_bytes: int
@@ -91,44 +90,43 @@ class RankRehearsal:
     peak_bytes: int
     """Peak memory in the last step."""
     reserved_bytes: int
-    """Maximum memory that the allocator holds during the steps, including memory that only the same stream can
-    reuse."""
+    """Maximum memory that the allocator holds during the steps, including memory that only one stream can reuse."""
     checkpoint_bytes: int
-    """Size of the data that a checkpoint copies to the host, if this rank writes everything that it holds."""
+    """Size of the data that a checkpoint copies to the host if this rank writes all of its state."""
     peak: MemoryMoment
     time_s: dict[str, float] = field(default_factory=dict)
-    """Virtual time of a step in seconds by part, with eager blocks. Empty if the chip is unknown, for a pipeline (see
+    """Virtual step time in seconds by part, with eager blocks. Empty if the chip is unknown, for a pipeline (see
     `pipeline`), and if memory ran out."""
     pipeline: PipelineSeconds | None = None
-    """None if there is no pipeline, if the chip is unknown, or if memory ran out."""
+    """The times of a pipeline rank. None if there is no pipeline, if the chip is unknown, or if memory ran out."""
     host_bytes: int = 0
-    """The most host memory that offloaded parameters, gradients and optimizer state use; page-locked tensors are
-    rounded up to a power of two."""
+    """Peak host memory of offloaded parameters, gradients and optimizer state. Page-locked tensors are rounded up to a
+    power of two."""
     failed: LiveTensors | None = None
-    """The tensor that did not fit. In this case, `peak` is the moment of the failure."""
+    """The tensor that did not fit, if memory ran out. `peak` is then the moment of the failure."""
     seconds: float = 0.0
-    """Duration of the rehearsal."""
+    """Real time that the rehearsal took, in seconds."""
     timeline: Timeline | None = None
-    """The last step, or the part of it before memory ran out; None without virtual time."""
+    """The work of the last step, or of the part of it before memory ran out; None without virtual time."""
 
 
 @dataclass(frozen=True)
 class FaultCost:
-    """What a fault costs, compared with the same run without it."""
+    """The costs of a fault, compared with the same run without the fault."""
 
     fault: str
     wall_s: float | None
-    """Delay of the run's end in seconds; None if the fault ends the run."""
+    """Delay of the end of the run, in seconds; None if the fault ends the run."""
     lost_steps: float
-    """Number of steps that are repeated."""
+    """Number of steps that the run must repeat."""
     pause_s: float
-    """Seconds from the fault until the first new step begins; 0 if the run continues."""
+    """Seconds from the fault until the first new step starts; 0 if the run continues."""
     device_hours: float
-    """The devices' time for `wall_s`, or for the lost steps of a run that ends."""
+    """Device hours spent during `wall_s` or, for a run that ends, on the lost steps."""
     usd: float | None
-    """None if no price is known."""
+    """Cost in US dollars; None if no price is known."""
     parts_s: dict[str, float] = field(default_factory=dict)
-    """`wall_s` by cause, as in the plan's goodput; empty for a slow rank or link."""
+    """`wall_s` by cause, as in the plan's goodput. Empty for a slow rank or link."""
 
 
 REHEARSE = Tool(
@@ -142,7 +140,7 @@ REHEARSE = Tool(
 
 
 def distinct(plan: Plan) -> list[int]:
-    """Return one rank of each pipeline stage, because the other ranks of a stage hold equal parts. Along cp it is the
+    """Return one rank of each pipeline stage, because the other ranks of a stage hold equal parts. Along cp, choose the
     last rank, whose queries attend to all parts of the keys."""
     layout = plan.layout
     per_stage = plan.group_size // layout.pp
@@ -151,14 +149,14 @@ def distinct(plan: Plan) -> list[int]:
 
 
 def stage_of(plan: Plan, rank: int) -> int:
-    """Return the pipeline rank of a rank of a replica group."""
+    """Return the pipeline rank to which a rank of a replica group belongs."""
     return rank * plan.layout.pp // plan.group_size
 
 
 def rehearse(
     plan: Plan, rank: int, steps: int, capacity_bytes: float, requests: StopRequests | None = None
 ) -> RankRehearsal:
-    """Rehearse a rank on a device whose allocator has this capacity. `requests`: requests to stop. Raises MachineError
+    """Rehearse a rank on a device whose allocator has this capacity. `requests` may request a stop. Raises MachineError
     and Interrupted."""
     settings = f"sizes=1,memory_gib={capacity_bytes / GIB!r}"
     where = one_process({DEVICE: KIND, EMULATED: settings, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"})
@@ -168,10 +166,9 @@ def rehearse(
 def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
     """Return the ranks named in `text`: `ends`, `distinct`, `all`, or numbers such as `0,8`. Raises RecipeError.
 
-    `kinds`: for each pipeline rank, the first rank whose stages do the same work. `ends` contains a rank of the first
-    stage, of the last stage and of each other kind, because among equal stages none needs more memory than the first,
-    and the time of a step requires one rank of each kind.
-    """
+    `kinds`: for each pipeline rank, the first rank whose stages do the same work. `ends` contains one rank each of the
+    first stage, the last stage and every other kind of stage. Among identical stages, the first one needs the most
+    memory, and the step time requires one rank of every kind."""
     layout = plan.layout
     each = distinct(plan)
     if text == "ends":
@@ -189,6 +186,6 @@ def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
 
 
 def equal_ranks(plan: Plan) -> int:
-    """Return the number of ranks that do the same work as a given rank: those with the same pipeline stages and part of
-    the sequences, in all replica groups."""
+    """Return the number of ranks that do the same work as this rank. In all replica groups, these are the ranks with
+    the same pipeline stages and the same part of the sequences."""
     return plan.world_size // (plan.layout.pp * plan.layout.cp)

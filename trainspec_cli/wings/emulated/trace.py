@@ -1,4 +1,5 @@
-"""Write a rehearsal as a trace for Perfetto and chrome://tracing, with a process for each rank, in virtual time."""
+"""Write a rehearsal as a trace in virtual time for Perfetto and chrome://tracing. Each rank is a process of the
+trace."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ PARTS_THREAD = 0
 
 
 def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
-    """Return the trace of each rank's last step, the number of its slices, and the number of slices that were left out.
-    `ts` and `dur` are in microseconds, rounded to nanoseconds. Raises RecipeError if there is no virtual time."""
+    """Return the trace of each rank's last step, the number of slices in it, and the number of omitted slices. `ts` and
+    `dur` are in microseconds, rounded to nanoseconds. Raises RecipeError if there is no virtual time."""
     timelines = [(one.rehearsed, one.rehearsed.timeline) for one in done.ranks if one.rehearsed.timeline is not None]
     if not timelines:
         message = "a trace needs virtual time, and the rates of this device are unknown"
         raise RecipeError(
-            Problem("unsupported", message, "--trace", "choose a cluster with a known chip: cluster=h100")
+            Problem("unsupported", message, "--trace", "choose a cluster with a known chip, such as cluster=h100")
         )
     drawn: list[JsonValue] = []
     for rank, timeline in timelines:
@@ -35,7 +36,7 @@ def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
         "devices": f"{done.world_size:,} {done.device}",
         "micro_batches": done.micro_batches,
         "micro_batches_drawn": max(timeline.micro_batches for _, timeline in timelines),
-        "slices": "operations that follow one another and come from the same line of the engine are one slice",
+        "slices": "consecutive operations from the same engine line are shown as one slice",
         "slices_left_out": left_out,
         "time": "virtual: kernels take the chip's planned time, and the host takes none",
     }
@@ -44,7 +45,7 @@ def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
 
 
 def without_slices(done: Rehearsal) -> Rehearsal:
-    """Return a rehearsal without the tens of thousands of slices that only a trace needs."""
+    """Return a rehearsal without the tens of thousands of slices, which only a trace needs."""
     ranks = []
     for one in done.ranks:
         found = one.rehearsed
@@ -62,12 +63,12 @@ def _draw_rank(found: RankRehearsal, timeline: Timeline) -> Iterator[JsonObject]
     for part in timeline.parts:
         about: JsonObject = {"waited (s)": part.waited_s}
         yield _slice(found.rank, PARTS_THREAD, part.part, part.begin_s, part.end_s, about)
-    # In Chrome's format, a number connects the two ends of an arrow.
+    # In Chrome's format, both ends of an arrow have the same number.
     arrow = found.rank << 32
     for one in timeline.slices:
         yield _slice(found.rank, threads[one.stream], one.name, one.begin_s, one.end_s, _about(one))
         if one.waits_for in threads:
-            # An arrow starts in the last slice that the compute stream waited for, just before the end of that slice.
+            # An arrow starts just before the end of the last slice that the compute stream waited for.
             arrow += 1
             end = round(one.end_s * US, 3) - 0.001
             ends: JsonObject = {"pid": found.rank, "cat": "wait", "name": "wait", "id": arrow, "ts": end}
@@ -92,6 +93,6 @@ def _about(one: Slice) -> JsonObject:
 
 def _slice(pid: int, tid: int, name: str, begin_s: float, end_s: float, about: JsonObject) -> JsonObject:
     begin = round(begin_s * US, 3)
-    # Viewers require that slices of a thread do not overlap, so both ends are rounded in the same way.
+    # Viewers require that slices of a thread do not overlap, so round both ends in the same way.
     length = round(round(end_s * US, 3) - begin, 3)
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": begin, "dur": length, "args": about}

@@ -1,4 +1,4 @@
-"""A software accelerator, and rehearsals of plans on this accelerator."""
+"""The plug-in for a software accelerator, and for rehearsing plans on it."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -6,7 +6,7 @@ WING = Wing(
     commands={
         "rehearse": Command(
             "plan",
-            "run steps of single ranks of a plan without GPUs, to see what fills their memory",
+            "run steps of individual ranks of a plan without GPUs, to see what fills their memory",
             takes_keys=True,
         ),
     },

@@ -1,4 +1,4 @@
-"""Configurations of other engines, which are written from a plan or read into a recipe. No engine is imported."""
+"""Configurations of other engines: written from a plan, or read into a recipe. No engine is imported."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ ENGINES = (
     maxtext.TARGET,
 )
 LAUNCHERS = (managers.JOB, managers.JOB_SET, managers.TRAIN_JOB, managers.SKYPILOT)
-"""Cluster managers, which start trainspec itself."""
+"""Cluster managers, which start trainspec itself instead of another engine."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
 """Targets by the name passed to `--for`."""

@@ -1,6 +1,6 @@
-"""Keys that an emitted configuration omits, with the reasons, which are listed in every emission.
+"""Keys that an emitted configuration omits. emitted.json lists them with the reasons.
 
-There are three kinds: values that only trainspec uses (`NOT_CARRIED`), values without effect (`OFF`), and values that
+There are three kinds: keys that only trainspec uses (`NOT_CARRIED`), values without effect (`OFF`), and keys that
 another value makes irrelevant (`MEANINGLESS`). Every other value that an engine does not support is rejected."""
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.wings.interop.table import OneOf, given, unless
 
 NOT_CARRIED: Mapping[str, str] = {
-    "description": "a note for people",
-    "run": "the run folder of trainspec",
-    "tracking": "trackers of trainspec; the engine has its own",
-    "observe": "trainspec's diagnosis of its own runs",
-    "scheduler": "trainspec's scheduler of its own runs",
-    "resilience": "the engine and its launcher have their own recovery",
-    "batching.on_loss": "only for the loss of replica groups",
-    "batching.shrink_lr": "only for the loss of replica groups",
-    "sample": "text that trainspec generates with its own model",
-    "train.sample_interval_steps": "text that trainspec generates with its own model",
+    "description": "a note for human readers",
+    "run": "trainspec's run folder",
+    "tracking": "trainspec's trackers; the engine has other trackers",
+    "observe": "trainspec's diagnosis, which only covers its own runs",
+    "scheduler": "trainspec's scheduler, which only schedules its own runs",
+    "resilience": "the engine and its launcher recover in other ways",
+    "batching.on_loss": "only applies after the loss of a replica group",
+    "batching.shrink_lr": "only applies after the loss of a replica group",
+    "sample": "only for text that trainspec generates during training",
+    "train.sample_interval_steps": "only for text that trainspec generates during training",
     "kernels": "the engine chooses its own kernels for the same operations",
-    "comm.bucket_bytes": "the size of an exchange, which does not change results",
-    "framework": "describes the engine to the planner",
-    "cluster": "describes the hardware to the planner",
-    "model.name": "a name for plans and reports",
+    "comm.bucket_bytes": "the size of exchanges, which does not change results",
+    "framework": "only tells the planner about the engine",
+    "cluster": "only tells the planner about the hardware",
+    "model.name": "only a name in plans and reports",
     "model.family": "implied by the engine's model",
-    "optim.state_bytes": "the state of a user-defined optimizer, for the planner",
+    "optim.state_bytes": "only tells the planner about a user-defined optimizer",
     "train.tokens": "replaced by train.max_steps",
     "train.epochs": "replaced by train.max_steps",
-    "train.max_skipped_steps": "the engine has its own rule for steps that are not finite",
-    "checkpoint.memory_interval_steps": "copies in memory, from which trainspec restarts",
-    "data.max_bytes": "limits the text that trainspec prepares",
-    "data.tokenizer.vocab_size": "for a tokenizer that trainspec trains",
+    "train.max_skipped_steps": "the engine handles non-finite steps in its own way",
+    "checkpoint.memory_interval_steps": "only for trainspec's restarts from copies in memory",
+    "data.max_bytes": "only limits the text that trainspec prepares",
+    "data.tokenizer.vocab_size": "only for a tokenizer that trainspec trains",
 }
-"""Key or section -> why it is not carried over, unless the engine has a line for it."""
+"""Key or section -> why it is not carried over. A line in an engine's table takes precedence."""
 
 SCRIPT: Mapping[str, str] = {
     "model": "your script builds the model",
@@ -49,7 +49,7 @@ SCRIPT: Mapping[str, str] = {
     "checkpoint": "your script decides when it writes checkpoints",
     "compile": "changes only the speed; your script compiles the model",
 }
-"""Keys that belong to the user's script, for engines that are libraries used by the script."""
+"""Keys that are up to the user's script, if the engine is a library that the script uses."""
 
 OFF: Mapping[str, JsonValue] = {
     **dict.fromkeys((f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")), 1),
@@ -97,7 +97,7 @@ OFF: Mapping[str, JsonValue] = {
     "model.rope_scaling": None,
     "model.tied_embeddings": False,
 }
-"""Key -> the value that has no effect and therefore needs no line."""
+"""Key -> the value that has no effect. A key with this value needs no line in an engine's table."""
 
 MEANINGLESS: Mapping[str, OneOf] = {
     "layout.zero_stage": given("derived.shards", 1),
@@ -120,11 +120,11 @@ MEANINGLESS: Mapping[str, OneOf] = {
     "model.global_attention_every": given("model.sliding_window", None),
     "model.activation": unless("model.family", "decoder", "hybrid"),
 }
-"""Key or section -> the condition that makes it irrelevant."""
+"""Key or section -> the condition under which it is irrelevant."""
 
 
 def nearest(key: str, table: Mapping[str, object]) -> str | None:
-    """Return the entry for a key: its own, or that of the innermost section around it."""
+    """Return the name in the table that applies to a key: the key itself, or the innermost section around it."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((name for name in names if name in table), None)

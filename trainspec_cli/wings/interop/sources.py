@@ -1,4 +1,5 @@
-"""Read engines' files as flat keys: JSON, YAML, a Python module (parsed, not run), and options in a shell script."""
+"""Read the files of engines as flat keys: JSON, YAML, a Python module (parsed, not run), or options in a shell
+script."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ RENDEZVOUS_OPTIONS = (
     "--node-rank",
     "--standalone",
 )
-"""Rendezvous options of torchrun, which do not describe a run."""
+"""torchrun's rendezvous options, which do not describe a run."""
 MOST_CHARS = 1_000_000
 """Maximum size of a file, in characters."""
 
@@ -36,13 +37,13 @@ def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
         return READERS[engine](text)
     except (ValueError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError) as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        hint = f"known engines: {', '.join(READERS)}; name one with --from"
+        hint = f"known engines: {', '.join(READERS)}; choose one with --from"
         message = f"{file} is not a configuration of {engine}: {what}"
         raise RecipeError(Problem("unreadable", message, hint=hint)) from error
 
 
 def guess_engine(file: Path) -> str:
-    """Return the engine that uses this file suffix, or the engine whose keys appear in the file."""
+    """Return the engine that uses this file suffix. If several do, return the engine whose keys appear in the file."""
     engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
         file.suffix, "megatron"
     )
@@ -52,7 +53,7 @@ def guess_engine(file: Path) -> str:
         return "megatron-bridge"
     if engine != "accelerate":
         return engine
-    # Three engines use this suffix; keys that only one of them has identify it.
+    # Three engines use this suffix, so identify the engine by keys that no other engine has.
     top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
     return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
 
@@ -61,7 +62,7 @@ KEYS_OF_YAML: Mapping[str, set[str]] = {
     "maxtext": {"base_emb_dim", "per_device_batch_size", "max_target_length", "remat_policy"},
     "axolotl": {"base_model", "micro_batch_size", "sequence_len"},
 }
-"""Engine -> keys that do not occur in any other engine's YAML."""
+"""Engine -> keys that occur in no other engine's YAML."""
 
 
 def _text(file: Path) -> str:
@@ -69,7 +70,7 @@ def _text(file: Path) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        hint = "name an existing file"
+        hint = "specify an existing file"
         raise RecipeError(Problem("missing_file", f"{file} cannot be read: {why}", hint=hint)) from error
     if len(text) > MOST_CHARS:
         message = f"{file} has more than {MOST_CHARS:,} characters"
@@ -95,7 +96,7 @@ def _section(value: object) -> JsonObject:
 
 
 def _words(text: str) -> dict[str, JsonValue]:
-    """Return `--name value` and `--name=value` in a script; a name without a value is true."""
+    """Return the `--name value` and `--name=value` options in a script. An option without a value is true."""
     keys: dict[str, JsonValue] = {}
     name = ""
     for word in shlex.split(text.replace("\\\n", " "), comments=True):
@@ -108,7 +109,7 @@ def _words(text: str) -> dict[str, JsonValue]:
             before = keys[name]
             keys[name] = [*(before if isinstance(before, list) else [before]), _number(word)]
     if not keys:
-        raise ValueError("it has no --options")
+        raise ValueError("it contains no --options")
     return {name: value for name, value in keys.items() if name not in RENDEZVOUS_OPTIONS}
 
 
@@ -125,7 +126,7 @@ def _torchtitan(text: str) -> dict[str, JsonValue]:
     """Return the keyword arguments of the `Trainer.Config(...)` returned by a function, by section and name."""
     tree = ast.parse(text)
     keys: dict[str, JsonValue] = {}
-    # The model is `family.size`, from the import and from the call to `model_registry`.
+    # The import and the call to `model_registry` determine the model, as `family.size`.
     nodes = list(ast.walk(tree))
     families = [
         (node.module or "").rpartition(".")[2]
@@ -184,7 +185,7 @@ READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
     "accelerate": lambda text: flat(_section(yaml.safe_load(text))),
     "torchtitan": _torchtitan,
     "megatron": _words,
-    # Its keys have no sections; a list is one value.
+    # MaxText's keys have no sections, and a list is one value.
     "maxtext": lambda text: dict(_section(yaml.safe_load(text))),
     "megatron-bridge": _megatron_bridge,
     "axolotl": _yaml_with_items,

@@ -1,7 +1,7 @@
-"""The parts of an engine's table: a run as flat values, and lines that map recipe keys to engine keys.
+"""The building blocks of an engine's table: a run as flat values, and lines that map recipe keys to engine keys.
 
-A line has both keys, the conditions under which it applies, and the conversion that writes its value for the engine and
-reads it for the recipe."""
+A line consists of both keys, the conditions under which it applies, and a conversion. The conversion writes the value
+for the engine and reads it back for the recipe."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 
 DERIVED = "derived."
-"""Prefix of values that are not keys of a recipe."""
+"""Prefix of values that are derived from a recipe and are not recipe keys."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """Container properties that are not part of recipes."""
+    """Properties of the container that a manifest starts. They are not part of a recipe."""
 
     image: str = ""
-    """An image that contains trainspec."""
+    """A container image that contains trainspec."""
     volume: str = ""
-    """A volume that all nodes mount, with recipes, data and the run folder."""
+    """A volume that all nodes mount. It contains recipes, data and the run folder."""
 
 
 NO_CONTAINER = Container()
@@ -38,7 +38,7 @@ NO_CONTAINER = Container()
 @dataclass(frozen=True)
 class RunValues:
     recipe: str
-    """The name of the recipe, in a form that is safe in a comment."""
+    """The name of the recipe, in a form that is safe inside a comment."""
     values: Mapping[str, JsonValue]
     """Values by dotted recipe key, or by `derived.NAME`."""
     arguments: tuple[str, ...] = ()
@@ -50,12 +50,12 @@ class RunValues:
 
     def whole(self, key: str) -> int:
         value = self.values[key]
-        assert isinstance(value, int), f"{key} is a whole number"
+        assert isinstance(value, int), f"{key} must be an integer"
         return value
 
     def number(self, key: str) -> float:
         value = self.values[key]
-        assert isinstance(value, (int, float)), f"{key} is a number"
+        assert isinstance(value, (int, float)), f"{key} must be a number"
         return float(value)
 
     @property
@@ -67,7 +67,7 @@ class RunValues:
 def run_values(
     recipe: str, spec: RunSpec, arguments: tuple[str, ...] = (), container: Container = NO_CONTAINER
 ) -> RunValues:
-    """Return the values of a spec without `auto`."""
+    """Return the values of a spec in which every `auto` is resolved."""
     layout = layout_of(spec)
     micro = spec.batching.micro_batch_size
     free = spec.cluster.devices_per_node
@@ -84,7 +84,7 @@ def run_values(
         f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
         f"{DERIVED}rank_batch_size": micro * accumulated,
         f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
-        # `hopper` includes all earlier chips; the environment of some engines depends on it.
+        # `hopper` stands for all chips before Blackwell. The environment of some engines depends on this value.
         f"{DERIVED}arch": "blackwell" if any(chip in accelerator for chip in ("b200", "b300")) else "hopper",
         f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
     }
@@ -99,12 +99,12 @@ def run_values(
 
 def layout_of(spec: RunSpec) -> Layout:
     layout = spec.layout
-    assert AUTO not in vars(layout).values(), "a resolved run has no open axis"
+    assert AUTO not in vars(layout).values(), "every axis of a resolved run has a size"
     return Layout(**vars(layout))
 
 
 def batch_problem(run: RunValues) -> Problem | None:
-    """Return a problem if ranks would divide the batch unequally, which only trainspec supports."""
+    """Return a problem if the ranks would get different numbers of samples, which only trainspec supports."""
     samples = run.whole("batching.global_batch_size")
     micro = run.whole("batching.micro_batch_size")
     ranks = run.whole(f"{DERIVED}data_parallel_size")
@@ -113,17 +113,17 @@ def batch_problem(run: RunValues) -> Problem | None:
         return None
     allowed = [max(1, samples // each_round) * each_round, (samples // each_round + 1) * each_round]
     message = (
-        f"`batching.global_batch_size` is {samples}, but other engines need equal shares on all ranks: multiples of "
-        f"{each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
+        f"`batching.global_batch_size` is {samples}, but other engines need the same number of samples on all ranks: "
+        f"multiples of {each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
     )
     hint = " or ".join(f"batching.global_batch_size={size}" for size in dict.fromkeys(allowed))
     return Problem("not_said", message, "batching.global_batch_size", f"set {hint}")
 
 
-# Codecs
+# Conversions
 
 Destination = Literal["config", "launcher", "command", "environment"]
-"""Where the engine's key is written. `launcher`: the configuration of another program that starts the engine."""
+"""Where to write the engine's key. `launcher`: the configuration of another program that starts the engine."""
 
 
 class UnsupportedValueError(ValueError):
@@ -137,7 +137,7 @@ class UnsupportedValueError(ValueError):
 
 
 class Conversion(Protocol):
-    """Converts a value: `write` for the engine, `read` for the recipe. Both raise UnsupportedValueError."""
+    """Converts a value: `write` returns the engine's value, `read` the recipe's. Both raise UnsupportedValueError."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue: ...
 
@@ -146,7 +146,7 @@ class Conversion(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """Keeps the value unchanged."""
+    """The value is the same in both."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return value
@@ -157,7 +157,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few values, each with the engine's own name."""
+    """One of a few values, for which the engine has other names."""
 
     names: Mapping[Any, JsonValue]
     """Value in the recipe -> value in the engine."""
@@ -178,7 +178,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Times:
-    """A ratio, for which the engine takes the product with another value of the recipe."""
+    """A ratio. The engine's value is its product with another value of the recipe."""
 
     key: str
 
@@ -194,7 +194,7 @@ class Times:
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number, or null, which is written as the number that means null to the engine."""
+    """A number or null. In the engine, a special number means null."""
 
     none: JsonValue
 
@@ -207,7 +207,7 @@ class OrNone:
 
 @dataclass(frozen=True)
 class AtLeast:
-    """An integer that has a lower bound in the engine."""
+    """An integer with a lower bound in the engine."""
 
     low: int
 
@@ -222,7 +222,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class LastSteps:
-    """The last part of the run: a fraction in the recipe, a number of steps in the engine."""
+    """The final part of the run: a fraction in the recipe, a number of steps in the engine."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -237,14 +237,14 @@ class LastSteps:
 
 @dataclass(frozen=True)
 class Within:
-    """A text with a prefix and a suffix in the recipe, which the engine's file omits."""
+    """A text that has a prefix and a suffix in the recipe but not in the engine's file."""
 
     allowed: str
     hint: str = ""
     begin: str = ""
     end: str = ""
     refused: str = ""
-    """A character to which the engine gives a different meaning."""
+    """A character that has a special meaning for the engine, and is therefore rejected."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         text = str(value)
@@ -258,12 +258,12 @@ class Within:
 
 
 TOKEN_FILE = Within("one .bin file", "data.path=NAME.bin", end=".bin", refused="*")
-"""Megatron's dataset, which the engines name without its suffix."""
+"""Megatron's dataset. The engines name it without the suffix."""
 
 
 @dataclass(frozen=True)
 class WholeNumber:
-    """A number without a fraction."""
+    """A number that must be an integer in the engine."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         if not isinstance(value, (int, float)) or int(value) != value:
@@ -274,7 +274,7 @@ class WholeNumber:
         return value
 
 
-# Lines
+# Lines of a table
 
 
 class When(Protocol):
@@ -285,7 +285,7 @@ class When(Protocol):
 
 @dataclass(frozen=True)
 class Where:
-    """A condition on several values together."""
+    """A condition on several values at once."""
 
     predicate: Callable[[RunValues], bool]
 
@@ -295,7 +295,7 @@ class Where:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The condition that a value of the run is one of `values`, or none of them if `inverted`."""
+    """A condition on one value of the run: it is one of `values` or, if `inverted`, none of them."""
 
     key: str
     values: tuple[JsonValue, ...]
@@ -329,14 +329,14 @@ class Line:
     ours: str
     """A recipe key, or a derived value."""
     theirs: str
-    """A dotted key of the engine, with `[i]` for an item of a list; empty if other lines imply the value."""
+    """The engine's dotted key, with `[i]` for an item of a list; empty if other lines imply the value."""
     conversion: Conversion = field(default_factory=Same)
     when: tuple[When, ...] = ()
     approximate: str = ""
-    """What the engine does differently; empty if the meaning is identical."""
+    """How the engine differs; empty if the meaning is identical."""
     destination: Destination = "config"
     also: tuple[str, ...] = ()
-    """Additional recipe keys that the line covers."""
+    """Further recipe keys that the line covers."""
 
     def applies(self, run: RunValues) -> bool:
         return all(condition.holds(run) for condition in self.when)
@@ -344,7 +344,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Fixed:
-    """An engine key with the same value in every run, or in every run that fulfils `when`."""
+    """An engine key with the same value in every run, or in every run that meets the conditions `when`."""
 
     theirs: str
     value: JsonValue
@@ -357,7 +357,7 @@ class Fixed:
 
 
 def show(value: JsonValue) -> str:
-    """Return a value as a user would type it."""
+    """Return a value in the form in which a user would type it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,5 @@
-"""Targets of `emit`: their tables and files, a run translated into their keys, and their keys read into a recipe."""
+"""Targets of `emit`: their tables and files. Translate a run into the keys of a target, and read a target's keys into a
+recipe."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ from trainspec_cli.wings.interop.table import (
 )
 
 EMITTED = "emitted.json"
-LEFT_OUT = "trainspec has no key for it"
+LEFT_OUT = "trainspec has no such key"
 Keys = Mapping[str, JsonValue]
 
 
 @dataclass(frozen=True)
 class TranslatedKey:
-    """A recipe key translated to the engine's key."""
+    """A recipe key, and the engine key into which it was translated."""
 
     ours: str
     value: JsonValue
     theirs: str
-    """Empty if other keys of the engine imply the value."""
+    """The engine's key; empty if other keys of the engine imply the value."""
     their_value: JsonValue
     destination: Destination
     approximate: str = ""
@@ -45,7 +46,7 @@ class TranslatedKey:
 @dataclass(frozen=True)
 class NotCarried:
     ours: str
-    """A key, or a section that no engine needs."""
+    """A recipe key that is not carried over, or a section that no engine needs."""
     why: str
     value: JsonValue = None
     """The value of a key; None for a section."""
@@ -53,14 +54,14 @@ class NotCarried:
 
 @dataclass(frozen=True)
 class Translation:
-    """A run in an engine's keys, which accounts for every recipe key."""
+    """A run translated into an engine's keys. It accounts for every recipe key."""
 
     translated: tuple[TranslatedKey, ...]
     not_carried: tuple[NotCarried, ...]
     fixed: tuple[Fixed, ...]
 
     def keys_of(self, destination: Destination) -> dict[str, JsonValue]:
-        """Return the engine's dotted keys for one destination, with its fixed keys last."""
+        """Return the engine's dotted keys for one destination. Keys with fixed values come last."""
         keys = {one.theirs: one.their_value for one in self.translated if one.destination == destination and one.theirs}
         return keys | {one.theirs: one.value for one in self.fixed if one.destination == destination}
 
@@ -70,21 +71,21 @@ class Target:
     name: str
     title: str
     version: str
-    """The version of the engine to which these keys belong."""
+    """The engine version to which these keys belong."""
     lines: tuple[Line, ...]
     render: Callable[[Translation, RunValues], dict[str, str]]
     """File name -> text."""
     fixed: tuple[Fixed, ...] = ()
     limits: Mapping[str, str] = field(default_factory=dict)
-    """Recipe key -> what the engine allows instead, and why."""
+    """Recipe key -> what the engine supports instead, and why."""
     not_carried: Mapping[str, str] = field(default_factory=dict)
-    """Key or section -> why it is not carried over, in addition to those that are not carried over for any engine."""
+    """Key or section -> why it is not carried over. This adds to the keys that are not carried over for any engine."""
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
-    """Combinations of keys that the engine does not support."""
+    """Finds combinations of keys that the engine does not support."""
     complete: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
-    """Completes the values read from the engine's keys with what several keys together, or missing keys, imply."""
+    """Adds values that follow from several engine keys together, or from missing ones, to the values that were read."""
     carries_recipe: bool = False
-    """True if the target starts trainspec itself, so that the recipe's arguments carry over all other keys."""
+    """True if the target starts trainspec itself. All other keys are then carried over by the recipe's arguments."""
 
 
 def translate(target: Target, run: RunValues) -> Translation:
@@ -113,14 +114,14 @@ def translate(target: Target, run: RunValues) -> Translation:
         if name is None:
             problems.append(_unsupported(target, key, run))
         else:
-            # A section that only trainspec uses is listed as a whole.
+            # List a section as a whole if only trainspec uses it.
             ours = name if name in NOT_CARRIED and name not in target.not_carried else key
             not_carried[ours] = NotCarried(ours, table[name], run[ours])
     problems += [problem for rule in target.rules for problem in rule(run)]
     if not target.carries_recipe and (unequal := batch_problem(run)):
         problems.append(unequal)
     if problems:
-        # One problem per key, excluding keys whose meaning depends on another rejected key.
+        # Report one problem per key, except for keys whose meaning depends on another rejected key.
         first = {problem.path: problem for problem in reversed(problems)}
         independent = []
         for path, problem in reversed(first.items()):
@@ -146,25 +147,25 @@ def _unsupported(target: Target, key: str, run: RunValues, error: UnsupportedVal
     return Problem("not_said", message, key, hint)
 
 
-# Keys and files
+# Writing keys and files
 
 
 def nest(keys: Keys) -> JsonObject:
-    """Return dotted keys as nested objects; `name[i]` is an item of a list."""
+    """Return dotted keys as nested objects. `name[i]` is an item of a list."""
     nested: JsonObject = {}
     for key, value in keys.items():
         *sections, last = key.split(".")
         inner = nested
         for section in sections:
             below = inner.setdefault(section, {})
-            assert isinstance(below, dict), f"{key} is below a value"
+            assert isinstance(below, dict), f"{key} is inside a key that has a value"
             inner = below
         name, _, index = last.partition("[")
         if not index:
             inner[name] = value
             continue
         items = inner.setdefault(name, [])
-        assert isinstance(items, list) and len(items) == int(index[:-1]), f"{key} is out of order"
+        assert isinstance(items, list) and len(items) == int(index[:-1]), f"the items of {key} are out of order"
         items.append(value)
     return nested
 
@@ -194,27 +195,28 @@ def json_file(keys: Keys) -> str:
 
 
 def call_lines(name: str, call: str, literals: Mapping[str, str]) -> list[str]:
-    """Return the lines of a keyword argument `name=call(...)` in a Python module; `literals` are source text."""
+    """Return the lines of a keyword argument `name=call(...)` in a Python module. `literals` are already source
+    text."""
     return [f"{name}={call}(", *(f"    {key}={literal}," for key, literal in literals.items()), "),"]
 
 
 FOLDER = '"$(dirname "$0")"'
-"""The folder of the script, which contains the other files."""
+"""Shell expression for the folder of the script, which contains the other emitted files."""
 USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=train.py}"'
 
 
 def shell_script(
     about: str, command: Iterable[str], environment: Mapping[str, JsonValue], *, needs: Iterable[str] = ()
 ) -> str:
-    """Return a bash script; `command` consists of words that are already quoted for the shell."""
+    """Return a bash script. `command` consists of words that are already quoted for the shell."""
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
     lines = ["#!/usr/bin/env bash", f"# {about}", "set -euo pipefail", *needs, *exports]
     return "\n".join([*lines, "exec " + " \\\n  ".join(command) + ' "$@"', ""])
 
 
 def options(keys: Mapping[str, JsonValue]) -> list[str]:
-    """Return `--name value` words: true results in only the name, false and null in nothing, and a list in several
-    words."""
+    """Return `--name value` words. True becomes the name alone, false and null become nothing, and a list becomes
+    several words."""
     return [words for name, value in keys.items() if (words := option(name, value))]
 
 
@@ -228,7 +230,7 @@ def option(name: str, value: JsonValue) -> str:
 
 
 def number(value: JsonValue) -> str:
-    """Return a number as text that programs parse to the same value."""
+    """Return a number as text from which programs read the same value."""
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -247,24 +249,24 @@ def torchrun(nodes: int, devices: int) -> list[str]:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """The content of an engine's file."""
+    """What was read from an engine's file."""
 
     values: Mapping[str, JsonValue]
     """Recipe key -> value."""
     followed: tuple[str, ...]
-    """Engine keys that follow from others or that occur in every emitted file."""
+    """Engine keys that follow from other keys, or that occur in every emitted file."""
     unread: Mapping[str, str]
-    """Engine key -> why it has no counterpart in the recipe."""
+    """Engine key -> why the recipe has no counterpart for it."""
 
 
 def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
-    """Read an engine's keys. A line is read once the values in its conditions are known."""
+    """Read an engine's keys. Each line is read once the values in its conditions are known."""
     known: dict[str, JsonValue] = {}
     why: dict[str, str] = {}
     lines = [line for line in target.lines if line.theirs in keys]
     waiting = list(lines)
     while waiting:
-        # Lines whose conditions do not depend on a value provided by another waiting line.
+        # Read the lines whose conditions do not depend on values that another unread line provides.
         ready = []
         for line in waiting:
             awaited = {one.ours for one in waiting if one is not line} - known.keys()
@@ -281,10 +283,10 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
                 ours = line.conversion.read(value, run)
             except (UnsupportedValueError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
                 allowed = (
-                    error.allowed if isinstance(error, UnsupportedValueError) else "a value that fits the other keys"
+                    error.allowed if isinstance(error, UnsupportedValueError) else "a value that matches the other keys"
                 )
                 if line.ours not in known:
-                    why[line.theirs] = f"{show(value)} is not read; allowed: {allowed}"
+                    why[line.theirs] = f"{show(value)} cannot be read; allowed: {allowed}"
                 continue
             if known.setdefault(line.ours, ours) != ours:
                 why[line.theirs] = f"it means {line.ours}={show(ours)}, but another key means {show(known[line.ours])}"
@@ -297,7 +299,7 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
     values = {key: value for key, value in known.items() if not key.startswith(DERIVED)}
     processes = known.get(f"{DERIVED}world_size")
     nodes = known.get("cluster.num_nodes")
-    if isinstance(processes, int) and isinstance(nodes, int) and nodes >= 1:  # the file states processes and nodes
+    if isinstance(processes, int) and isinstance(nodes, int) and nodes >= 1:  # the file states both
         values["cluster.devices_per_node"] = processes // nodes
     if target.complete:
         values = target.complete(values, keys)
@@ -305,5 +307,5 @@ def read_back(target: Target, keys: Mapping[str, JsonValue]) -> ReadBack:
 
 
 def _conditions(line: Line) -> list[OneOf]:
-    """Return the conditions on individual other keys; the conversion handles the line's own key."""
+    """Return the conditions on single keys other than the line's own, which the line's conversion checks."""
     return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

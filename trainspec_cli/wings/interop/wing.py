@@ -1,4 +1,4 @@
-"""Write recipes as configurations of other engines, and read such configurations as recipes."""
+"""Write recipes as configurations for other engines, and read other engines' configurations as recipes."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -6,12 +6,12 @@ WING = Wing(
     commands={
         "emit": Command(
             "other engines",
-            "write a recipe's plan as the configuration of another engine",
+            "write a recipe's plan as another engine's configuration",
             takes_keys=True,
         ),
         "import": Command(
             "other engines",
-            "read another engine's configuration as a recipe to plan with",
+            "read another engine's configuration as a recipe for planning",
             function="import_recipe",
         ),
     },

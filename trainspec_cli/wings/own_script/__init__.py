@@ -1,1 +1,1 @@
-"""Run a user's training command unchanged: its job, step counts, resource usage, hangs, and how it ends."""
+"""Run a user's training command unchanged, and observe its job, step counts, resource usage, hangs and exit."""

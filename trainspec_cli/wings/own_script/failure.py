@@ -1,4 +1,4 @@
-"""How a user's command ended: its exit code, and the exception in its output."""
+"""Explain how a user's command ended, from its exit code and the exception in its output."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from trainspec_cli.run.job.job import Job
 _NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
 _NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
 _PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
-"""The prefix that torchrun and torch put in front of a rank's lines."""
+"""The prefix that torchrun and torch put before each line of a rank."""
 _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
 _OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions with which accelerate, torchrun and others report that a process that they started has failed."""
+"""Exceptions with which accelerate, torchrun and other launchers report that a process that they started has failed."""
 
 
 def find_own_failures(job: Job) -> list[WorkerFailure]:
@@ -49,13 +49,13 @@ def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
 
 
 def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
-    """Explain why a start failed: a rank failed, or the command did (`exit_code`)."""
+    """Explain why a start failed: either a rank failed, or the command itself (`exit_code`)."""
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
     if code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
-        headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
-        hint = "--rdzv-endpoint must be an address of the first node, and a port"
+        headline = f"the first node's agent ended with exit code {code} before any node had started the command"
+        hint = "--rdzv-endpoint must be an address of the first node, with a port"
         return Explanation(headline, tail(job.torchrun_log), hint, exit_code=MachineError.exit_code)
     if not code:
         return explain_end(job, exit_code, failures)
@@ -72,7 +72,7 @@ def _cause_of(code: int, raised: RaisedException | None) -> str:
 
 
 def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
-    """Describe how a process of the user's command ended, which does not report a reason itself."""
+    """Describe how a process of the user's command ended. Such a process does not report a reason."""
     if code >= 0:
         return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
     name = signal.Signals(-code).name
@@ -82,9 +82,9 @@ def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
 def _hint_of(log_end: str) -> str:
     """Return advice on a failure that appears in a log."""
     if _NO_DEVICE_MEMORY.search(log_end):
-        return "the device's memory ran out: smaller batches or activation checkpointing need less"
+        return "the device ran out of memory: use smaller batches or activation checkpointing"
     if _NO_HOST_MEMORY.search(log_end):
-        return "the host's memory ran out: fewer data loader workers, or reading data in parts, need less"
+        return "the host ran out of memory: use fewer data loader workers, or read the data in parts"
     return ""
 
 
@@ -99,12 +99,12 @@ class RaisedException:
     line: int
     """The innermost frame outside installed packages."""
     excerpt: str
-    """The lines from that frame to the exception."""
+    """The log lines from the innermost frame to the exception."""
 
     @property
     def cause(self) -> str:
-        """A value that is the same for the same error on the same line. Messages are excluded, because many contain
-        numbers such as the step."""
+        """A value that is the same for the same error on the same line. It does not include the message, because many
+        messages contain changing numbers, such as the step."""
         return f"{self.type} at {self.file}:{self.line}"
 
     @property
@@ -118,7 +118,7 @@ def find_exception(log_end: str) -> RaisedException | None:
     prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
     begins = [
         place
-        for place, (_, line) in enumerate(prefixed)  # a progress bar may precede it on the same line
+        for place, (_, line) in enumerate(prefixed)  # a progress bar may precede the prefix on the same line
         if line.endswith(_TRACEBACK) and not line.endswith(f"Original {_TRACEBACK}")
     ]
     for begin in reversed(begins):

@@ -1,4 +1,4 @@
-"""The job for a user's command: what it starts, and which environment variables it sets."""
+"""The job for a user's command: the processes that it starts, and the environment variables that it sets."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from trainspec_cli.run.job.machine import NodePlace, interface_of, own_address
 from trainspec_cli.wings.own_script.journal import count_steps
 
 HOOK = Path(__file__).parent / "hook"
-"""The folder that is added to PYTHONPATH."""
+"""The folder that is added to PYTHONPATH, so that Python loads the hook."""
 OUTPUT_LOG = "output.log"
-"""The output of the command on a node."""
+"""Name of the log of the command's output on a node."""
 
 PROCESS_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
 """Options of torchrun, accelerate and deepspeed for the number of processes on this node."""
@@ -51,25 +51,24 @@ _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class CommandSettings:
-    """The options of `trainspec run`, excluding the command."""
+    """The options of `trainspec run`, without the command."""
 
     max_restarts: int
     """Maximum number of restarts after failures, over the entire job."""
     grace_s: float
     hang_s: float | None
-    """Time in seconds without a sign of work after which a run counts as hung; None: it is never ended for this
-    reason."""
+    """Time in seconds without a sign of work after which a run counts as hung; None: no run counts as hung."""
     silent_s: float | None
-    """The same limit as long as no step has been counted."""
+    """Like `hang_s`, as long as no step has been counted."""
     work_s: float
-    """A start without counted steps has made progress once it has worked for this many seconds."""
+    """If no steps are counted, a start has made progress once it has worked for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s
-    """With several nodes: how long the first node waits for the others, and they for the first."""
+    """On several nodes: how long the first node waits for the other nodes, and they wait for the first."""
 
 
 @dataclass(frozen=True)
 class OwnCommandRecord:
-    """A user's command, as run by every node."""
+    """A user's command, as run on every node."""
 
     command: tuple[str, ...]
     """The command as typed on the first node."""
@@ -79,7 +78,7 @@ class OwnCommandRecord:
     python_path: str
     """PYTHONPATH of the shell on the first node."""
     python_safe_path: str
-    """PYTHONSAFEPATH of that shell."""
+    """PYTHONSAFEPATH of the shell on the first node."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class OwnJob:
     wanted: CommandSettings
     max_requeues: int
     exclude: str | None
-    """Nodes that the user excludes."""
+    """Nodes excluded by the user."""
 
 
 def write_own_job(run: RunDir, job: OwnJob) -> None:
@@ -105,11 +104,11 @@ def read_own_job(run: RunDir) -> OwnJob:
 
 
 def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
-    """Raise RecipeError if the command is empty, cannot be started, or its script is missing. `before`: the words typed
-    before the command."""
+    """Raise RecipeError if the command is empty, cannot be started, or its script is missing. `before`: the words that
+    precede the command."""
     if not command:
         hint = f"such as {before} -- python train.py"
-        raise RecipeError(Problem("usage", "the command is missing; type it after --", hint=hint))
+        raise RecipeError(Problem("usage", "the command is missing; it must follow --", hint=hint))
     if shutil.which(command[0]):
         check_script(command)
         return
@@ -123,7 +122,7 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
         message = "is not a program on this machine"
         hint = "give its full path, or activate the environment that contains it"
         if "=" in command[0]:
-            hint = f"type variables before trainspec ({command[0]} {before} ...), and options before --"
+            hint = f"variables go before trainspec ({command[0]} {before} ...), and options before --"
         elif command[0] in USUAL_PROGRAMS:
             hint = f"{command[0]} is not installed in this environment: install it, or activate another environment"
         elif near := closest(command[0], USUAL_PROGRAMS):
@@ -133,7 +132,7 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
 
 def check_script(command: Sequence[str]) -> None:
     """Raise RecipeError if the script for Python, a shell or a launcher does not exist, because torchrun and Slurm jobs
-    would report this late."""
+    would only report this later."""
     script = _script_of(command)
     if script is None or Path(script).is_file():
         return
@@ -146,7 +145,7 @@ def check_script(command: Sequence[str]) -> None:
 
 def _script_of(command: Sequence[str]) -> str | None:
     """Return the script of a command; None if it has none. The options of Python or a launcher end at the first word
-    that is a script; a module (-m) or code (-c) is not a script."""
+    that is a script. A module (-m) or code (-c) does not count as a script."""
     programs = (*USUAL_PROGRAMS, "sh")
     at = next(
         (place for place, word in enumerate(command) if Path(word).name in programs or _PYTHON.fullmatch(word)), None
@@ -161,15 +160,15 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def wasted_gpus(command: Sequence[str], devices: int) -> str:
-    """Return a warning if the job reserves several GPUs on a node but starts only one process; empty if a launcher, or
-    a program that may be one, starts the processes."""
+    """Return a warning if the job reserves several GPUs on a node but starts only one process. Empty if a launcher
+    starts the processes, or a program that may be a launcher."""
     python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
     script = _script_of(command)
     if devices < 2 or has_launcher(command) or python is None or script is None:
         return ""
     rest = shlex.join(command[list(command).index(script) :])
     return (
-        f"the command is one process, but the job reserves {devices} GPUs on its node; for a process on each GPU run "
+        f"the command starts one process, but the job reserves {devices} GPUs on its node; for a process per GPU, run "
         f"-- torchrun --nproc-per-node {devices} {rest}; for a single GPU run "
         "cluster.devices_per_node=1 cluster.slurm.exclusive=false"
     )
@@ -241,14 +240,14 @@ def read_own_command(record: GenerationRecord) -> OwnCommandRecord:
 
 
 def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: GenerationRecord) -> Job:
-    """Return one node's part of a job on several nodes, in the generation described by `record`. Raises MachineError if
-    the first node's name cannot be resolved."""
+    """Return one node's part of a job on several nodes, for the generation described by `record`. Raises MachineError
+    if the first node's name cannot be resolved."""
     own = read_own_command(record)
     processes = process_count(own.command)
     if processes and _index_of_accelerate(own.command) is not None:  # its option counts all nodes' processes
         processes = max(1, processes // place.num_nodes)
-    # torchrun reads PET_...; a command without a launcher is one rank per node. gloo and NCCL use the network interface
-    # that leads to the first node.
+    # torchrun reads PET_... variables. A command without a launcher is one rank per node. gloo and NCCL use the network
+    # interface that leads to the first node.
     address = own_address(place.head)
     meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(own.port)}
     node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
@@ -281,14 +280,14 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
 
 
 def device_name(machine: Machine) -> str:
-    """Return the device of a node's ranks, for display."""
+    """Return the name of the device that a node's ranks use, for display."""
     return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
 
 
 def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
-    """Return the environment variables for one start: where its processes count their steps, and where torchrun logs
-    them. `node`: name of its folders in a job on several nodes. `on_terminal`: processes print directly to the
-    terminal, because torchrun would turn each refresh of a progress bar into a line."""
+    """Return the environment variables for one start: the folders in which its processes count their steps and torchrun
+    writes logs. `node`: name of this node's folders in a job on several nodes. `on_terminal`: processes print directly
+    to the terminal, because torchrun would turn each refresh of a progress bar into a line."""
     progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
     logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
     return progress if on_terminal else progress | _unless_set(logged)
@@ -298,9 +297,9 @@ def _environment(command: Sequence[str], machine: Machine, grace_s: float, proce
     """Return variables for a node's environment, except for those set by the user. `processes`: number of processes on
     the node."""
     environment = {
-        # With this, a crash in native code writes its Python stack to the log.
+        # Makes Python write its stack to the log when native code crashes.
         "PYTHONFAULTHANDLER": "1",
-        # With this, output reaches the log immediately, even if the program is killed afterwards.
+        # Makes output reach the log immediately, so that it survives if the program is killed.
         "PYTHONUNBUFFERED": "1",
         # torchrun kills workers that take longer than this to save.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)),
@@ -321,7 +320,7 @@ def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
-# What a command reveals without being run
+# Find out about a command without running it
 
 
 def process_count(command: Sequence[str]) -> int | None:
@@ -372,18 +371,19 @@ NODE_NUMBERS = ("--node-rank", "--node_rank", "--machine_rank", "--machine-rank"
 
 
 def check_for_nodes(command: Sequence[str], nodes: int, given_by: str = "--nnodes") -> None:
-    """Raise RecipeError if the command contradicts the number of nodes in `given_by`, or starts other nodes itself."""
+    """Raise RecipeError if the command contradicts the number of nodes in `given_by`, or starts the other nodes
+    itself."""
     if option := next((word.partition("=")[0] for word in command if word.partition("=")[0] in NODE_NUMBERS), None):
-        raise _misfit(f"the command has {option}", "leave it out: each node gets its own number")
+        raise _misfit(f"the command has {option}", "remove it: each node gets its own number")
     if "--standalone" in command:
-        raise _misfit(f"--standalone allows one node, but {given_by} is {nodes}", "leave --standalone out")
+        raise _misfit(f"--standalone allows only one node, but {given_by} is {nodes}", "leave --standalone out")
     given = _option(command, [name for name in NODE_OPTIONS if name != "--hostfile"])
     if given is not None and given not in (str(nodes), f"{nodes}:{nodes}"):
         message = f"the command is for {given} nodes, but {given_by} is {nodes}"
-        raise _misfit(message, "leave the number out of the command")
+        raise _misfit(message, "remove the number from the command")
     if any(Path(word).name == "deepspeed" for word in command[:1]):
-        message = "deepspeed's launcher starts the other nodes itself, by ssh"
-        raise _misfit(message, "start its script with torchrun --nproc-per-node N in place of deepspeed")
+        message = "deepspeed's launcher starts the other nodes itself, over ssh"
+        raise _misfit(message, "start its script with torchrun --nproc-per-node N instead of deepspeed")
 
 
 def _misfit(message: str, hint: str) -> RecipeError:
@@ -399,7 +399,7 @@ def _option(command: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def script_name(command: Sequence[str]) -> str:
-    """Return the name of the training program: the first script or module, or the first word of the command."""
+    """Return the name of the training program: the first script or module, otherwise the first word of the command."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         if word == "-m" and following and following not in _LAUNCHERS:
             return following
@@ -409,8 +409,7 @@ def script_name(command: Sequence[str]) -> str:
 
 
 def notes_on(command: Sequence[str]) -> list[str]:
-    """Return why the steps of a command cannot be counted, and a warning about the port that torchrun opens on all
-    networks."""
+    """Return why the steps of a command cannot be counted, and a warning if torchrun opens a port on all networks."""
     notes = []
     for place, word in enumerate(command):
         if _PYTHON.fullmatch(Path(word).name):
@@ -418,12 +417,12 @@ def notes_on(command: Sequence[str]) -> list[str]:
                 lambda word: word.startswith("-") and word not in ("-m", "-c"), command[place + 1 :]
             )
             if found := next(filter(_ISOLATED.fullmatch, given), None):
-                notes.append(f"steps cannot be counted: python {found} ignores PYTHONPATH, which counting needs")
+                notes.append(f"steps cannot be counted: python {found} ignores PYTHONPATH, which step counting needs")
                 break
     words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
     if not {*words, *(Path(word).name for word in words)}.isdisjoint(_LAUNCHERS):
         notes.append(
-            "note: torchrun opens a store that anyone who reaches this machine can write to, and unpickles what is "
-            "stored there (docs/security.md)"
+            "note: torchrun opens a store to which anyone who can reach this machine can write, and unpickles its "
+            "content (docs/security.md)"
         )
     return notes

@@ -14,7 +14,8 @@ from trainspec_cli.run.folder.event_types.events import RecoveryEvent, StartEven
 from trainspec_cli.run.folder.events import EventWriter, read_sound
 from trainspec_cli.run.folder.paths import RunDir
 
-# The files that `hook/sitecustomize.py` writes in the user's processes: the steps of each process, with times.
+# Read the files that `hook/sitecustomize.py` writes in the user's processes. They contain each process's steps with
+# their times.
 
 MAGIC = b"TSSTEPS1"
 MAGIC_ATTACHED = b"TSSTEPS2"
@@ -27,19 +28,19 @@ FILE_BYTES = HEADER_BYTES + SLOTS * SLOT.size
 
 @dataclass(frozen=True)
 class CountedProcess:
-    """A process that has taken a step, according to its file."""
+    """A process that has taken a step, as described by its file."""
 
     pid: int
     rank: int | None
-    """None if its environment does not specify a rank."""
+    """None if the environment of the process does not specify a rank."""
     world_size: int
-    """1 if its environment does not specify it."""
+    """1 if the environment of the process does not specify a world size."""
     answers: bool
-    """True if SIGUSR2 makes it write its stacks to `stacks`."""
+    """True if SIGUSR2 makes the process write its stacks to `stacks`."""
     updates_before: int | None
-    """Its optimizer's update count before this process; None if the optimizer state does not count updates."""
+    """The optimizer's update count before this process; None if the optimizer state does not count updates."""
     began: float
-    """Unix time of the end of its first step."""
+    """Unix time at which the process ended its first step."""
     main_thread: int
     stacks: Path
     attached: bool = False
@@ -49,21 +50,21 @@ class CountedProcess:
 @dataclass(frozen=True)
 class CountedStep:
     number: int
-    """The number of the step in its process, starting at 1."""
+    """The number of the step within its process, starting at 1."""
     at: float
-    """Unix time."""
+    """Unix time at which the step ended."""
 
 
 class StepFile:
-    """The file of one process; `read` returns the steps since the last call."""
+    """The file of one process. `read` returns the steps since the last call."""
 
     def __init__(self, path: Path):
         self._path = path
         self._newest = CountedStep(0, 0.0)
 
     def read(self) -> tuple[CountedProcess | None, list[CountedStep]]:
-        """Return the process and its new steps, in order; None if the file is damaged. Steps whose times were
-        overwritten before they were read get evenly spaced times."""
+        """Return the process and its new steps, in order; None if the file is damaged. If the times of steps were
+        overwritten before they were read, these steps get evenly spaced times."""
         try:
             data = self._path.read_bytes()
         except OSError:
@@ -101,7 +102,7 @@ def step_files(folder: Path) -> list[Path]:
 
 
 UNIT = "steps"
-"""The unit of the run's throughput."""
+"""The unit in which the run's throughput is reported."""
 REMEMBERED_STEPS = 100
 
 
@@ -112,20 +113,20 @@ class CountedRank:
     number: int
     writer: EventWriter
     step: int
-    """The newest step of the run, over all starts."""
+    """The newest step of the rank, over all starts."""
     trainer: CountedProcess | None = None
     path: Path | None = None
     before: int = 0
-    """The step after which its process started."""
+    """The run's step after which the current process started."""
     stepped_at: float = 0.0
-    """Unix time of the newest step of its process."""
+    """Unix time of the current process's newest step."""
     made: int = 0
-    """Number of steps taken by its processes in this start."""
+    """Number of steps taken by the rank's processes in this start."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
 
 class StepJournal:
-    """The journal of one start; call `poll` about ten times per second."""
+    """The journal of one start. Call `poll` about ten times per second."""
 
     def __init__(self, run: RunDir, folder: Path, device_name: str):
         self._run = run
@@ -162,7 +163,7 @@ class StepJournal:
             rank.writer.close()
 
     def _record(self, path: Path, trainer: CountedProcess, made: list[CountedStep]) -> None:
-        # A process whose environment specifies no rank gets the first one that is not held by a running process.
+        # A process whose environment does not specify a rank gets the first rank that no running process holds.
         if trainer.rank is None and path not in self._places:
             held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
             self._places[path] = next(place for place in itertools.count() if place not in held)

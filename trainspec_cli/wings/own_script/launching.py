@@ -1,8 +1,8 @@
 """`run`: start a user's command with a run folder, restarts, hang detection and a report. This module also resumes such
 runs, and runs them in Slurm jobs.
 
-In a Slurm job with the user's script, srun starts `trainspec run` once on each node. If Slurm requeues the job, the run
-continues in its folder."""
+In a Slurm job that uses the user's own batch script, srun starts `trainspec run` once on each node. If Slurm requeues
+the job, the run continues in its folder."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FOLDER = "--dir"
 JOB = "SLURM_JOB_ID"
 _EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
-"""Maximum number of bytes of output shown at once; the log contains all output."""
+"""Maximum number of output bytes to show at once. The log contains the full output."""
 
 
 def run_command(
@@ -96,8 +96,8 @@ def run_command(
     *,
     as_json: bool,
 ) -> int:
-    """Run the command to completion, as the first node of its run or as a node that joins; return the exit code. Raises
-    TrainspecError if it is rejected or fails."""
+    """Run the command to completion, as the first node of its run or as a node that joins. Return the exit code. Raises
+    TrainspecError if the command is rejected or fails."""
     check_command(command)
     console = make_console(as_json=as_json)
     nodes, run_dir = find_nodes_and_folder(command, folder, nodes)
@@ -106,10 +106,10 @@ def run_command(
         console.report(note)
     again = None if run_dir == AUTO else earlier_start(RunDir(run_dir), command)
     if again == "done":
-        console.report(f"an earlier start of this Slurm job has finished the run in {run_dir}")
+        console.report(f"the run in {run_dir} was already finished by an earlier start of this Slurm job")
         return EXIT_DONE
     if reach and not nodes.is_first:
-        # Slurm warns every process in a step; the first node reacts for all of them.
+        # Slurm warns every process in a job step. The first node reacts for all nodes.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(
             check=partial(_check_same, command),
@@ -133,7 +133,7 @@ def run_command(
 
 def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
     """Raise RecipeError if the first node runs a different command."""
-    known = f"{run.root} holds the run of a recipe"
+    known = f"{run.root} contains the run of a recipe"
     if record.kind == COMMAND:
         firsts = read_own_command(record).command
         if tuple(command) == firsts:
@@ -144,7 +144,7 @@ def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -
 
 
 def exit_code_of(run: RunDir, result: RunResult | None) -> int:
-    """Return trainspec's exit code on a node that has joined, which is the same as on the first node."""
+    """Return trainspec's exit code on a node that has joined. It is the same as on the first node."""
     codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
     if result and result.status in codes:
         return codes[result.status]
@@ -164,7 +164,7 @@ def _run(
     as_json: bool = False,
 ) -> int:
     """Record that the run starts or continues, and supervise it until it ends. `wanted`: settings with the remaining
-    restarts; `reach`: None for this node alone."""
+    restarts. `reach`: None if this node is the only one."""
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
             clear_end(job.run)
@@ -193,7 +193,7 @@ def _run(
 
 
 def write_own_launch(job: Job, command: Sequence[str]) -> None:
-    """Record how the command is started. run.json is written last, because a run exists once it is present."""
+    """Record how the command is started. run.json is written last, because its presence means that the run exists."""
     run = job.run
     check_no_run(run.root, FOLDER)
     write_json(run.versions_json, versions())
@@ -212,13 +212,13 @@ def write_own_launch(job: Job, command: Sequence[str]) -> None:
 
 
 def _left(root: Path, wanted: CommandSettings) -> CommandSettings:
-    """Return the settings with the restarts remaining in the run's budget."""
+    """Return the settings with the number of restarts that remain in the run's budget."""
     return replace(wanted, max_restarts=restarts_left(RunDir(root), wanted.max_restarts))
 
 
 def reach_nodes(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: CommandSettings) -> Reach | None:
-    """Return how the nodes of a command reach each other; None for this node alone. Raises RecipeError if the command
-    line is incomplete or contradicts the command."""
+    """Return how the nodes of a command reach each other; None if this node is the only one. Raises RecipeError if the
+    command line is incomplete or contradicts the command."""
     example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
     hint = f"on each node: trainspec run {example}"
     count = nodes.nnodes
@@ -238,7 +238,7 @@ def reach_nodes(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted
     else:
         reach = nodes.reach_at(nodes.endpoint, count, 0, hint, wanted.join_timeout_s)
         if run_dir == AUTO:
-            message = "--dir is missing: without it each node would create a folder of its own"
+            message = "--dir is missing: without it, each node would create a separate folder"
             raise RecipeError(Problem("missing_value", message, "--dir", "pass --dir <a folder that all nodes share>"))
     if count:
         check_for_nodes(command, count)
@@ -274,7 +274,7 @@ def show_command(
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
     if reach:
-        # Show this node's part of the first start.
+        # Show what this node starts in the run's first start.
         record = GenerationRecord(
             generation=1,
             at=0.0,
@@ -297,18 +297,18 @@ def show_command(
     return "\n".join([*notes_on(command), render_command(job.command, environment, Path.cwd())])
 
 
-# Slurm jobs with the user's script
+# Slurm jobs with the user's own batch script
 
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Step numbers from here on have a special meaning in Slurm, such as the shell of `salloc`; srun counts its steps from
-0."""
+"""From this number on, Slurm's step numbers have special meanings, such as the shell of `salloc`. srun counts its steps
+from 0."""
 
 
 def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
-    """Return the run's nodes and folder: those specified by the user or, by default, those of srun's step, with a
-    folder below ./runs that is named after the step, so that all nodes and later starts find it. Raises RecipeError if
-    srun has started several tasks on a node."""
+    """Return the run's nodes and folder, as specified by the user or, by default, as derived from srun's step. The
+    default folder is below ./runs and named after the step, so all nodes and later starts find it. Raises RecipeError
+    if srun has started several tasks on a node."""
     number = os.environ.get("SLURM_STEP_ID", "")
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     is_step = number.isdigit() and int(number) < FIRST_SPECIAL_STEP and tasks.isdigit() and "SLURM_PROCID" in os.environ
@@ -317,7 +317,9 @@ def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: Nod
     count = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
     if int(tasks) != count:
         message = f"srun has started this command {tasks} times on {count} {'node' if count == 1 else 'nodes'}"
-        hint = "start it once on each: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
+        hint = (
+            "start it once on each node: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
+        )
         raise RecipeError(Problem("usage", message, "--ntasks-per-node", hint))
     usual = RUNS / script_name(command) / f"slurm-{os.environ[JOB]}.{number}"
     several = NodeOptions(count, int(os.environ["SLURM_PROCID"]), of_slurm=True) if count > 1 else nodes
@@ -325,9 +327,9 @@ def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: Nod
 
 
 def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
-    """Describe what was read from Slurm's environment, or which nodes of the job are unused; empty without Slurm."""
+    """Describe what was read from Slurm's environment, or which nodes of the job are unused. Empty without Slurm."""
     if nodes.of_slurm:
-        where = f", which the others reach at {reach.head}" if reach and nodes.is_first else ""
+        where = f", which the other nodes reach at {reach.head}" if reach and nodes.is_first else ""
         return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"
     job_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     step = os.environ.get("SLURM_STEP_ID", "")
@@ -336,13 +338,14 @@ def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
     if JOB in os.environ and nodes == NodeOptions() and idle:
         others = "another node is" if idle == 1 else f"{idle} other nodes are"
         return (
-            f"note: {others} in this job but not in the run; srun --ntasks-per-node=1 trainspec run ... uses all nodes"
+            f"note: {others} in this job but not in the run; to use all nodes: srun --ntasks-per-node=1 trainspec "
+            "run ..."
         )
     return ""
 
 
 def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun"] | None:
-    """Return the state of the run before Slurm requeued this job; None if the run had not started."""
+    """Return the state that the run had reached before Slurm requeued this job; None if the run had not started."""
     if JOB not in os.environ or not restarts() or not run.run_json.is_file() or job_of(run) != own_job():
         return None
     if read_run_record(run).command != tuple(command):
@@ -352,8 +355,8 @@ def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun
 
 
 def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start: Callable[[StopRequests], int]) -> int:
-    """Call `start` and return its exit code; in a Slurm job, requeue the job if that is useful. A repeated signal from
-    a scheduler does not request a faster end, but one from a person at a terminal does."""
+    """Call `start` and return its exit code. In a Slurm job, requeue the job if that is useful. A repeated signal from
+    a scheduler does not request a faster stop, but a repeated signal from a terminal does."""
     if JOB not in os.environ:
         return start(StopRequests())
     note_job(run, own_job())
@@ -378,12 +381,12 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
     return code
 
 
-# Output and runs of commands
+# How commands print their output, and how their runs continue and end
 
 
 class Output:
-    """Shows the command's output as it is printed, on the first of several nodes. It omits colours, lines overwritten
-    by a progress bar, and empty lines that torchrun creates from the refreshes of a progress bar. `job`: the job of
+    """Shows the command's output as it is printed, on the first of several nodes. It omits colours, lines that a
+    progress bar overwrites, and the empty lines that torchrun makes of a progress bar's refreshes. `job`: the job of
     this launch, whose later starts have separate logs."""
 
     def __init__(self, job: Job):
@@ -414,7 +417,8 @@ class Output:
                 report(shown)
 
     def has_shown(self, text: str) -> bool:
-        """Return whether the newest start has printed these lines; torchrun prefixes them with the name of the rank."""
+        """Return whether the newest start has printed these lines. torchrun puts the name of the rank before each
+        line."""
         printed = without_colours(end_of(self._log)[-SHOWN_BYTES:]).splitlines() if self._log else []
         return all(any(line.endswith(part) for line in printed) for part in text.splitlines())
 
@@ -435,17 +439,17 @@ class CommandRuns:
         as_json: bool,
         detach: bool,
     ) -> int:
-        """Restart a run's command in its folder with the same options. It continues from its own checkpoint, which an
-        attached script keeps in the run folder. Raises RecipeError if nothing remains to be done."""
+        """Restart a run's command in its folder with the same options. The command continues from its own checkpoint,
+        which an attached script keeps in the run folder. Raises RecipeError if nothing remains to be done."""
         record = read_run_record(run)
-        assert not isinstance(record.command, Absent), "the run is of a user's command"
+        assert not isinstance(record.command, Absent), "the run must be a user's command"
         name = shlex.quote(str(run.root))
         anew = f"to start over: trainspec run -- {shlex.join(record.command)}"
         if run.job_sbatch.is_file():
             hint = f"submit its job again: sbatch {shlex.quote(str(run.job_sbatch))}"
             raise RecipeError(Problem("own_command", f"the run in {run.root} is a Slurm job", hint=hint))
         if not run.own_job_json.is_file():
-            message = f"the run in {run.root} was made by an earlier version"
+            message = f"the run in {run.root} was created by an earlier version"
             raise RecipeError(Problem("own_command", message, hint=anew))
         own_job = read_own_job(run)
         if own_job.num_nodes > 1 or nodes != THIS_NODE:
@@ -453,7 +457,7 @@ class CommandRuns:
             raise RecipeError(Problem("own_command", message, hint=anew))
         if changes or detach:
             what = f"`{changes[0]}`" if changes else "--detach"
-            message = f"{what} applies to recipes only, but the run in {run.root} is your own command"
+            message = f"{what} only applies to recipes, but the run in {run.root} is your own command"
             raise RecipeError(Problem("own_command", message, hint=f"run trainspec resume {name}"))
         result = read_result(run)
         if result and result.status == "done":
@@ -470,7 +474,7 @@ class CommandRuns:
         """Start or continue the command recorded by `trainspec sbatch`."""
         own_job = read_own_job(run)
         command = read_run_record(run).command
-        assert not isinstance(command, Absent), "the run is of a user's command"
+        assert not isinstance(command, Absent), "the run must be a user's command"
         result = read_result(run)
         if result and result.status == "done":
             message = f"the run in {run.root} is done"
@@ -486,8 +490,8 @@ class CommandRuns:
         return Limits(own.num_nodes, own.max_requeues, own.exclude, after_hang=False)
 
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
-        """Return the outcome: the exit code of the user's command is its result. A command that was asked to stop
-        counts as stopped, regardless of its exit code; whether it has saved its newest step is unknown."""
+        """Return the outcome. The result of a user's command is its exit code. A command that was asked to stop counts
+        as stopped, regardless of its exit code. It is unknown whether it has saved its newest step."""
         failures = find_own_failures(job)
         if ending.stop_requested:
             is_saved = newest_step(job.run) and ending.exit_code is not None
@@ -509,20 +513,20 @@ class CommandRuns:
         elif not newest_step(job.run):
             return ""
         elif explanation and explanation.cause:
-            # Another start would most likely raise the same exception in the script.
+            # A new start would most likely raise the same exception in the script.
             first = "fix that, and "
         return f"{first}start it again; it continues from its own checkpoint, if any: {self.start_again(job.run)}"
 
     def start_again(self, run: RunDir) -> str:
         if run.job_sbatch.is_file() or read_own_job(run).num_nodes == 1:
             return command_to_resume(run)
-        return "the same command on each node, in another folder (--dir)"
+        return "run the same command on each node, in another folder (--dir)"
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
         steps = outcome.result.steps
         made = f"{'done' if outcome.exit_code == EXIT_DONE else outcome.result.status} after {steps} steps"
         if not steps:
-            made = f"{outcome.result.status}; no optimizer step of torch was counted"
+            made = f"{outcome.result.status}; no torch optimizer steps were counted"
         folder = f"run folder  {shown(job.root)}"
         logs = f"output      {shown(job.logs)}"
         lines = [made, folder, logs, f"report      trainspec report {quoted(job.run)}"]

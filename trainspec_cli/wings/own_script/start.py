@@ -1,4 +1,4 @@
-"""Starts of a user's command, on this node or on several, as events for the supervisor in `run/recovery`."""
+"""Starts of a user's command, on one or several nodes, reported as events to the supervisor in `run/recovery`."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ from trainspec_cli.wings.own_script.watches import (
 
 JOIN_OPTION = "--join-timeout-s"
 GROUP = 0
-"""The number of the command's only replica group."""
+"""The number of the only replica group of a command."""
 HERE = 0
-"""The number of this node."""
+"""This node's number in a job on one node."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 class OwnStart:
-    """One start, which has ended once all of its nodes have reported that. `name_hang` makes them record their hung
-    ranks."""
+    """One start of a command. It has ended once all of its nodes have reported their end. `name_hang` makes the nodes
+    record their hung ranks."""
 
     def __init__(
         self, job: Job, number: int, nodes: Sequence[int], name_hang: Callable[[tuple[int, ...]], None]
@@ -87,7 +87,7 @@ class OwnStart:
         self._lost: WorkerFailure | None = None
         self._hung = self._worked_long = False
         self._unreported: list[run_state.Event] = [run_state.Begun(GROUP)]
-        """A command may have state to save before its first step, so it counts as started immediately."""
+        """The command counts as started immediately, because it may have state to save before its first step."""
 
     @property
     def has_ended(self) -> bool:
@@ -118,7 +118,7 @@ class OwnStart:
         return [run_state.Orphaned(GROUP) if isinstance(message, WorkersOrphaned) else run_state.WorkerFailed(GROUP)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """Record a lost node, whose processes end by themselves. `number`: the node's number in the job."""
+        """Record that a node is lost. Its processes end by themselves. `number`: the node's number in the job."""
         self._lost = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=True)
         self._running.discard(node)
 
@@ -130,15 +130,15 @@ class OwnStart:
             yield self._end()
 
     def _find_hang(self) -> list[run_state.Event]:
-        """Report a hang if no node that has taken steps shows a sign of work; if no node has taken a step, if no
-        running node does."""
+        """Report a hang if none of the nodes that have taken steps shows a sign of work. If no node has taken a step,
+        consider all running nodes instead."""
         if self._hung or not (self._stepping or self._running) <= self._quiet.keys():
             return []
         self._hung = True
         found = [self._quiet[node] for node in sorted(self._quiet)]
         stands = [quiet for quiet in found if isinstance(quiet, NodeStands)]
         if stands:
-            # The error record belongs to the first late rank, and the nodes record the state of their ranks.
+            # The error record is about the first late rank, and every node records the state of its ranks.
             ranks = {rank.rank: rank for node in stands for rank in node.ranks}
             late, why = name_late(list(ranks.values()))
             waited_s = min(node.waited_s for node in stands)
@@ -153,7 +153,7 @@ class OwnStart:
             self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
             self._name_hang(tuple(late))
         else:
-            # The error record belongs to the first process that is named.
+            # The error record is about the first process that the message names.
             silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
             named, why = name_silent([process for node in silent for process in node.processes])
             waited_s = min(node.waited_s for node in silent)
@@ -175,14 +175,14 @@ class OwnStart:
             message=message,
             code="hang",
             exit_code=WorkerError.exit_code,
-            hint="raise --hang-s if a step, an evaluation or a save may take longer than that",
+            hint="increase --hang-s if a step, an evaluation or a save may take longer than this",
             step=step,
             traceback=stacks,
         )
         write_error(self._job.run.error(rank), record)
 
     def _end(self) -> run_state.GroupEnded:
-        # The first failure counts, because later ones are most likely consequences of it.
+        # The first failure counts. Later ones are most likely its consequences.
         failed = [exited.exit_code for exited in self._exits if exited.exit_code]
         was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
@@ -197,7 +197,7 @@ class OwnStart:
             explanation = explain(failures) if lost else explain_own_end(self._job, exit_code, failures)
         headline = explanation.headline if explanation else ""
         if killed and any(exited.oom_kills for exited in self._exits):
-            headline = f"{headline}: the kernel did, because the host's memory had run out"
+            headline = f"{headline}: the kernel ended it, because the host had run out of memory"
         return run_state.GroupEnded(
             group=GROUP,
             done=done,
@@ -215,14 +215,14 @@ class OwnStart:
 
 
 class OwnNode:
-    """The processes of one start on one node, observed from outside. Used by the single-node backend and by a node's
-    agent; it reports in the form of agent messages."""
+    """The processes of one start on one node, observed from outside. A run on a single node uses this directly, and so
+    does a node's agent. It reports in the form of agent messages."""
 
     def __init__(
         self, job: Job, wanted: CommandSettings, generation: int, device_name: str, passed: PassedOutput | None = None
     ):
-        """`job`: this node's job in this generation. `device_name`: device of its ranks, for display. `passed`: shows
-        the output on a terminal."""
+        """`job`: this node's job in this generation. `device_name`: name of the ranks' device, for display. `passed`:
+        shows the output on a terminal."""
         self._job = job
         self._generation = generation
         progress = Path(job.environment[PROGRESS].partition(":")[2])
@@ -246,7 +246,7 @@ class OwnNode:
     def poll(self) -> list[ProcessMessage]:
         found = self._processes.poll()
         messages: list[ProcessMessage] = []
-        self._journal.poll()  # after the processes, because a process that has ended has counted all its steps
+        self._journal.poll()  # after the processes have ended, because then all of their steps are counted
         if self._journal.made > self._made:
             self._made = self._journal.made
             messages.append(StepsMade(self._group, self._number, self._made))
@@ -255,7 +255,7 @@ class OwnNode:
             if self._journal.ranks:
                 messages += self._find_hang()
             elif silence := self._silence_watch.poll(self._processes.members):
-                # As long as no step is counted, what matters is whether any process is making progress.
+                # As long as no step is counted, check whether any process is making progress.
                 self._silent = NodeSilent(self._group, self._number, *silence)
                 messages.append(self._silent)
             else:
@@ -269,7 +269,7 @@ class OwnNode:
         return [*messages, *found]
 
     def stop(self, group: int | None = None) -> None:
-        """Ask the training processes to exit, after which their launcher exits. If none of them counts steps or has a
+        """Ask the training processes to exit, after which their launcher exits too. If no process counts steps or has a
         rank, ask all processes to exit."""
         if group is None:
             note_stop(self._job.run, self._generation)
@@ -279,7 +279,7 @@ class OwnNode:
         processes.terminate(trainers or members)
         for member in trainers or members:
             with suppress(psutil.Error):
-                if member.status() == psutil.STATUS_STOPPED:  # a stopped process does not handle signals
+                if member.status() == psutil.STATUS_STOPPED:  # a stopped process does not react to signals
                     member.resume()
 
     def kill(self, group: int) -> None:
@@ -291,7 +291,7 @@ class OwnNode:
         return left_behind
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Write the state of each hung rank on this node to its events."""
+        """Write the state of each hung rank on this node to the rank's events."""
         if self._stands is None:
             return
         standing = {rank.rank: rank for rank in self._stands.ranks if not rank.ended}
@@ -300,8 +300,8 @@ class OwnNode:
             if stands is None:
                 continue
             if stands.stopped and rank.trainer:
-                # A stopped process must run to write its stack and may take a step while doing so, which would count as
-                # work on all nodes. It is therefore read only now that the hang is confirmed on all of them.
+                # A stopped process must run in order to write its stack. While it runs, it may take a step, which would
+                # count as work on all nodes. Read its stack only now that the hang is confirmed on all nodes.
                 text = read_stacks([rank.trainer], resume=True).get(rank.trainer.pid, "")
                 if main := main_stack(text, rank.trainer):
                     stands = replace(stands, stack=main, place=locate(main))
@@ -330,8 +330,8 @@ class OwnNode:
 
 
 class OwnCommandBackend:
-    """The backend for a command on this node only. `device_name`: device of its ranks, for display. `passed`: shows the
-    output on a terminal."""
+    """The backend for a command on this node only. `device_name`: name of the ranks' device, for display. `passed`:
+    shows the output on a terminal."""
 
     def __init__(
         self,
@@ -379,7 +379,7 @@ class OwnCommandBackend:
 
 
 class OwnCommandJobs:
-    """How a user's command runs on several nodes."""
+    """Runs a user's command on several nodes."""
 
     name = COMMAND
     join_key = JOIN_OPTION

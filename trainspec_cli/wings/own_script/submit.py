@@ -1,4 +1,4 @@
-"""Submit a user's command as a Slurm job: check its cluster, create its run folder and write its script."""
+"""Submit a user's command as a Slurm job: check the cluster, create the run folder and write the batch script."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from trainspec_cli.wings.own_script.launching import FOLDER, write_own_launch
 
 SBATCH = "sbatch"
 CLUSTER, SLURM = "cluster", "slurm"
-"""The config groups of a job without a recipe, which are also the first words of its keys."""
+"""The config groups of a job without a recipe. The job's keys start with these words."""
 STARTERS = {
-    "srun": "leave srun out: the job starts the command once on each node",
-    "sbatch": "leave sbatch out: trainspec writes the script for it",
-    "trainspec": "leave `trainspec run` out: the job already does the same",
+    "srun": "remove srun: the job starts the command once on each node",
+    "sbatch": "remove sbatch: trainspec writes the batch script",
+    "trainspec": "remove `trainspec run`: the job already does the same",
 }
-"""Programs with which the command must not start, because the job already contains them."""
+"""Programs with which the command must not start, because the job already calls them -> advice."""
 
 
 def prepare_command(
@@ -60,11 +60,11 @@ def prepare_command(
     """Return the checked job for a command. Raises RecipeError."""
     loaded = load_cluster(arguments)
     wanted = settings_of(options)
-    # Reject a command that the job could not start, or could not warn in time.
+    # Reject a command that the job could not start or could not warn in time.
     cluster = loaded.spec.cluster
     slurm = cluster.slurm
     if command and (hint := STARTERS.get(Path(command[0]).name)):
-        raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
+        raise RecipeError(Problem("usage", f"the command starts with {command[0]}", "COMMAND", hint))
     if not command or (slurm.container_image is None and not slurm.setup):  # otherwise it may exist only in the job
         check_command(command, f"trainspec {SBATCH}")
     elif slurm.container_image is None and not any("cd " in line for line in slurm.setup):
@@ -85,7 +85,9 @@ def prepare_command(
 def load_cluster(arguments: Sequence[str]) -> Loaded:
     """Compose the job's keys from `key=value` arguments and the files to which they refer. Raises RecipeError with
     every problem and its location."""
-    from trainspec_cli.recipe.compose.compose import compose_arguments  # it loads hydra, which --help does not need
+    from trainspec_cli.recipe.compose.compose import (
+        compose_arguments,
+    )  # deferred: loads hydra, which --help does not need
 
     parsed, _ = parse_arguments(arguments)
     foreign = []
@@ -93,9 +95,9 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
         key = argument.key
         root = key.partition(".")[0]
         if root == CLUSTER or key == SLURM:
-            continue  # unknown keys below `cluster.` are found later
+            continue  # errors in keys below `cluster.` are found later
         value = argument.text.partition("=")[2]
-        hint = "leave it out: the command has its own options, and the job's keys begin with cluster."
+        hint = "remove it: the command has its own options, and the job's keys start with cluster."
         if root == SLURM:
             hint = f"set cluster.{argument.text}"
         elif near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
@@ -105,10 +107,10 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
         elif key == "run.dir":
             hint = f"pass --dir {value}"
         elif key == RECIPE:
-            hint = "leave it out, or leave out -- and the command: a job has one of them"
-        foreign.append(argument.origin.problem("unknown_key", f"`{key}` is not a key of a command's job", hint, key))
+            hint = "remove it, or remove -- and the command: a job has either a recipe or a command"
+        foreign.append(argument.origin.problem("unknown_key", f"`{key}` is not a key for a command's job", hint, key))
     require(locate(foreign, {}, arguments, Path.cwd()))
-    # If no cluster is specified, use one without values; what the job needs is checked below.
+    # If no cluster is specified, use a cluster without values. The values that the job needs are checked below.
     usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
     composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
     draft, mistyped = build(RunSpec, composed.data)
@@ -118,10 +120,10 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
     cluster = draft.cluster
     slurm = cluster.slurm
     if slurm.gpus_per_node is None and slurm.gpu_request != "none" and cluster.device != "cpu":
-        # A job that should have requested GPUs would wait in the queue and then fail.
+        # A job that lacks a GPU request would wait in the queue and then fail.
         if cluster.device == AUTO:
             message = "it is not known whether the command needs GPUs: the job's nodes cannot be examined in advance"
-            gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
+            gpus = "cluster=h100 or another cluster, or cluster.device=cuda cluster.devices_per_node=8"
             hint = f"set {gpus}; without GPUs set cluster.device=cpu"
             raise RecipeError(Problem("left_open", message, "cluster.device", hint))
         if cluster.devices_per_node == AUTO:
@@ -134,9 +136,9 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
 def write_own_submission(
     command: Sequence[str], folder: str | None, wanted: CommandSettings, loaded: Loaded, *, dry_run: bool = False
 ) -> Submission:
-    """Create the run folder and its script, which continues the run if submitted again. Reuse them if the same job was
-    written before but not submitted. `dry_run`: create nothing. Raises RecipeError if the folder is in use, or if a
-    container cannot see it."""
+    """Create the run folder and its script. Submitting the script again continues the run. If the same job was written
+    before but not submitted, reuse its folder. `dry_run`: create nothing. Raises RecipeError if the folder is in use,
+    or if a container cannot see it."""
     name = script_name(command)
     cluster = loaded.spec.cluster
     here = Path.cwd()

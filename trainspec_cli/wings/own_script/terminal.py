@@ -18,13 +18,13 @@ from pathlib import Path
 from trainspec_cli.wings.own_script import terminal_log
 
 PIPE_BYTES = 2**20
-"""Buffer size. A command that prints more than this between two polls blocks, as with a slow terminal."""
+"""Buffer size. A command that prints more than this between two polls blocks, as on a slow terminal."""
 LAST_S = 2.0
 """Time limit in seconds for the last output of a command that has ended."""
 
 
 class PassedOutput:
-    """Shows output on the terminal `descriptor`. `on_first` is called before the first byte is shown."""
+    """Shows output on the terminal with this `descriptor`. `on_first` is called before the first byte is shown."""
 
     def __init__(self, descriptor: int):
         self.on_first: Callable[[], None] = lambda: None
@@ -37,7 +37,7 @@ class PassedOutput:
         self._size = b""
 
     def open(self, log: Path) -> int:
-        """Return the pseudo-terminal for one start of the command, which the caller closes. `log` keeps plain text."""
+        """Return the pseudo-terminal for one start of the command. The caller closes it. `log` receives plain text."""
         self.close()
         self._master, slave = pty.openpty()
         modes = termios.tcgetattr(slave)
@@ -49,7 +49,7 @@ class PassedOutput:
         os.set_blocking(self._reader, False)
         with suppress(AttributeError, OSError):  # only Linux supports larger pipes
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        # Isolated (-I, -S), so that it loads neither the user's modules nor the step-counting hook.
+        # Run isolated (-I, -S), so that the process loads neither the user's modules nor the step-counting hook.
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(terminal_log.__file__), str(log)],
             stdin=self._master,
@@ -57,7 +57,7 @@ class PassedOutput:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # Only the log process holds the write end now, so its exit closes the pipe.
+        # Now only the log process holds the write end, so its exit closes the pipe.
         os.close(writer)
         return slave
 
@@ -80,7 +80,7 @@ class PassedOutput:
             self._write(b"\n")
 
     def finish(self) -> None:
-        """After the command has ended, wait until all of its output is in the log."""
+        """Wait until all output of the command, which has ended, is in the log."""
         deadline_s = time.monotonic() + LAST_S
         while self._reader >= 0 and (left_s := deadline_s - time.monotonic()) > 0:
             select.select([self._reader], [], [], left_s)
@@ -104,7 +104,7 @@ class PassedOutput:
                     self.close()
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # a closed terminal must not end the command
+        with suppress(OSError):  # the command must survive if the terminal is closed
             while data:
                 data = data[os.write(self._terminal, data) :]
 

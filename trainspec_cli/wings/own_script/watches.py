@@ -2,10 +2,9 @@
 
 A run with counted steps may be hung if no rank takes a step for a long time. In that case, each rank's stack (SIGUSR2,
 see `hook/sitecustomize.py`), CPU time and I/O are sampled occasionally. Without counted steps, each process's CPU time
-and I/O and the log are sampled. A process that spins while waiting appears to be working; such a run is recognised by
-its stopped or sleeping processes. In both cases, what counts is the time since the last sign of work, not since the
-last step.
-"""
+and I/O and the log are sampled. A process that spins while waiting appears to be working, but a hung run has other
+processes that are stopped or asleep. In both cases, the time since the last sign of work counts, not the time since the
+last step."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ from trainspec_cli.wings.own_script.journal import CountedProcess, CountedRank
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
-"""Usage is sampled at intervals of 1/100 of the elapsed time, and a silent command at 1/20, within these bounds."""
+"""Sampling interval for usage: 1/100 of the elapsed time, within these bounds. For a silent command: 1/20."""
 QUIET_PART = 0.25
-"""Ranks are sampled once there has been no step for this fraction of the time after which the run counts as hung."""
+"""Sampling of ranks starts after this fraction of the time without a step after which the run counts as hung."""
 SAMPLES = 20
 """Approximate number of samples taken before a run counts as hung."""
 ANSWER_S = 1.0
@@ -48,12 +47,12 @@ NAMED = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
-"""Functions between a call and the called function."""
+"""Names of functions that only call another function."""
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "lightning", "jax", "jaxlib", "tensorflow", "keras")
-"""Training packages; a rank inside one of them is most likely waiting there."""
+"""Training packages. A rank inside one of them is most likely waiting there."""
 _LIBRARY = re.compile(rf"^.*?[/\\](?:{'|'.join(_LIBRARIES)})(?=[/\\])")
 _JAX = re.compile(r'^  File ".*[/\\]jax[/\\]_src[/\\]', re.MULTILINE)
-"""Compiled JAX functions wait without a separate Python frame."""
+"""Matches JAX's frames: compiled JAX functions wait without a separate Python frame."""
 _PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
 
 
@@ -63,9 +62,9 @@ _PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)
 @dataclass(frozen=True)
 class GpuUse:
     busy: float
-    """Fraction of roughly the last second during which a kernel was running."""
+    """Fraction of roughly the last second during which the GPU ran a kernel."""
     bytes: int
-    """Memory that the process holds."""
+    """Device memory that the process holds."""
 
 
 class UsageLog:
@@ -88,7 +87,7 @@ class UsageLog:
                 rank.writer.write(replace(event, gpu_busy=use.busy, gpu_bytes=use.bytes) if use else event)
 
     def _read(self, rank: CountedRank, passed_s: float) -> UsageEvent | None:
-        assert rank.trainer is not None, "the rank has made a step"
+        assert rank.trainer is not None, "the rank has taken a step"
         try:
             process = psutil.Process(rank.trainer.pid)
             spent_s = processor_s([process, *process.children(recursive=True)])
@@ -115,7 +114,7 @@ class UsageLog:
 
 
 def processor_s(processes: Iterable[psutil.Process]) -> float:
-    """Return the processor time of the processes that are alive."""
+    """Return the total processor time of the live processes."""
     spent_s = 0.0
     for process in processes:
         with suppress(psutil.Error):
@@ -125,8 +124,9 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
 
 
 def wanted_s(process: psutil.Process) -> float:
-    """Return the time that the threads of a process spent computing or waiting for a processor, because on a busy
-    machine a working process may compute little. If waiting is not counted, return only the computing time."""
+    """Return the time that a process's threads spent computing or waiting for a processor. Waiting is included because
+    on a busy machine, a working process may compute little. If the system does not count waiting, return only the
+    computing time."""
     wanted_ns = 0
     try:
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
@@ -147,7 +147,7 @@ def moved_bytes(process: psutil.Process) -> int:
 
 
 def gpu_uses() -> dict[int, GpuUse]:
-    """Return the use of this node's NVIDIA GPUs by process id; empty without a driver."""
+    """Return the GPU use by process id, for this node's NVIDIA GPUs. Empty without a driver."""
     if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - called often, and `Path` is slow
         return {}
     uses: dict[int, GpuUse] = {}
@@ -167,7 +167,7 @@ def gpu_uses() -> dict[int, GpuUse]:
 
 
 class SignsOfWork:
-    """Records when something last showed a sign of work, such as output in its log."""
+    """Records when a sign of work was last seen, such as output in the log."""
 
     def __init__(self, log: Path):
         self._log = log
@@ -186,36 +186,36 @@ class SignsOfWork:
         return grown
 
 
-# Distinguish, from outside, a working process from a hung one while it takes no steps. Between steps, a program
+# While a process takes no steps, determine from outside whether it is working or hung. Between steps, a program
 # evaluates, compiles and saves without reporting it. Work is visible: the stack changes, data is read or written, or
-# child processes compute. A process with a constant stack may still be computing in native code. But if another process
-# is idle at the same time and this one has a GPU, it is spinning while it waits for the idle one.
+# child processes compute. A process with a constant stack may still be computing in native code. But if it uses a GPU
+# and another process is idle, it is spinning while it waits for the idle process.
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes between two samples is not working, because keeping connections alive takes
-fewer."""
+"""A process that moves fewer bytes between two samples does not count as working, because keeping connections alive
+moves some bytes."""
 BUSY_CORES = 0.2
-"""A process that computes or waits for a processor for a smaller fraction of the time counts as asleep."""
+"""A process counts as asleep if it computes or waits for a processor for a smaller fraction of the time."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was observed about a process since the previous sample."""
+    """Observations of a process since the previous sample."""
 
     stopped: bool = False
-    """True if a signal has stopped the process; then its stack cannot be read."""
+    """True if a signal has stopped the process. Its stack then cannot be read."""
     stack_changed: bool = False
     has_stack: bool = True
-    """False if the process does not answer the signal that asks for its stack."""
+    """False if the process does not react to the signal that requests its stack."""
     in_library: bool = False
     """True if the innermost Python frame is in torch or another training library."""
     busy_cores: float = 0.0
-    """Average number of threads that are computing or waiting for a processor."""
+    """Average number of the process's threads that are computing or waiting for a processor."""
     child_cores: float = 0.0
-    """The same for child processes that are not ranks."""
+    """Average number of such threads in child processes that are not ranks."""
     moved_bytes: int = 0
-    """Number of bytes read and written."""
+    """Number of bytes that the process has read and written."""
     on_gpu: bool = False
 
 
@@ -233,8 +233,8 @@ def _is_idle(reading: Reading) -> bool:
 
 
 def _works(reading: Reading, *, waits_for: bool) -> bool:
-    """Return whether a process is working. `waits_for`: whether another rank is idle, so that this one may be waiting
-    for it."""
+    """Return whether a process is working. `waits_for`: whether another rank is idle, for which this process may be
+    waiting."""
     if _is_idle(reading):
         return False
     if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
@@ -260,7 +260,8 @@ class _Sample:
 
 
 class HangWatch:
-    """Watches one start; call `poll` repeatedly. `floor_s`: no run counts as hung before this time; None: never."""
+    """Watches one start. Call `poll` repeatedly. `floor_s`: no run counts as hung before this time; None: no run ever
+    does."""
 
     def __init__(self, floor_s: float | None, log: Path):
         self._floor_s = floor_s
@@ -270,7 +271,7 @@ class HangWatch:
         self._steps: dict[int, int] = {}
 
     def poll(self, ranks: Sequence[CountedRank]) -> Hang | None:
-        """Return the state of the ranks if none has shown work for longer than allowed; None otherwise."""
+        """Return the state of the ranks if no rank has shown a sign of work within the allowed time; otherwise None."""
         now_s = time.monotonic()
         steps = {rank.number: rank.step for rank in ranks if rank.trainer}
         if self._floor_s is None or not steps or steps != self._steps:
@@ -325,7 +326,7 @@ class HangWatch:
         return readings
 
     def _describe(self, ranks: Sequence[CountedRank], readings: dict[int, Reading]) -> tuple[RankStands, ...]:
-        """Return the state of the ranks. The stack of a stopped one is read later, once the hang is confirmed."""
+        """Return the state of the ranks. The stack of a stopped rank is read later, once the hang is confirmed."""
         stands = []
         for rank in ranks:
             if rank.trainer is None:
@@ -339,7 +340,7 @@ class HangWatch:
                     rank=rank.number,
                     host=socket.gethostname(),
                     step=rank.step,
-                    stack=main or ("it is stopped" if stopped else "its stack cannot be read"),
+                    stack=main or ("it is stopped" if stopped else "the stack cannot be read"),
                     place=locate(main),
                     waiting=in_library(main),
                     stopped=stopped,
@@ -350,12 +351,12 @@ class HangWatch:
 
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:
-    """Ask processes for their stacks, and return them by process id. A stopped process does not answer unless `resume`
-    lets it run until it has answered."""
+    """Ask processes for their stacks, and return the stacks by process id. A stopped process does not react unless
+    `resume` lets it run until it has written its stack."""
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
-            # SIGUSR2 kills a process that no longer handles it; Lightning removes the handler at the end of `fit`.
+            # SIGUSR2 kills a process without a handler for it. Lightning removes the handler at the end of `fit`.
             catches = True
             if Path("/proc/self").exists():
                 status = Path(f"/proc/{trainer.pid}/status").read_text().splitlines()
@@ -384,29 +385,29 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
 
 
 def main_stack(text: str, trainer: CountedProcess) -> str:
-    """Return the frames of the main thread, innermost first; those of the first thread if the main thread's id is
-    missing."""
+    """Return the frames of the main thread, innermost first. If the main thread's id is missing, return those of the
+    first thread."""
     parts = _THREAD.split(text)
     threads = {int(number, 16): frames.strip("\n") for number, frames in zip(parts[1::2], parts[2::2], strict=True)}
     return threads.get(trainer.main_thread, next(iter(threads.values()), ""))
 
 
 def in_library(stack: str) -> bool:
-    """Return whether the innermost frame outside Python's own modules is in a training library."""
+    """Return whether the innermost frame outside the Python standard library is in a training library."""
     files = (file for file, _, _ in _FRAME.findall(stack))
     return _is_librarys(next((file for file in files if not _PYTHONS.search(file)), ""))
 
 
 @lru_cache(maxsize=4096)
 def _is_librarys(file: str) -> bool:
-    """Return whether a file belongs to such a package; a user's folder of the same name does not count."""
+    """Return whether a file belongs to a package in `_LIBRARIES`. A user's folder of the same name does not count."""
     found = _LIBRARY.match(file)
     return found is not None and (Path(found[0]) / "__init__.py").is_file()
 
 
 def locate(stack: str) -> str:
-    """Return a stack's position in the user's code, and the library function called there: `all_reduce, called at
-    train.py:31`."""
+    """Return a stack's position in the user's code, and the library function called there, such as `all_reduce, called
+    at train.py:31`."""
     frames = [frame for frame in _FRAME.findall(stack) if not _PYTHONS.search(frame[0])]
     own = next((frame for frame in frames if not _is_librarys(frame[0])), None)
     if own is None:
@@ -417,8 +418,9 @@ def locate(stack: str) -> str:
 
 
 def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
-    """Return the ranks on all nodes that the others are waiting for, and why; all ranks if none differs. If all wait in
-    a library, those waiting at a different place than the majority have skipped an exchange or made an extra one."""
+    """Return the ranks on all nodes that the other ranks are waiting for, and why; all ranks if none differs. If all
+    ranks wait in a library, those that wait at a different place than the majority have skipped an exchange or made an
+    extra one."""
     numbers = sorted(rank.rank for rank in ranks)
     if ended := sorted(rank.rank for rank in ranks if rank.ended):
         return ended, "it has ended"
@@ -448,11 +450,11 @@ def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
 # Runs without counted steps
 
 Silence = tuple[float, tuple[ProcessSilent, ...]]
-"""Time in seconds for which no process has shown work, and the processes to name."""
+"""Time in seconds without a sign of work from any process, and the processes to name."""
 
 
 class SilenceWatch:
-    """Watches one start; call `poll` repeatedly. `limit_s`: longest time without a sign of work; None: no limit."""
+    """Watches one start. Call `poll` repeatedly. `limit_s`: maximum time without a sign of work; None: no limit."""
 
     def __init__(self, limit_s: float | None, log: Path):
         self._limit_s = limit_s
@@ -460,12 +462,12 @@ class SilenceWatch:
         self._began_s = self.signs.newest_s
         self._sampled_s = self.signs.newest_s
         self._seen: dict[int, tuple[float, int]] = {}
-        """The `wanted_s` and `moved_bytes` of each process in the last sample."""
+        """`wanted_s` and `moved_bytes` of each process at the last sample."""
         self.worked_s = 0.0
-        """Time in seconds for which the command showed signs of work."""
+        """Total time in seconds during which the command showed signs of work."""
 
     def poll(self, members: Callable[[], Sequence[psutil.Process]]) -> Silence | None:
-        """Return the silent processes if no process has shown signs of work within the allowed time; otherwise None.
+        """Return the silent processes if no process has shown a sign of work within the allowed time; otherwise None.
         `members` returns the command's running processes."""
         now_s = time.monotonic()
         passed_s = now_s - self._sampled_s
@@ -477,7 +479,7 @@ class SilenceWatch:
         if self.signs.log_has_grown() or working(readings):
             self.worked_s += passed_s
             self.signs.newest_s = now_s
-        elif not readings:  # the node is waiting for others before it starts, or every process has ended
+        elif not readings:  # the node waits for other nodes before it starts, or every process has ended
             self.signs.newest_s = now_s
         quiet_s = now_s - self.signs.newest_s
         if self._limit_s is None or quiet_s < self._limit_s or not readings:
@@ -503,7 +505,7 @@ class SilenceWatch:
             )
         self._seen = seen
         if any(reading.stopped for reading in readings.values()):
-            # Others may spin while they wait for the stopped process, so computing is not a sign of work then.
+            # Other processes may spin while they wait for the stopped one, so computing is not a sign of work here.
             readings = {pid: replace(reading, busy_cores=0.0) for pid, reading in readings.items()}
         return readings
 
@@ -525,7 +527,8 @@ def _describe(members: Sequence[psutil.Process], readings: dict[int, Reading]) -
 
 
 def name_silent(processes: Sequence[ProcessSilent]) -> tuple[list[ProcessSilent], str]:
-    """Return the processes on all nodes to name, and why: the stopped ones, or all of them if none is stopped."""
+    """Return the processes on all nodes to name, and why: the stopped processes, or all processes if none is
+    stopped."""
     if stopped := [process for process in processes if process.stopped]:
         return stopped[:NAMED], "is stopped" if len(stopped) == 1 else "are stopped"
     if len(processes) == 1:

@@ -1,4 +1,4 @@
-"""Start and supervise users' training commands."""
+"""Start and supervise training commands of users."""
 
 from trainspec_cli.core.wings import Command, Wing
 
@@ -6,7 +6,7 @@ WING = Wing(
     commands={
         "run": Command(
             "train",
-            "run a training command of your own unchanged, with restarts, hang detection and a report",
+            "run your own training command unchanged, with restarts, hang detection and a report",
             takes_command=True,
         ),
     },

@@ -1,2 +1,2 @@
-"""The servers of distant sites, which run next to the supervisors: the meeting point at site 0, and inboxes
-elsewhere."""
+"""Servers for training at distant sites. They run next to the supervisors: the meeting point at site 0, inboxes at
+other sites."""

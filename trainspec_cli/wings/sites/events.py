@@ -1,4 +1,4 @@
-"""The event of an exchange between distant sites."""
+"""The event for an exchange between distant sites."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trainspec_cli.run.folder.event_types.events import Event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeEvent(Event):
-    """The site has applied the decision of a round."""
+    """Records that the site has applied the decision of a round."""
 
     type: Literal["exchange"] = "exchange"
     step: Count
-    """Number of updates before the exchange."""
+    """Number of updates that the run had done before the exchange."""
     round: Count
     sites: tuple[Count, ...]
     """Sites whose outer gradients were merged."""
     members: tuple[Count, ...]
     """Sites that train until the next round."""
     waited_s: Seconds
-    """Time for which training waited for the exchange."""
+    """Time that training waited for the exchange."""
     sent_bytes: Count
-    """Bytes that this rank has sent since its start, to the meeting point and to other sites, before encryption."""
+    """Bytes that this rank has sent to the meeting point and other sites since it started, before encryption."""
     received_bytes: Count
-    """Bytes of other sites' outer gradients that this rank has received since its start."""
+    """Bytes of other sites' outer gradients that this rank has received since it started."""
 
 
 EVENT_TYPES = {"exchange": ExchangeEvent}

@@ -1,5 +1,5 @@
 """Decisions about rounds: which sites take part, whose work is merged, and which samples each site takes until the next
-round. They are based only on plain numbers; `now_s` is any monotonic clock.
+round. The decisions use only plain numbers; `now_s` is the time of any monotonic clock.
 
 | a site | consequence |
 |---|---|
@@ -32,12 +32,12 @@ class SiteExchange:
     """One exchange between the sites."""
 
     round: int
-    """1, 2, ...; round 0 exchanges nothing and starts the run."""
+    """1, 2, ... Round 0 exchanges nothing and starts the run."""
     fragments: tuple[int, ...]
     sent_at: int
-    """Number of updates before it is sent."""
+    """Number of updates after which the outer gradients are sent."""
     applied_at: int
-    """Number of updates before its sum is applied."""
+    """Number of updates after which their sum is applied."""
 
 
 BEGINNING = SiteExchange(0, (), 0, 0)
@@ -45,18 +45,19 @@ BEGINNING = SiteExchange(0, (), 0, 0)
 
 @dataclass(frozen=True)
 class SiteSchedule:
-    """The exchanges of a run. The last one, after the last step, contains all fragments and is applied immediately, so
-    that all sites end with the same weights."""
+    """The exchanges of a run. The last exchange, after the last step, contains all fragments and is applied
+    immediately, so all sites end with the same weights."""
 
     total_steps: int
     interval_steps: int
     """Number of steps between two exchanges of a fragment (H); a multiple of the number of fragments."""
     fragments: int
     delay_steps: int
-    """Number of steps between sending and applying a sum (tau); at most the number of steps between two exchanges."""
+    """Number of steps between sending outer gradients and applying their sum (tau). At most the number of steps between
+    two exchanges."""
 
     def after(self, exchange: SiteExchange) -> SiteExchange | None:
-        """Return the exchange after another one, which must be applied first; None after the last exchange."""
+        """Return the exchange after `exchange`, which must be applied first; None after the last exchange."""
         if exchange.sent_at == self.total_steps:
             return None
         number = exchange.round + 1
@@ -68,21 +69,21 @@ class SiteSchedule:
 
 
 def newest_applied(applied: Iterable[SiteExchange], step: int) -> int:
-    """Return the newest applied round that a checkpoint of `step` is certain to contain. A round applied at exactly
-    that step may be missing from it, so the previous one counts."""
+    """Return the newest applied round that a checkpoint of `step` is certain to contain. A round applied exactly at
+    this step may be missing, so it does not count."""
     return max((exchange.round for exchange in applied if exchange.applied_at < step), default=0)
 
 
 Piece = tuple[int, int]
-"""(first position, number of samples)"""
+"""A contiguous range of samples: (first position, number of samples)"""
 
 
 def plan_pieces(
     steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
 ) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
-    """Plan this many steps for sites with these batch sizes. Return (pieces by site, next position, remaining pieces).
+    """Plan `steps` steps for sites with these batch sizes. Return (pieces by site, next position, remaining pieces).
 
-    `left` is taken first; a piece of it that is smaller than the site's batch results in a smaller step."""
+    Pieces in `left` are taken first. If such a piece is smaller than the site's batch, the step is smaller too."""
     waiting = list(left)
     pieces: dict[int, list[Piece]] = {site: [] for site in batches}
     for _ in range(steps):
@@ -103,8 +104,8 @@ def plan_pieces(
 def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change: float) -> dict[int, int]:
     """Return the batch sizes with which all sites take the same time for a step.
 
-    `batches`: largest batch of each site. `rates`: samples per second, 0 if unknown. A site whose step takes more than
-    1 + `change` times as long as the fastest site's gets a smaller batch, with at least one sample."""
+    `batches`: largest batch of each site. `rates`: samples per second, 0 if unknown. A site gets a smaller batch, of at
+    least one sample, if its step takes more than 1 + `change` times as long as the fastest site's step."""
     takes_s = {site: batches[site] / rates[site] for site in batches if rates.get(site, 0.0) > 0}
     fastest_s = min(takes_s.values(), default=0.0)
     slow = {site for site, step_s in takes_s.items() if step_s > fastest_s * (1 + change)}
@@ -115,7 +116,7 @@ def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ..
     """Return the weight of each site's outer gradient; the weights sum to 1.
 
     The weight is tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): with equal numbers of steps, a site is weighted
-    by the square of its batch size. A site that has not trained since it last took part has weight 0. If no site has
+    by the square of its batch size. A site that has not trained since it last contributed has weight 0. If no site has
     trained, all weights are equal."""
     worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
     total = sum(worth)
@@ -127,14 +128,14 @@ class Contribution:
     """A site's description of the outer gradient that it sends."""
 
     tokens: int
-    """Number of tokens trained since its work on the same fragments was last merged."""
+    """Number of tokens that the site has trained on since its work on the same fragments was last merged."""
     steps: int
     rate: float
-    """Samples per second; 0 if the batch size should not depend on the speed."""
+    """Training speed in samples per second; 0 if the batch size should not depend on the speed."""
     digests: tuple[str, ...]
-    """Digests of the shared weights on each of its ranks, after the previous round."""
+    """Digests of the shared weights after the previous round, for each rank of the site."""
     saved_round: int
-    """The newest round in its newest checkpoint; after a restart, it requests the later ones."""
+    """The newest round in the site's newest checkpoint. After a restart, the site requests later rounds."""
 
 
 @dataclass(frozen=True)
@@ -146,23 +147,23 @@ class SitePieces:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """A round's decision, the same for all sites."""
+    """A round's decision, which is the same for all sites."""
 
     exchange: SiteExchange
-    """The exchange of this round."""
+    """The exchange on which this round decides."""
     following: SiteExchange | None
     """The next exchange; None after the last one."""
     included: tuple[int, ...] = ()
     """The sites whose work is merged."""
     weights: tuple[float, ...] = ()
-    """The weights of their outer gradients."""
+    """The weight of each included site's outer gradient."""
     windows: tuple[SitePieces, ...] = ()
-    """Each member's samples in the steps of `window`."""
+    """Each member's samples for the steps of `window`."""
     lost: tuple[int, ...] = ()
-    """Sites that are no longer members."""
+    """Sites that cease to be members with this round."""
     joined: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
-    """Sites whose shared weights differ from the others', which ends the run."""
+    """Sites whose shared weights differ from those of the other sites, which ends the run."""
 
     @property
     def round(self) -> int:
@@ -170,7 +171,7 @@ class RoundRecord:
 
     @property
     def window(self) -> range:
-        """The steps planned by this round, from its application to that of the next round."""
+        """The steps that this round plans, from its application to the application of the next round."""
         begin = self.exchange.applied_at
         return range(begin, self.following.applied_at if self.following else begin)
 
@@ -183,7 +184,7 @@ class RoundRecord:
 
 
 LOST_AFTER = 2
-"""A connected site counts as lost after being late for this many consecutive rounds."""
+"""Number of consecutive late rounds after which a connected site counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,13 @@ class MeetingRules:
     sites: int
     """Number of sites at the start of the run."""
     quorum: int
-    """Minimum number of sites whose work completes a round."""
+    """Minimum number of contributing sites that completes a round."""
     grace_s: float
-    """Time in seconds that a round with a quorum waits for connected sites."""
+    """Time in seconds for which a round that has a quorum waits for connected sites."""
     return_s: float
-    """Time in seconds that a restarted meeting waits for its members to connect."""
+    """Time in seconds for which a restarted meeting waits for its members to connect."""
     change: float
-    """Sites whose step times differ by at most this fraction count as equally fast."""
+    """Maximum relative difference between the step times of sites that count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -205,17 +206,17 @@ class MeetingState:
     """The state from which a restarted meeting continues."""
 
     round: int = -1
-    """The newest decided round."""
+    """The newest decided round; -1 before the first decision."""
     position: int = 0
-    """The next sample that has not been assigned to a site yet."""
+    """The first sample position that has not been assigned to a site yet."""
     left: tuple[Piece, ...] = ()
-    """Samples of lost sites that remain to be trained."""
+    """Samples of lost sites that the other sites still have to train on."""
     records: tuple[RoundRecord, ...] = ()
     """Records of the newest rounds."""
     merged_at: tuple[tuple[int, int], ...] = ()
-    """(site, step up to which the work on its samples was merged)"""
+    """(site, step up to which the work on the site's samples was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
-    """(site, number of consecutive rounds for which it was late)"""
+    """(site, number of consecutive rounds for which the site was late)"""
 
 
 @dataclass
@@ -228,9 +229,9 @@ class Meeting:
     seen: set[int] = field(default_factory=set)
     """Sites that have connected since the meeting was started or restarted."""
     ready: dict[int, int] = field(default_factory=dict)
-    """Returning site -> the round up to which it has followed."""
+    """Returning site -> the round up to which the site has followed."""
     came: dict[int, Contribution] = field(default_factory=dict)
-    """The contributions to the next round."""
+    """The contributions that have arrived for the next round, by site."""
     opened_s: float | None = None
     quorum_since_s: float | None = None
 
@@ -245,7 +246,8 @@ class Meeting:
     # Events
 
     def connect(self, site: int, batch: int) -> bool:
-        """Record a connected site; return whether it continues as a member. If not, it must follow first."""
+        """Record a connected site. Return whether it continues as a member; otherwise it must first follow the
+        rounds."""
         self.connected[site] = batch
         self.seen.add(site)
         return site in self.members or self.state.round < 0
@@ -255,8 +257,7 @@ class Meeting:
         self.ready.pop(site, None)
 
     def contribute(self, site: int, number: int, contribution: Contribution) -> bool:
-        """Record a contribution; return whether it counts, which requires that it is for the next round and from a
-        member."""
+        """Record a contribution. Return whether it counts: it must be for the next round and from a member."""
         counts = number == self.state.round + 1 and site in self.members
         if counts:
             self.came[site] = contribution
@@ -286,7 +287,7 @@ class Meeting:
                 self.quorum_since_s = now_s
             missing = set(self.members) - self.came.keys()
             if missing - self.seen and now_s < self.opened_s + self.rules.return_s:
-                return None  # members of a restarted meeting are still returning
+                return None  # the restarted meeting still waits for members to return
             if missing & self.connected.keys() and now_s < self.quorum_since_s + self.rules.grace_s:
                 return None
             newest = self.state.records[-1]
@@ -301,9 +302,10 @@ class Meeting:
                 del self.ready[site]
             batches = {}
             for site in {*self.members, *joined} - lost:
-                # A member that left after contributing keeps its samples; the next round declares it lost.
+                # A member that left after contributing keeps its samples. The next round declares it lost.
                 batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
-            # Find the sites whose shared weights differ from the majority's, or all of them if there is no majority.
+            # Find the sites whose shared weights differ from those of the majority. Without a majority, these are all
+            # sites.
             digests = {site: self.came[site].digests for site in included}
             usual = Counter(digests.values()).most_common(2)
             differing: tuple[int, ...] = ()
@@ -332,7 +334,7 @@ class Meeting:
         merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
         left = [*state.left]
         for site in record.lost:
-            # Its samples for steps whose work was not merged.
+            # Collect the lost site's samples for steps whose work was not merged.
             for earlier in state.records:
                 if site in earlier.members:
                     pieces_of_site = zip(earlier.window, earlier.pieces(site), strict=True)
@@ -354,7 +356,7 @@ class Meeting:
         return record
 
     def forget(self, before: int) -> None:
-        """Delete the records of rounds before `before`, except for those whose samples have not been merged yet."""
+        """Delete the records of rounds before `before`, except for records whose samples have not been merged yet."""
         needed = min((at for site, at in self.state.merged_at if site in self.members), default=0)
         kept = tuple(
             record

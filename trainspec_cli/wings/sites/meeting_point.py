@@ -1,9 +1,10 @@
 """The meeting point of the sites: it receives their outer gradients, decides rounds, and forwards the gradients.
 
-It does not compute with them: each site decodes all outer gradients and sums them in fp32 in the same order, so that
-the sums are bitwise identical at all sites. An outer gradient is forwarded on arrival to all sites that do not receive
-it directly; the others are sent with the decision. `meeting.py` makes the decisions, and this module handles
-connections and files. It runs in a thread next to the supervisor of site 0, across restarts of its workers."""
+It does no computations on them: each site decodes all outer gradients and sums them in fp32 in the same order, so the
+sums are bitwise identical at all sites. On arrival, an outer gradient is forwarded to all sites that do not receive it
+directly. Outer gradients that were not forwarded are sent with the decision. `meeting.py` makes the decisions, and this
+module handles connections and files. It runs in a thread next to the supervisor of site 0, across restarts of its
+workers."""
 
 from __future__ import annotations
 
@@ -53,13 +54,13 @@ from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, Site
 
 @dataclass(frozen=True)
 class Rounds:
-    """What the meeting point keeps on disk: its state and the outer gradients of the newest rounds. With them, an
-    absent site can catch up, and a restarted meeting can continue."""
+    """The meeting point's files: its state and the outer gradients of the newest rounds. They let an absent site catch
+    up, and a restarted meeting continue."""
 
     folder: Path
 
     def load(self) -> MeetingState:
-        """Return the state at the end of the last meeting. Raises MachineError if it cannot be read."""
+        """Return the state of the meeting when it last ran. Raises MachineError if it cannot be read."""
         path = self.folder / "meeting.json"
         if not path.exists():
             return MeetingState()
@@ -72,11 +73,11 @@ class Rounds:
             raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
 
     def keep(self, state: MeetingState, payloads: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Write a decided round to disk before any site receives it."""
+        """Write a decided round to disk. This happens before any site receives the round."""
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
         head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
-        # Gradients are written first, so that the state never names a round without its gradients.
+        # Write the gradients first, so that the state never names a round whose gradients are missing.
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
@@ -84,7 +85,7 @@ class Rounds:
         write_versioned(self.folder / "meeting.json", to_plain(state))
 
     def read(self, number: int, rank: int) -> dict[int, bytes]:
-        """Return the outer gradients of a round by site, for one rank."""
+        """Return the outer gradients of a round for one rank, by site."""
         parts = {}
         with self._path(number).open("rb") as file:
             for site, of_rank, size in json.loads(file.readline()):
@@ -107,9 +108,9 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Rounds are kept for an absent site for this many exchanges of the full model."""
+"""Number of exchanges of the full model for which rounds are kept for an absent site."""
 LINGER_S = 120.0
-"""Time in seconds that a finished meeting waits for sites that have not received its last round yet."""
+"""Time in seconds for which a finished meeting waits for sites that have not received the last round yet."""
 Gradient = tuple[Sent, bytes]
 
 
@@ -126,14 +127,13 @@ class MeetingPoint:
         self._log = self._server.log
         self._sites: dict[int, ConnectedSite] = {}
         self._sent: dict[int, dict[int, Gradient]] = {}
-        """The ranks' messages for the next round by site, including sites that have left since then."""
+        """The ranks' messages for the next round, by site. Includes sites that have left since they sent them."""
         self._saved: dict[int, int] = {}
-        """The newest round in a checkpoint of each site."""
+        """The newest round in the checkpoints of each site."""
         self._served_here: dict[int, set[int]] = {}
-        """For each site, the other sites that its outer gradients reach only through the meeting point."""
+        """For each site, the sites that receive its outer gradients only through the meeting point."""
         self._asked_by: dict[int, set[int]] = {}
-        """For each site, the other sites whose outer gradients it had to request because they did not arrive
-        directly."""
+        """For each site, the sites whose outer gradients it had to request because they did not arrive directly."""
 
     def tick(self) -> None:
         """Close silent connections, and decide the next round when it is due."""
@@ -156,7 +156,7 @@ class MeetingPoint:
                 if site.is_welcome:
                     for rank, connection in site.ranks.items():
                         of_rank = {one: parts[rank] for one, parts in sent.items()}
-                        # Outer gradients that were not forwarded to the rank and that it does not receive directly.
+                        # Outer gradients that neither were forwarded to the rank nor reach it directly.
                         left = {
                             one: payload
                             for one, (message, payload) in of_rank.items()
@@ -166,43 +166,45 @@ class MeetingPoint:
                         connection.send(*_decided(record, left, of_rank))
             self._sent.clear()
             for number in record.lost:
-                self._log(f"site {number} is lost: the others train the samples that it had not sent yet")
+                self._log(f"site {number} is lost: the other sites train on the samples whose work it had not sent yet")
             for number in record.joined:
                 self._log(f"site {number} is a member again after round {record.round}")
 
     def lingers(self, closed_for_s: float) -> bool:
-        """Return whether to stay open: a finished meeting ends once all sites have left with the last round."""
+        """Return whether to stay open. A finished meeting ends once all sites have left with the last round."""
         return self._meeting.is_over and bool(self._sites) and closed_for_s < LINGER_S
 
     def abort(self) -> None:
         for site in self._sites.values():
             site.abort()
 
-    # One connection
+    # A connection
 
     def refusal(self, hello: SiteHello) -> Refused | None:
         state = self._meeting.state
         if hello.recipe != self._recipe:
-            reason = "its recipe differs from that of site 0 in the model, layout, data or exchange"
+            reason = "the site's recipe differs from that of site 0 in the model, layout, data or exchange"
             return Refused(reason, "give all sites the same recipe; batching, cluster and run may differ")
         if not 0 <= hello.site < self._meeting.rules.sites:
-            return Refused(f"there are {self._meeting.rules.sites} sites, from 0", "type another resilience.sites.site")
+            return Refused(f"there are {self._meeting.rules.sites} sites, from 0", "set another resilience.sites.site")
         if hello.applied > state.round:
-            reason = f"it has applied round {hello.applied}, but the meeting point only knows {state.round + 1} rounds"
-            return Refused(reason, "resume the run of site 0 with which the sites began")
-        # A site needs the record of the round that it has applied, and the later rounds.
+            reason = (
+                f"the site has applied round {hello.applied}, but the meeting point only knows {state.round + 1} rounds"
+            )
+            return Refused(reason, "resume the run of site 0 with which the sites started")
+        # A site needs the record of the newest round that it has applied, and all later rounds.
         known = {record.round for record in state.records}
         wanted = range(max(0, hello.applied), state.round + 1)
         missing = [one for one in wanted if one not in known or (one > hello.applied and not self._rounds.has(one))]
         if missing:
-            reason = f"it was away for too long: round {missing[0]} is no longer kept"
+            reason = f"the site was away for too long: round {missing[0]} is no longer kept"
             return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
-            # A restarted rank whose previous connections have not been detected as broken yet.
+            # a restarted rank whose previous connections are not known to be broken yet
             self._drop(hello.site)
         site = self._sites.setdefault(hello.site, ConnectedSite())
         site.ranks[hello.rank] = connection
@@ -230,12 +232,12 @@ class MeetingPoint:
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
-            # An older round was decided without it. A newer one is impossible, because the site waits for each
-            # decision.
+            # The contribution may be for an older round, which was decided without it, but not for a newer round,
+            # because the site waits for each decision.
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
                 if hello.site in self._meeting.members:
-                    # Forward it to the ranks that do not receive it directly.
+                    # Forward the outer gradient to the ranks that do not receive it directly.
                     packed = pack(Passed(message.round, hello.site), payload)
                     for number, other in self._sites.items():
                         if number != hello.site and number not in message.direct and other.is_welcome:
@@ -247,7 +249,7 @@ class MeetingPoint:
             # These outer gradients did not arrive directly.
             record = next((one for one in self._meeting.state.records if one.round == message.round), None)
             if record is None:
-                raise ValueError(f"round {message.round} is not known")
+                raise ValueError(f"round {message.round} is unknown")
             parts = self._rounds.read(message.round, hello.rank)
             site.ranks[hello.rank].send(*_decided(record, {one: parts[one] for one in message.sites}))
             asked = self._asked_by.setdefault(hello.site, set())
@@ -262,7 +264,7 @@ class MeetingPoint:
             if len(site.followed) == hello.ranks:
                 self._meeting.follow(hello.site, min(site.followed.values()))
         else:
-            raise ValueError(f"{type(message).__name__} is not for the meeting point")
+            raise ValueError(f"{type(message).__name__} is not a message for the meeting point")
 
     def _contribute(self, number: int, site: ConnectedSite) -> None:
         if len(site.sent) < len(site.ranks):
@@ -274,7 +276,7 @@ class MeetingPoint:
         if self._meeting.contribute(number, first.round, contribution):
             self._sent[number] = dict(site.sent)
             self._saved[number] = first.saved_round
-            # Log which sites a site's outer gradients now reach only through the meeting point, or directly again.
+            # Log which sites now receive a site's outer gradients only through the meeting point, or directly again.
             others = {one for one, site in self._sites.items() if site.is_welcome} - {number, FIRST_SITE}
             through = {
                 one for one in others if number != FIRST_SITE and any(one not in sent.direct for sent in of_ranks)
@@ -293,14 +295,14 @@ class MeetingPoint:
             self._log(f"site {hello.site} is no longer connected")
 
     def _drop(self, number: int) -> None:
-        """Disconnect a site that has lost one rank; all of its ranks then reconnect together."""
+        """Disconnect a site that has lost one rank. All of its ranks then reconnect together."""
         self._sites.pop(number).abort()
         self._meeting.disconnect(number)
 
 
 @contextmanager
 def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
-    """Run a site's server for the duration of the block: the meeting point at site 0, or an inbox at another site that
+    """Run a site's server for the duration of the block: the meeting point at site 0, or the inbox of another site that
     listens."""
     sites = plan.spec.resilience.sites
     address = sites.endpoint if sites.site == FIRST_SITE else sites.listen
@@ -326,7 +328,7 @@ def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
 
 
 def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> MeetingPoint:
-    """Return the meeting point for a plan's sites, which continues after the rounds in `folder`."""
+    """Return the meeting point for a plan's sites. It continues after the rounds in `folder`."""
     spec = plan.spec
     sites = spec.resilience.sites
     rules = MeetingRules(sites.count, sites.quorum, sites.grace_s, spec.run.node_timeout_s, spec.scheduler.change)
@@ -339,8 +341,8 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
 def _decided(
     record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
 ) -> tuple[Decided, bytes]:
-    """Return the message for a decision, with some outer gradients. `sent`: all outer gradients, of which some are sent
-    in another way."""
+    """Return the message for a decision, including some outer gradients. `sent`: all outer gradients. The rank
+    receives the remaining ones in another way."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
     digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()

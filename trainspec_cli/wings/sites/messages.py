@@ -4,9 +4,8 @@ A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, followed by n bytes
 
 Connections use the standard library's TLS, with a certificate that each server creates at startup. No authority signs
 the certificate: identity is proved by the shared-secret handshake (`core/wire/handshake.py`), whose purpose contains
-the certificate's digest. A man in the middle would have to present another certificate, and the two ends' proofs would
-then differ.
-"""
+the certificate's digest. A man in the middle would have to present a different certificate, and the proofs of the two
+ends would then differ."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from pathlib import Path
 from trainspec_cli.recipe.records import read_record
 
 GREETING = b"trainspec sites 3\n"
-"""The first bytes sent by a meeting point or an inbox, before both ends start TLS."""
+"""The first bytes that a meeting point or an inbox sends, before both ends start TLS."""
 MEETING_POINT = "sites"
 """The name of the meeting point in the proofs of both ends."""
 LINE_BYTES = 2**24
-"""Maximum length of a JSON line accepted by either end."""
+"""Maximum length of a JSON line that either end accepts."""
 CHUNK_BYTES = 2**18
 BEAT_S = 1.0
 """Each end sends `Alive` if it has sent nothing else for this many seconds."""
@@ -35,7 +34,7 @@ MAX_PAYLOAD_BYTES = 2**36
 OPERATION = "op"
 PAYLOAD_BYTES = "bytes"
 
-# a rank of a site -> the meeting point, or an inbox
+# from a rank of a site to the meeting point or an inbox
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class SiteHello:
 
 @dataclass(frozen=True)
 class Sent:
-    """An outer gradient, which is followed by its encoded bytes."""
+    """Announces an outer gradient. Its encoded bytes follow."""
 
     round: int
     tokens: int
@@ -70,7 +69,7 @@ class Sent:
     sha256: str = ""
     """Digest of the encoded outer gradient."""
     direct: tuple[int, ...] = ()
-    """The sites to whose inboxes the rank also sends it."""
+    """The sites to whose inboxes the rank also sends the outer gradient."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Lacking:
 
 @dataclass(frozen=True)
 class Followed:
-    """A rank of a site that is not a member has applied all rounds up to this one."""
+    """Reports that a rank of a site that is not a member has applied all rounds up to `round`."""
 
     round: int
 
@@ -93,12 +92,12 @@ class Alive:
     """Sent periodically by both ends, so that silence means a lost connection."""
 
 
-# the meeting point, or the inbox of a site -> a rank of the site
+# from the meeting point or a site's inbox to a rank of the site
 
 
 @dataclass(frozen=True)
 class Passed:
-    """The outer gradient of another site for a round that has not been decided yet; its bytes follow."""
+    """Announces another site's outer gradient for a round that has not been decided yet. Its bytes follow."""
 
     round: int
     site: int
@@ -106,7 +105,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Gone:
-    """The direct connection of another site has ended."""
+    """Reports that the direct connection of another site has ended."""
 
     site: int
 
@@ -114,15 +113,16 @@ class Gone:
 @dataclass(frozen=True)
 class Welcome:
     is_member: bool
-    """False if the site follows the rounds, which are sent now, and trains from the next one on."""
+    """Whether the site is a member. If not, it follows the rounds, which are sent now, and trains once it has caught
+    up."""
     record: object
-    """The record of the round that the rank has applied."""
+    """The record of the newest round that the rank has applied."""
 
 
 @dataclass(frozen=True)
 class Inboxes:
-    """Inbox addresses of the sites that have connected. A site with an empty address is reached only through the
-    meeting point."""
+    """The inbox addresses of the sites that have connected. A site with an empty address can only be reached through
+    the meeting point."""
 
     sites: tuple[int, ...]
     addresses: tuple[str, ...]
@@ -130,20 +130,20 @@ class Inboxes:
 
 @dataclass(frozen=True)
 class Decided:
-    """A round: its record and the outer gradients of some sites, concatenated."""
+    """A decided round: its record and the outer gradients of some sites, concatenated."""
 
     record: object
     sites: tuple[int, ...]
     sizes: tuple[int, ...]
     """Number of bytes of each outer gradient."""
     sha256: tuple[str, ...] = ()
-    """Digests of the outer gradients of all merged sites, in the order of the record; empty if all of the gradients
+    """Digests of the outer gradients of all merged sites, in the order of the record. Empty if all of these gradients
     follow."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The connection ends, and a new one would also be rejected."""
+    """Rejects the connection and ends it. A new connection would also be rejected."""
 
     reason: str
     hint: str
@@ -167,8 +167,7 @@ _NAMES = {message: name for name, message in OPERATIONS.items()}
 
 
 def inbox_of(site: int) -> str:
-    """Return the name of a site's inbox in the proofs of both ends. A client that expects a different one is
-    rejected."""
+    """Return the name of a site's inbox in the proofs of both ends. A client that expects another inbox is rejected."""
     return f"site {site}"
 
 
@@ -178,7 +177,7 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -> tuple[Message, bytes]:
-    """Return the next message and its payload; `on_data` is called whenever data arrives.
+    """Return the next message and its payload. `on_data` is called whenever data arrives.
 
     Raises OSError or EOFError if the connection ends, and ValueError if the data is not a message."""
     try:
@@ -198,7 +197,7 @@ async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -
         chunk = await reader.read(min(left, CHUNK_BYTES))
         if not chunk:
             raise EOFError("the connection ended within a message")
-        # Each chunk counts as activity, because over a slow link a gradient takes longer than the silence limit.
+        # Every chunk counts as a sign of life, because on a slow link, a gradient takes longer than the silence limit.
         on_data()
         chunks.append(chunk)
         left -= len(chunk)
@@ -207,27 +206,27 @@ async def receive(reader: asyncio.StreamReader, on_data: Callable[[], object]) -
 
 LIFETIME = datetime.timedelta(days=3650)
 PACKAGE = "cryptography"
-"""The package for creating certificates, from the extra `sites`."""
+"""The package that creates certificates. It comes with the extra `sites`."""
 
 
 @dataclass(frozen=True)
 class TlsCertificate:
     context: ssl.SSLContext
     digest: str
-    """SHA-256 of the DER encoding."""
+    """The SHA-256 of a certificate in DER encoding."""
 
     def purpose(self, server: str) -> str:
         return purpose_of(server, self.digest)
 
 
 def purpose_of(server: str, digest: str) -> str:
-    """Return the purpose of a handshake inside a TLS connection, which contains the server's name and its
-    certificate."""
+    """Return the purpose of a handshake inside a TLS connection. It contains the server's name and certificate
+    digest."""
     return f"{server} {digest}"
 
 
 def make_certificate() -> TlsCertificate:
-    """Create a key and its certificate, which are on disk only while they are being loaded."""
+    """Create a key and its certificate. They are on disk only while they are being loaded."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -242,14 +241,14 @@ def make_certificate() -> TlsCertificate:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.NamedTemporaryFile() as file:  # only this user can read it; ssl can only load from files
+    with tempfile.NamedTemporaryFile() as file:  # only this user can read it; ssl can only load files
         Path(file.name).write_bytes(secret + certificate.public_bytes(serialization.Encoding.PEM))
         context.load_cert_chain(file.name)
     return TlsCertificate(context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest())
 
 
 async def start_tls_as_client(writer: asyncio.StreamWriter) -> str:
-    """Start TLS; return the digest of the server's certificate."""
+    """Start TLS. Return the digest of the server's certificate."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the shared-secret handshake replaces this check
     context.verify_mode = ssl.CERT_NONE

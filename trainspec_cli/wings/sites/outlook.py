@@ -2,8 +2,8 @@
 shown as a section of `trainspec plan`.
 
 If all sites can reach each other, each link receives the others' outer gradients while it sends its own to them.
-Otherwise, all outer gradients pass through the meeting point at one site. The link of that site receives every site's
-outer gradient once and sends it once to each of the others, as soon as it has arrived. Nothing else uses the links."""
+Otherwise, all outer gradients pass through the meeting point at one site. That site's link receives every outer
+gradient once, and sends it to each of the other sites as soon as it has arrived. Nothing else uses the links."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.reporter.plan.labels import PlanSection, percent
 
 VALUE_BYTES = {"int4": 0.5 + 1 / 64, "int8": 1 + 2 / 128, "bf16": 2.0}
-"""Bytes per transmitted value, including the block's scale, as encoded by `engine.comm.codec`; in int4, each tensor
+"""Bytes per transmitted value as encoded by `engine.comm.codec`, including the block's scale. In int4, each tensor
 needs four extra bytes."""
 ROUND_MULTIPLES = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10_000)
 
 
 @dataclass(frozen=True)
 class SiteLinks:
-    """The links of sites that all have the same connection."""
+    """The links of the sites, all of which have the same connection."""
 
     sites: int
     bytes_per_s: float
@@ -35,13 +35,14 @@ class SiteLinks:
     """True if each site can reach every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Return the time of an exchange where each site sends this many bytes: one latency for an outer gradient
-        and one for the decision. A link carries both directions at the same time, and the busiest link sends more than
+        """Return the time of an exchange in which each site sends this many bytes: one latency for the outer gradient
+        and one for the decision. Both directions of a link are used at the same time. The busiest link sends more than
         it receives."""
         return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
     def carried_bytes(self, sent_bytes: float) -> float:
-        """Return the number of bytes that the busiest link carries in such an exchange, in both directions together."""
+        """Return the number of bytes that the busiest link carries in both directions together, in an exchange in which
+        each site sends this many bytes."""
         return (self.sites - 1 + self._copies_out) * sent_bytes
 
     @property
@@ -51,22 +52,22 @@ class SiteLinks:
         return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
-        """Return the time for a ring all-reduce of a tensor over the sites, which data parallelism would need in every
+        """Return the time for a ring all-reduce of a tensor over the sites. Data parallelism would need it in every
         step."""
         others = self.sites - 1
         return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
 
 
 def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
-    """Return the fraction of time for which a site trains. An exchange is sent every `between_steps` steps, and
-    training waits if it takes longer than `delay_steps` steps."""
+    """Return the fraction of time for which a site trains. An exchange is sent every `between_steps` steps. Training
+    waits if the exchange takes longer than `delay_steps` steps."""
     busy_s = between_steps * step_s
     return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
 
 
 def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
-    """Return the shortest interval H (from a fixed list) at which a site trains for the `wanted` fraction of time, if
-    each sum is applied when the next one is sent; None if even the longest interval is too short."""
+    """Return the shortest interval H (from a fixed list) with which a site trains for the `wanted` fraction of time, if
+    each sum is applied when the next one is sent. None if even the longest interval is too short."""
     for multiple in ROUND_MULTIPLES:
         if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
             return multiple * fragments
@@ -75,7 +76,7 @@ def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: fl
 
 @dataclass(frozen=True)
 class SitesFigures:
-    """The prediction for one setting of the exchange."""
+    """The prediction for one configuration of the exchange."""
 
     format: str
     interval_steps: int
@@ -85,7 +86,7 @@ class SitesFigures:
     utilisation: float
     """Fraction of time for which a site trains."""
     bytes_per_day: float
-    """Number of bytes over the busiest link, in both directions together."""
+    """Bytes per day over the busiest link, in both directions together."""
 
 
 @dataclass(frozen=True)
@@ -96,31 +97,31 @@ class SitesOutlook:
     link_gbit_per_s: float
     link_delay_s: float
     step_time_s: float
-    """Step time of a site by itself."""
+    """Step time of a site that trains alone."""
     direct: bool
-    """True if each site can reach every other one; if not, all use the meeting point."""
+    """True if each site can reach every other one. Otherwise all sites use the meeting point."""
     direct_exchange_s: float
-    """Duration of the recipe's exchange if the sites were directly connected."""
+    """Duration of the recipe's exchange if the sites were connected directly."""
     wanted: SitesFigures
-    """The recipe's setting."""
+    """The prediction for the recipe's configuration."""
     hidden: tuple[SitesFigures, ...]
-    """The shortest intervals that hide the exchange, by format; formats without such an interval are omitted."""
+    """The shortest intervals that hide the exchange, by format. Formats without such an interval are omitted."""
     data_parallel_utilisation: float
-    """The same fraction for a run that sums fp32 gradients over these links in every step."""
+    """Fraction of time for which a site would train if it summed fp32 gradients over these links in every step."""
     fewer_bytes: float
-    """Bytes sent with data parallelism, divided by those of the recipe, over the same steps."""
+    """Bytes that data parallelism would send, divided by those that the recipe sends in the same number of steps."""
     loss_penalty: str
     """The known effect on the loss, with its source."""
 
 
 DAY_S = 86_400.0
 WANTED = 0.95
-"""An exchange is hidden if it leaves at least this fraction of time for training."""
+"""Fraction of time that must remain for training if an exchange counts as hidden."""
 KEPT_BYTES = 4 + 4.0
-"""Bytes that a site keeps per trained parameter: shared weights and outer momentum in fp32."""
+"""Bytes that a site keeps per trained parameter, for shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (
     "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
-    "interval is not predicted here, so use the shortest one that hides the exchange"
+    "interval is not predicted here, so use the shortest interval that hides the exchange"
 )
 
 
@@ -131,7 +132,8 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
     sites = outlook(spec.resilience.sites, float(capacity.params), best.step_time_s)
     way = "directly connected" if sites.direct else "connected through one of them"
     compared = (
-        f"Data parallelism over these links would train {percent(sites.data_parallel_utilisation, 2)} of the time and "
+        f"With data parallelism over these links, sites would train {percent(sites.data_parallel_utilisation, 2)} of "
+        "the time and "
         f"send {sites.fewer_bytes:,.0f} times as many bytes in fp32."
     )
     if not sites.direct and sites.sites > 2:
@@ -151,7 +153,8 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
 
 
 def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
-    """Return the prediction. `values`: number of trained parameters. `step_s`: step time of a site by itself."""
+    """Return the prediction. `values`: number of trained parameters. `step_s`: step time of a site that trains
+    alone."""
     assert sites.link_gbit_s is not None, "the recipe describes the links"
     through = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
     direct = replace(through, direct=True)

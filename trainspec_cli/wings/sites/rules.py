@@ -1,4 +1,5 @@
-"""Rules for training at distant sites: unsupported recipes, and a start that lacks something its site needs."""
+"""Rules for training at distant sites. They find unsupported recipes, and starts that lack something that a site
+needs."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ EXAMPLE = f"{PATH}.site=I {PATH}.endpoint=HOST:PORT {PATH}.secret=FILE"
 INSTEAD = "resilience=restart"
 MAKE_SECRET = "(umask 77; head -c 32 /dev/urandom > FILE)"
 PACKAGES = (("resilience.mode", "sites", "cryptography", "sites"),)
-"""The package needed to create the servers' certificates."""
+"""The package that creates the servers' certificates."""
 
 
 def check_sites(spec: RunSpec) -> Iterator[Problem]:
-    """Check the schedule of exchanges, the number of sites, the addresses, and that the recipe supports sites."""
+    """Check the exchange schedule, the number of sites and the addresses, and that the recipe supports sites."""
     sites = spec.resilience.sites
     if sites.interval_steps % sites.fragments:
         fitting = [number for number in range(1, sites.fragments) if sites.interval_steps % number == 0]
@@ -31,7 +32,7 @@ def check_sites(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{PATH}.delay_steps` is {sites.delay_steps}, but the next exchange is sent after {between} steps"
         yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"set {PATH}.delay_steps={between} or less")
     else:
-        # A round plans the steps from the application of its sum until that of the next one.
+        # A round plans the steps from the application of its sum to the application of the next round's sum.
         between = sites.interval_steps // sites.fragments
         delay = sites.delay_steps
         if between + delay > MAX_ITEMS:
@@ -48,10 +49,10 @@ def check_sites(spec: RunSpec) -> Iterator[Problem]:
             message = f"`{PATH}.{key}` is {number}, but with {sites.count} sites it can be at most {most}"
             yield Problem("out_of_range", message, f"{PATH}.{key}", f"set {PATH}.{key}={most} or less")
 
-    # The addresses of the meeting point and of this site.
+    # Check the addresses of the meeting point and of this site.
     meanings = {
         "endpoint": (sites.endpoint, "the address of site 0"),
-        "listen": (sites.listen, "the address of this site for the others"),
+        "listen": (sites.listen, "the address of this site for the other sites"),
     }
     for key, (wanted, example) in meanings.items():
         if wanted is None:
@@ -61,16 +62,16 @@ def check_sites(spec: RunSpec) -> Iterator[Problem]:
             message = f"`{PATH}.{key}` is `{wanted}`; HOST:PORT is required"
             yield Problem("usage", message, f"{PATH}.{key}", f"set {PATH}.{key}=HOST:PORT, {example}")
     if sites.listen is not None and sites.site == FIRST_SITE:
-        message = f"`{PATH}.listen` is `{sites.listen}`, but site {FIRST_SITE} listens at `{PATH}.endpoint`"
-        yield Problem("usage", message, f"{PATH}.listen", "leave it out there; the other sites need it")
+        message = f"`{PATH}.listen` is `{sites.listen}`, but site {FIRST_SITE} already listens at `{PATH}.endpoint`"
+        yield Problem("usage", message, f"{PATH}.listen", "remove it here; only the other sites need it")
 
-    # Settings that sites do not support.
+    # Find settings that sites do not support.
     has_experts = any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
     unlike = {
         "model": (spec.model.unit != "tokens", "supports language models only", "choose another model"),
-        "model.experts": (has_experts, "does not merge the balance of experts", "choose a dense model"),
+        "model.experts": (has_experts, "does not merge the state of expert balancing", "choose a dense model"),
         "train": (spec.ends_by_samples, "needs the same number of steps at all sites", "set train.max_steps only"),
-        "checkpoint.keep_best": (spec.checkpoint.keep_best, "evaluates the merged model", "leave it out"),
+        "checkpoint.keep_best": (spec.checkpoint.keep_best, "only evaluates the merged model", "leave it out"),
         "train.early_stop_evals": (spec.train.early_stop_evals is not None, "ends at its last step", "leave it out"),
         "scheduler.changes": (bool(spec.scheduler.changes), "does not change its layout", "leave it out"),
     }
@@ -83,19 +84,24 @@ SITES_RULES = (check_sites,)
 
 
 def check_start(spec: RunSpec) -> None:
-    """Raise RecipeError if the run of a site lacks its number or the meeting point, and MachineError if its secret
-    cannot be used."""
+    """Raise RecipeError if a site's run lacks its number or the meeting point, and MachineError if its secret cannot be
+    used."""
     sites = spec.resilience.sites
     given = {"site": sites.site, "endpoint": sites.endpoint, "secret": sites.secret}
     for key, value in given.items():
         if value is None:
             path = f"{PATH}.{key}"
-            message = f"`{path}` is missing: `resilience.mode` is sites, and this command starts one of {sites.count}"
-            hint = f"at each site set {EXAMPLE}; HOST:PORT is site 0, and FILE is the same at all sites: {MAKE_SECRET}"
+            message = (
+                f"`{path}` is missing: `resilience.mode` is sites, and this command starts one of {sites.count} sites"
+            )
+            hint = (
+                f"at each site, set {EXAMPLE}; HOST:PORT is the address of site 0, and FILE is the same at all "
+                f"sites: {MAKE_SECRET}"
+            )
             raise RecipeError(Problem("missing_value", message, path, hint))
     try:
         read_secret(Path(str(sites.secret)))
     except MachineError as error:
         message = error.problems[0].message.replace("the job's secret", "the sites' secret")
-        hint = f"create it once, and copy it to every site: {MAKE_SECRET}"
+        hint = f"create the secret once, and copy it to every site: {MAKE_SECRET}"
         raise MachineError(Problem("secret", message, f"{PATH}.secret", hint, environment=True)) from error

@@ -1,5 +1,5 @@
-"""The servers of distant sites, each in a separate thread: the inbox, and what the meeting point and the inbox have in
-common.
+"""The servers of distant sites, each in a separate thread: the inbox, and the common parts of the inbox and the
+meeting point.
 
 A server accepts clients that prove, inside TLS, that they know the sites' secret and expect this server. It forwards
 their messages. It runs next to its site's supervisor, across worker restarts."""
@@ -37,27 +37,27 @@ from trainspec_cli.wings.sites.messages import (
 
 
 class RankConnection:
-    """The connection of a rank that has proved knowledge of the secret."""
+    """The connection of a rank that has proved that it knows the secret."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self.active_s = time.monotonic()
         self.passed: dict[int, str] = {}
-        """For each site, the digest of its newest outer gradient that was forwarded to the rank."""
+        """For each site, the digest of the newest of its outer gradients that was forwarded to the rank."""
 
     def note_activity(self) -> None:
         self.active_s = time.monotonic()
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Queue a message after those already queued."""
+        """Queue a message behind the messages that are already queued."""
         self.send_packed(pack(message, payload))
 
     def send_packed(self, content: bytes) -> None:
         self._outbox.put_nowait(content)
 
     async def write(self) -> None:
-        """Write queued messages until cancelled."""
+        """Write queued messages until this task is cancelled."""
         while True:
             try:
                 async with asyncio.timeout(BEAT_S):
@@ -94,7 +94,7 @@ class ConnectedSite:
 
     @property
     def inbox(self) -> str:
-        """The address of its inbox; empty if it has none."""
+        """The address of the site's inbox; empty if it has none."""
         return next(iter(self.hellos.values())).listen
 
     @property
@@ -111,7 +111,7 @@ ENDS = (*BAD_REQUEST, OSError, EOFError, TrainspecError, asyncio.CancelledError)
 
 
 class Served(Protocol):
-    """The logic behind a server. All methods are called in the server's thread."""
+    """The behaviour of a server. All methods are called in the server's thread."""
 
     def refusal(self, hello: SiteHello) -> Refused | None: ...
 
@@ -123,10 +123,10 @@ class Served(Protocol):
     def leave(self, hello: SiteHello, connection: RankConnection) -> None: ...
 
     def tick(self) -> None:
-        """Do whatever is due; called repeatedly."""
+        """Do whatever is due. This is called repeatedly."""
 
     def lingers(self, closed_for_s: float) -> bool:
-        """Return whether to continue even though the server was asked to end this many seconds ago."""
+        """Return whether to continue although the server was asked to end `closed_for_s` seconds ago."""
 
     def abort(self) -> None:
         """End all connections."""
@@ -170,15 +170,14 @@ class SiteServer:
                 closing_s = self._loop.time()
         server.close()
         self._served.abort()
-        # The loop ends with this coroutine, so first cancel the connection tasks that would otherwise be left
-        # unfinished.
+        # The event loop ends with this coroutine, so first cancel the connection tasks that are still running.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. An error is logged and ends only this connection."""
+        """Serve one connection. An error is logged, and ends only this connection."""
         connection = RankConnection(writer)
         hello: SiteHello | None = None
         try:
@@ -188,9 +187,9 @@ class SiteServer:
                 await prove(reader, writer, Challenge(self._secret, self._certificate.purpose(self._name)))
                 first, _ = await receive(reader, connection.note_activity)
                 if not isinstance(first, SiteHello):
-                    raise ValueError("a rank begins with hello")
+                    raise ValueError("a rank's first message must be hello")
                 if refusal := self._served.refusal(first):
-                    self.log(f"site {first.site} is refused: {refusal.reason}")
+                    self.log(f"site {first.site} is rejected: {refusal.reason}")
                     connection.send(refusal)
                     await connection.flush()
                     return
@@ -213,9 +212,9 @@ class SiteServer:
 
 
 class SiteInbox:
-    """Receives outer gradients directly from other sites and forwards them to the ranks of its own site.
+    """Receives outer gradients directly from other sites, and forwards them to the ranks of its own site.
 
-    It stores nothing, because ranks get whatever they have missed from the meeting point."""
+    It stores nothing, because ranks request from the meeting point what they have missed."""
 
     def __init__(self, site: int, sites: int, secret: bytes, recipe: str, silence_s: float, log: TextIO):
         """`recipe`: a digest of everything on which all sites must agree."""
@@ -228,7 +227,7 @@ class SiteInbox:
         self.close = self._server.close
         self._log = self._server.log
         self._ranks: dict[tuple[int, int], RankConnection] = {}
-        """Ranks of this site and of others, by site and rank."""
+        """Connected ranks of this site and of other sites, by site and rank."""
 
     def tick(self) -> None:
         for connection in list(self._ranks.values()):
@@ -244,22 +243,22 @@ class SiteInbox:
 
     def refusal(self, hello: SiteHello) -> Refused | None:
         if hello.recipe != self._recipe:
-            return Refused("its recipe differs from that of this site", "give all sites the same recipe")
+            return Refused("the site's recipe differs from that of this site", "give all sites the same recipe")
         if not 0 <= hello.site < self._count or not 0 <= hello.rank < hello.ranks:
-            return Refused(f"there are {self._count} sites, from 0", "type another resilience.sites.site")
+            return Refused(f"there are {self._count} sites, numbered from 0", "type another resilience.sites.site")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         key = hello.site, hello.rank
         if before := self._ranks.get(key):
-            before.abort()  # a restarted rank, whose old connection is not known to be broken yet
+            before.abort()  # a restarted rank whose old connection is not known to be broken yet
         self._ranks[key] = connection
         if hello.site != self._site and hello.rank == 0:
             self._log(f"site {hello.site} is connected directly")
 
     def handle(self, hello: SiteHello, message: Message, payload: bytes) -> None:
         if not isinstance(message, Sent) or hello.site == self._site:
-            raise ValueError(f"{type(message).__name__} is not for an inbox")
+            raise ValueError(f"{type(message).__name__} is not a message for an inbox")
         if own := self._ranks.get((self._site, hello.rank)):
             own.send(Passed(message.round, hello.site), payload)
 
@@ -279,5 +278,5 @@ def make_inbox(plan: Plan, secret: bytes, log: TextIO) -> SiteInbox:
     resilience = plan.spec.resilience
     site = resilience.sites.site
     sites = resilience.sites.count
-    assert site is not None, "a site is started with its number"
+    assert site is not None, "a site's recipe contains its number"
     return SiteInbox(site, sites, secret, agreement_of(plan), resilience.heartbeat_timeout_s, log)

@@ -1,4 +1,4 @@
-"""Train one model at several distant sites that are connected by slow links (`resilience=sites`)."""
+"""Train one model at several distant sites connected by slow links (`resilience=sites`)."""
 
 from trainspec_cli.core.wings import Wing
 

@@ -1,1 +1,1 @@
-"""The plug-in's commands, with one file each."""
+"""The commands of the bundle plug-in, one per file."""

@@ -39,7 +39,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[recipe=NAME key=value...]...",
-        help="Recipes whose data, tokenizer and weights are included; key=value changes the recipe before it.",
+        help="Recipes to include with their data, tokenizer and weights; key=value changes the recipe before it.",
         show_default=False,
     ),
 ]
@@ -47,19 +47,22 @@ Platforms = Annotated[
     list[str] | None,
     typer.Option(
         "--platform",
-        help="Platform of the machines, such as manylinux_2_28_x86_64 (2.28: glibc). Repeatable.",
+        help="Platform of the target machines, such as manylinux_2_28_x86_64 (2.28: glibc). Repeatable.",
         show_default="this machine's",
     ),
 ]
 Python = Annotated[
-    str | None, typer.Option(help="Python version of the machines, such as 3.12.", show_default="this one's version")
+    str | None,
+    typer.Option(help="Python version of the target machines, such as 3.12.", show_default="this one's version"),
 ]
-Extras = Annotated[list[str] | None, typer.Option("--extra", help="An extra of trainspec. Repeatable.")]
+Extras = Annotated[
+    list[str] | None, typer.Option("--extra", help="Optional dependency group (extra) of trainspec. Repeatable.")
+]
 Wheels = Annotated[
     Path | None,
     typer.Option(help="Use only wheels from this folder.", show_default=False),
 ]
-Check = Annotated[bool, typer.Option("--check", help="Only compare a bundle with its digests.")]
+Check = Annotated[bool, typer.Option("--check", help="Only check an existing bundle's files against their digests.")]
 
 
 def bundle(
@@ -78,7 +81,7 @@ def bundle(
     if check:
         given = {"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels}
         for name in (name for name, value in given.items() if value):
-            message = f"--check only checks a bundle; it cannot be combined with {name}"
+            message = f"--check cannot be combined with {name}, because it checks an existing bundle"
             raise RecipeError(Problem("contradiction", message, "--check", "run trainspec bundle OUT --check"))
         if faults := examine(out):
             raise MachineError([Problem(one.code, one.message, hint=one.hint, environment=True) for one in faults])
@@ -123,10 +126,10 @@ def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
         key, _, name = word.partition("=")
         if key == "recipe":
             if name in groups:
-                raise RecipeError(Problem("contradiction", f"{word} is given twice", "recipe", "give it once"))
+                raise RecipeError(Problem("contradiction", f"{word} is specified twice", "recipe", "give it once"))
             current = groups[name] = []
         elif current is None:
-            message = f"{word} is before the first recipe=NAME; a value changes the recipe before it"
+            message = f"{word} must follow the recipe=NAME that it changes"
             raise RecipeError(Problem("usage", message, hint=f"run trainspec bundle OUT recipe=NAME {word}"))
         current.append(word)
     for name, words in groups.items():

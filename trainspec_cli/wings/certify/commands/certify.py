@@ -42,24 +42,26 @@ from trainspec_cli.wings.certify.runs import measure, opened, subject_of
 
 DEFAULT_PROCESSES = 4
 ENGINE_PROCESSES = 2
-"""Another engine is measured on one parallelism axis at a time."""
+"""Number of processes for another engine, which is measured on one parallelism axis at a time."""
 
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[recipe=NAME|key=value]",
-        help="Measure only the model and the loss of this recipe, such as a user-defined block.",
+        help="Measure only this recipe's model and loss, for example with a user-defined block.",
         show_default=False,
     ),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(help="Measure only this clause (NUM-1), family (dense) or case; * matches anything. Repeatable."),
+    typer.Option(
+        help="Measure only this clause (such as NUM-1), family (such as dense) or case; * matches anything. Repeatable."
+    ),
 ]
 Processes = Annotated[
     int | None,
     typer.Option(
-        help="Maximum number of processes (default: the number of GPUs, or 4). The CPU is used if GPUs are too few.",
+        help="Maximum number of processes (default: the number of GPUs, or 4). With too few GPUs, the CPU is used.",
         min=2,
     ),
 ]
@@ -89,11 +91,9 @@ OtherEngine = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="emulated", help="Measure the engine's accelerator path on a device in software; no GPU needed."
-    ),
+    typer.Option(metavar="emulated", help="Measure the engine's accelerator path on a software device, without a GPU."),
 ]
-Listed = Annotated[bool, typer.Option("--list", help="List the cases and run none.")]
+Listed = Annotated[bool, typer.Option("--list", help="List the cases without running them.")]
 
 
 def certify(
@@ -111,15 +111,14 @@ def certify(
 ) -> int:
     """Test this engine, on these chips, against the open training spec: gradients, losses, resume, resharding.
 
-    Every case is a real torchrun job that trains a small model or, with a recipe, its model and loss in every layout
-    that they allow. Exits with 5 if a MUST is broken.
-    """
+    Every case is a real torchrun job that trains a small model or, with a recipe, the recipe's model and loss in every
+    layout that they support. Exits with 5 if a MUST is broken."""
     console = make_console(as_json=as_json)
     if verify is not None:
         given = {"--output": output, "--only": only, "--dir": folder, "--engine": engine, "--device": device}
         for option in (option for option, value in given.items() if value):
             message = f"{option} cannot be combined with --verify, which reads an existing certificate"
-            raise RecipeError(Problem("usage", message, option, "use only one of the two"))
+            raise RecipeError(Problem("usage", message, option, "use only one of these options"))
         certificate = read_verified(verify, read_fingerprint(key) if key is not None else "")
     else:
         # Check the key and the output file now instead of after minutes of runs.
@@ -128,17 +127,17 @@ def certify(
             try:
                 output.open("a", encoding="utf-8").close()
             except OSError as error:
-                message = f"--output {output} cannot be written: {error.strerror}"
+                message = f"the --output file {output} cannot be written: {error.strerror}"
                 hint = "choose a file in an existing folder"
                 raise RecipeError(Problem("output_exists", message, hint=hint)) from error
         if engine is None:
             made = _certify_here(arguments or [], only or [], processes, folder, console, device or "", listed=listed)
         elif device:
             message = "--device is for trainspec's own engine, but --engine names another"
-            raise RecipeError(Problem("usage", message, "--device", "leave out --device, or --engine"))
+            raise RecipeError(Problem("usage", message, "--device", "omit --device or --engine"))
         elif arguments:
-            message = "--engine measures another engine on a fixed model, but a recipe was given"
-            raise RecipeError(Problem("usage", message, "--engine", "leave out the recipe, or --engine"))
+            message = "--engine measures another engine on a fixed model, so no recipe can be specified"
+            raise RecipeError(Problem("usage", message, "--engine", "omit the recipe or --engine"))
         else:
             made = _certify_engine(engine, only or [], processes, folder, listed=listed)
         if made is None:
@@ -197,7 +196,7 @@ def _certify_here(
             raise RecipeError(Problem("unknown_value", message, hint=f"did you mean {near}?" if near else known))
     wanted = checks(processes, only, features=features)
     if 0 < gpus < processes:
-        console.print(f"{processes} processes need one GPU each, but this node has {gpus}: certifying the CPU")
+        console.print(f"{processes} processes need a GPU each, but this node has {gpus}: certifying the CPU instead")
         machine = replace(machine, gpu_names=())
     if only:
         launched = tuple(clause for clause in launched if any(fnmatchcase(clause, pattern) for pattern in only))
@@ -261,12 +260,12 @@ def _certify_engine(
 
 
 def machine_here() -> Machine:
-    """Return this machine. Raises MachineError if its GPUs cannot be used, because the CPU is only certified on
+    """Return this machine. Raises MachineError if its GPUs cannot be used, because the CPU is certified only on
     request."""
     machine = detect(look_for_gpus=True)
     if problem := machine.gpu_problem:
         hint = problem.hint.partition(f"; {CPU_HINT}")[0]
-        raise MachineError(replace(problem, path="", hint=f"{hint}; CUDA_VISIBLE_DEVICES= certifies the CPU"))
+        raise MachineError(replace(problem, path="", hint=f"{hint}; set CUDA_VISIBLE_DEVICES= to certify the CPU"))
     return machine
 
 
@@ -276,7 +275,7 @@ def _today() -> str:
 
 @contextmanager
 def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[tuple[Path, str]]:
-    """Yield the folder for the runs and the date of the first one; without `folder`, use a temporary folder."""
+    """Yield the folder for the runs, and the date of the first run. Without `folder`, use a temporary folder."""
     try:
         if folder is not None:
             with opened(folder, subject_of(machine, engine), _today()) as since:
@@ -285,7 +284,7 @@ def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[t
             with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as scratch:
                 yield Path(scratch), _today()
     except Interrupted as error:
-        again = f"type the command again to continue: {shlex.join(['trainspec', *sys.argv[1:]])}"
+        again = f"run the command again to continue: {shlex.join(['trainspec', *sys.argv[1:]])}"
         hint = again if folder is not None else "--dir FOLDER would keep the finished runs"
         raise Interrupted("the certification was interrupted", code="interrupted", hint=hint) from error
 
@@ -299,7 +298,7 @@ def _bar(runs: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-# The certificate as text.
+# The certificate as text
 
 
 SHOWN_DIGITS = 16
@@ -331,7 +330,7 @@ def render_certificate(certificate: Certificate) -> RenderableType:
                 f"{name} {f'{figure:.2e}' if isinstance(figure, float) else figure}"
                 for name, figure in finding.figures.items()
             )
-            below.append(Text(f"{finding.clause} broken by {finding.case}: {', '.join(figures)}", style="red"))
+            below.append(Text(f"{finding.clause} is broken by {finding.case}: {', '.join(figures)}", style="red"))
     measured = [clause for clause in certificate.clauses if clause.cases]
     runs = sum(clause.cases for clause in measured if clause.id != REFUSALS)
     refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
@@ -362,6 +361,6 @@ def show_figure(value: Figure) -> str:
 def describe_trust(found: Certificate) -> str:
     """Return who signed a certificate. The caller must have checked the signature."""
     if found.signer:
-        accept = "--verify FILE --key KEY accepts only that key"
-        return f"signed by {found.signer.fingerprint} (anybody can make a key: {accept})"
-    return "unsigned: anybody could have written this certificate, including its figures and its machine"
+        accept = "--verify FILE --key KEY accepts only the key KEY"
+        return f"signed by {found.signer.fingerprint} (anyone can create a key: {accept})"
+    return "unsigned: anyone could have written this certificate, including its measured values and its machine"

@@ -33,7 +33,7 @@ NAME_WIDTH = 15
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="key=value", help="A recipe, or keys of the cluster such as cluster.devices_per_node=8."),
+    typer.Argument(metavar="key=value", help="A recipe, or cluster keys such as cluster.devices_per_node=8."),
 ]
 
 
@@ -53,22 +53,22 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
         plan = plan_for(loaded, machine).as_one_group
     else:
-        # The examination finds out why GPUs are unusable. Unknown GPUs cannot be planned for, so the plan is made for
-        # the CPU and the device is set afterwards.
+        # The examination will show why GPUs are unusable. A plan for unknown GPUs is impossible, so plan for the CPU
+        # and set the device afterwards.
         on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
         plan = replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
     if nodes == 1:
         with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
             diagnosis = diagnose(*examine_here(plan, machine, Path(folder)))
     else:
-        # srun starts the examination from the job's first node; ./runs is on a file system that the nodes share.
+        # srun starts the examination from the job's first node, and all nodes share the file system of ./runs.
         start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
         reach = Reach(slurm.own_address(), tuple(start))
         with private_files():
             SHARED.mkdir(exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:
                 diagnosis = diagnose(*examine_nodes(plan, reach, Path(folder).absolute()))
-        # The network tiers, from Slurm and from measurements.
+        # Suggest network tiers from Slurm and from measurements.
         links = diagnosis.links
         devices_per_node = plan.devices_per_node
         try:

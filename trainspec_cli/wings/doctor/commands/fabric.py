@@ -1,4 +1,5 @@
-"""`trainspec fabric`: discover the links between this machine's devices and nodes, for the group `fabric`."""
+"""`trainspec fabric`: discover the links between this machine's devices and nodes, for an option of the group
+`fabric`."""
 
 from __future__ import annotations
 
@@ -39,28 +40,38 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="key=value",
-        help="Keys of a cluster whose nodes differ from this one: cluster.devices_per_node=8, or cluster=h100.",
+        help="Cluster keys, if its nodes differ from this one: cluster.devices_per_node=8 or cluster=h100.",
         show_default=False,
     ),
 ]
 Write = Annotated[
     Path | None,
-    typer.Option("--write", metavar="FILE", help="Write the fabric as an option of the group: conf/fabric/NAME.yaml."),
+    typer.Option(
+        "--write", metavar="FILE", help="Write the fabric as an option of the group `fabric`: conf/fabric/NAME.yaml."
+    ),
 ]
 Gpus = Annotated[
     Path | None,
-    typer.Option("--gpus", metavar="FILE", help="The links of another node: the output of `nvidia-smi topo -m` there."),
+    typer.Option(
+        "--gpus",
+        metavar="FILE",
+        help="The links of another node: a file with the output of `nvidia-smi topo -m` on that node.",
+    ),
 ]
 Topology = Annotated[
     Path | None,
     typer.Option(
-        "--topology", metavar="FILE", help="The output of `scontrol show topology`, or Slurm's topology.conf."
+        "--topology",
+        metavar="FILE",
+        help="A file with the output of `scontrol show topology`, or Slurm's topology.conf.",
     ),
 ]
 Measured = Annotated[
     Path | None,
     typer.Option(
-        "--measured", metavar="FILE", help="The output of `trainspec doctor --json` in a job of several nodes."
+        "--measured",
+        metavar="FILE",
+        help="A file with the output of `trainspec doctor --json` from a job with several nodes.",
     ),
 ]
 
@@ -75,9 +86,8 @@ def fabric(
 ) -> None:
     """Discover the fabric: the links of this node's GPUs, its NICs and NUMA nodes, and Slurm's switches.
 
-    GPUs are neither needed nor used. The result consists of tiers for trainspec plan fabric=NAME, each with its source,
-    and a list of what was not found.
-    """
+    GPUs are neither needed nor used. Prints the tiers for trainspec plan fabric=NAME with their sources, and the values
+    that were not found."""
     if write:
         hint = f"such as --write {GROUP / 'mine.yaml'}"
         if write.suffix != SUFFIX or not _NAME.fullmatch(write.stem):
@@ -87,7 +97,7 @@ def fabric(
             message = f"{write} already exists and may contain your changes"
             raise RecipeError(Problem("output_exists", message, "--write", f"remove it, or choose another: {hint}"))
         if (shipped_data() / GROUP / write.name).is_file():
-            message = f"trainspec already has a fabric {write.stem}, which yours would replace"
+            message = f"trainspec already provides a fabric {write.stem}, which this one would replace"
             raise RecipeError(Problem("output_exists", message, "--write", hint))
     devices: int | None = None
     scaleup_devices: int | None = None
@@ -100,13 +110,13 @@ def fabric(
         # A saved matrix does not contain NIC rates.
         source = str(gpus)
         matrix = tuple(parse_matrix(read_text(gpus), source))
-        node = NodeLinks(f"the node of {source}", matrix, source, nics_source=source)
+        node = NodeLinks(f"the node described by {source}", matrix, source, nics_source=source)
     else:
         node = links_here()
     if topology:
         switches = SourceText(read_text(topology), str(topology))
         if not re.search(r"^\s*(SwitchName|BlockName)=", switches.text, re.MULTILINE | re.IGNORECASE):
-            hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
+            hint = "scontrol show topology > topology.txt, or pass Slurm's topology.conf"
             raise unreadable(topology, "has no SwitchName=... and no BlockName=...", hint)
     else:
         switches = topology_here()
@@ -137,7 +147,7 @@ def fabric(
         tiers.add_row(*map(Text, row))
         for key, advice in tier.left_out.items():
             not_found.setdefault((key, advice), []).append(spec.name)
-    notes = [f"not found: {key} of {', '.join(names)}; {advice}" for (key, advice), names in not_found.items()]
+    notes = [f"not found for {', '.join(names)}: {key}; {advice}" for (key, advice), names in not_found.items()]
     notes += [f"note: {remark}" for remark in found.remarks]
     parts: list[RenderableType] = [facts, Text(), tiers]
     PrintableConsole(highlight=False, soft_wrap=True).show(Group(*parts, *map(Text, notes)))
@@ -146,7 +156,7 @@ def fabric(
     elif write.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
         print(f"wrote {write}: trainspec plan ... fabric={write.stem}")
     else:
-        print(f"wrote {write}: to use fabric={write.stem}, put it into ./{GROUP} of the folder where you plan")
+        print(f"wrote {write}: to use fabric={write.stem}, move it to ./{GROUP} where you run trainspec plan")
 
 
 def _pairs(file: Path) -> tuple[PairRate, ...]:

@@ -1,1 +1,1 @@
-"""The commands of the emulated accelerator."""
+"""The commands of the emulated plug-in, one per file."""

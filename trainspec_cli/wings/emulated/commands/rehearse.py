@@ -1,4 +1,4 @@
-"""`trainspec rehearse`: run the steps of individual ranks of a plan on the emulated device."""
+"""`trainspec rehearse`: run steps of individual ranks of a plan on the emulated device."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Ranks = Annotated[
     str,
     typer.Option(
         metavar="ends|distinct|all|LIST",
-        help="ends: a rank of the first, of the last and of each other kind of pipeline stage; distinct: one of each "
-        "stage; all: every rank, equal ones once; or numbers.",
+        help="ends: one rank each of the first, the last and every other kind of pipeline stage; distinct: one rank "
+        "of each stage; all: one of every group of identical ranks; or rank numbers.",
     ),
 ]
 Trace = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="FILE", help="Write a trace of the ranks' last step, for ui.perfetto.dev."),
+    typer.Option("--trace", metavar="FILE", help="Write a trace of each rank's last step, to view at ui.perfetto.dev."),
 ]
-Steps = Annotated[int, typer.Option(help="Steps of each rank.", min=1)]
+Steps = Annotated[int, typer.Option(help="Number of steps to run per rank.", min=1)]
 MemoryGib = Annotated[
     float | None,
-    typer.Option("--memory-gib", metavar="GIB", help="Memory of the device, in place of the planned chip's."),
+    typer.Option("--memory-gib", metavar="GIB", help="Device memory to use instead of the planned chip's."),
 ]
 NEGLIGIBLE = 0.001
 SHOWN = 10
-"""Number of tensor groups to print for a rank."""
+"""Number of tensor groups to print per rank."""
 
 
 def rehearse(
@@ -52,14 +52,13 @@ def rehearse(
     html: Html = None,
     trace: Trace = None,
 ) -> int:
-    """Run steps of single ranks of a plan without GPUs: their peak memory, when it is reached, what fills it, and the
-    time of a step.
+    """Run steps of individual ranks of a plan without GPUs, to find their peak memory, when it is reached, what fills
+    it, and the step time.
 
-    The engine's own code runs on an emulated device whose tensors have sizes but no values; the other ranks are not
-    needed. Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of
-    memory. With the rehearsed steps, disturb=NAME|FILE simulates the run under a disturbance, and fault=... shows what
-    a fault costs.
-    """
+    The engine's own code runs on an emulated device, whose tensors have sizes but no values. No other ranks are needed.
+    Memory is counted by the rules of torch's caching allocator. Exit code 3 means that a rank runs out of memory. From
+    the rehearsed steps, disturb=NAME|FILE simulates the run under a disturbance, and fault=... determines the cost of a
+    fault."""
     for file, option in ((html, "--html"), (trace, "--trace")):
         if file is not None:
             check_writable(file, option)
@@ -81,7 +80,7 @@ def rehearse(
 
 
 def _write(done: Rehearsal, title: str, html: Path | None, trace: Path | None) -> list[str]:
-    """Write the page and the trace. Return lines of text that describe the content of the trace."""
+    """Write the page and the trace. Return lines that describe the trace."""
     if html is not None:
         # This loads charts, which text does not need.
         from trainspec_cli.wings.emulated.page import render_rehearsal_page
@@ -91,7 +90,7 @@ def _write(done: Rehearsal, title: str, html: Path | None, trace: Path | None) -
         return []
     drawn, slices, left_out = trace_rehearsal(done)
     write_page(trace, json_text(drawn, indent=None), "--trace")
-    shorter = f"; {left_out:,} shorter ones are left out" if left_out else ""
+    shorter = f"; {left_out:,} shorter slices are omitted" if left_out else ""
     return ["", f"trace   {trace}: {slices:,} slices, each of operations from one line of the engine{shorter}"]
 
 
@@ -101,7 +100,7 @@ def _show(done: Rehearsal) -> None:
     console.report(
         f"layout  {done.layout}; micro-batches {done.micro_batch_size} x {done.micro_batches}; "
         f"recompute {done.recompute}; {done.world_size:,} {done.device}",
-        f"memory  {format_bytes(free_bytes)} for tensors: {format_bytes(done.device_bytes)} less "
+        f"memory  {format_bytes(free_bytes)} for tensors: {format_bytes(done.device_bytes)} minus "
         f"{format_bytes(done.outside_bytes)} for the context and the buffers of communicators",
         "",
     )
@@ -123,13 +122,13 @@ def _show(done: Rehearsal) -> None:
         )
     console.show(table)
     if host_bytes := max(rank.rehearsed.host_bytes for rank in done.ranks):
-        console.report("", f"Host memory for offloaded state: {format_bytes(host_bytes)} for a rank.")
+        console.report("", f"Host memory for offloaded state: {format_bytes(host_bytes)} per rank.")
     saved = max(rank.fused_saves_bytes for rank in done.ranks)
     if saved > NEGLIGIBLE * free_bytes:
         console.report(
             "",
-            f"Blocks run eagerly with default kernels here; in the recipe's run they are planned to need up to "
-            f"{format_bytes(saved)} less.",
+            "Blocks run eagerly with default kernels here. According to the plan, they need up to "
+            f"{format_bytes(saved)} less in the recipe's run.",
         )
     if done.step is not None:
         _show_step(console, done, done.step)
@@ -152,7 +151,7 @@ def _show(done: Rehearsal) -> None:
 
 
 def _show_step(console: PrintableConsole, done: Rehearsal, step: RehearsedStep) -> None:
-    """Print the time of a step by part, next to the time in the plan."""
+    """Print the rehearsed step time by part, next to the planned one."""
     table = Table(box=None, pad_edge=False)
     table.add_column("step", header_style="dim")
     for column in ("rehearsed", "planned", ""):
@@ -165,8 +164,8 @@ def _show_step(console: PrintableConsole, done: Rehearsal, step: RehearsedStep) 
     console.report("")
     console.show(table)
     console.report(
-        f"Virtual time of rank {step.rank:,}, which has the most work, with eager blocks and default kernels. The last "
-        f"column is the plan's difference as a part of the step. Planned for the recipe's run: "
+        f"Virtual time of rank {step.rank:,}, which has the most work, with eager blocks and default kernels. The "
+        "last column is the plan's error relative to the step time. Planned step time of the recipe's run: "
         f"{format_duration(done.planned_step_s)}",
     )
 

@@ -1,1 +1,1 @@
-"""The part of the emulated accelerator that runs in the workers."""
+"""The part of the emulated accelerator that runs in worker processes."""

@@ -1,4 +1,4 @@
-"""The process of a rehearsal: `python -m trainspec_cli.wings.emulated.engine rehearse FOLDER`."""
+"""The process that rehearses a rank: `python -m trainspec_cli.wings.emulated.engine rehearse FOLDER`."""
 
 from __future__ import annotations
 

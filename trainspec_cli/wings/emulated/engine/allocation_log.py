@@ -1,4 +1,4 @@
-"""Record which part of the engine allocates what on the emulated device, to explain a peak of its memory."""
+"""Record which part of the engine makes each allocation on the emulated device, to explain peaks of its memory use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TOOLS = ENGINE + "tools/"
 FSDP = "/torch/distributed/fsdp/"
 
 _forward: dict[int, str] = {}
-"""Number of an autograd node -> the line of the engine that created it. Only nodes of the main thread: autograd's
-threads count separately, and the nodes that they create while recomputing are never run."""
+"""Sequence number of an autograd node -> the engine line that created the node. Only nodes of the main thread are
+included. Autograd's threads count separately, and the nodes that they create while recomputing are never run."""
 
 
 def find_origin() -> str:
-    """Return the line of the engine, or the function of FSDP2, that runs the current operation. In a backward pass,
-    this is the corresponding line of the forward pass."""
+    """Return the engine line, or the function of FSDP2, that runs the current operation. In a backward pass, this is
+    the corresponding line of the forward pass."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -35,33 +35,33 @@ def find_origin() -> str:
 
 
 def note_forward() -> None:
-    """Remember the current line of the engine for the autograd node of the operation that is being run."""
+    """Remember the current engine line for the autograd node of the operation that is running."""
     if torch.is_grad_enabled() and torch._C._current_autograd_node() is None:
         _forward[torch._C._autograd._get_sequence_nr() - 1] = find_origin()
 
 
 @dataclass
 class LoggedBlock:
-    """A block of memory between its allocation and its release."""
+    """A memory block, from its allocation to its release."""
 
     nbytes: int
-    """Its size in the allocator: rounded up to 512 bytes."""
+    """The block's size in the allocator, rounded up to 512 bytes."""
     shape: str
     origin: str
     part: str
-    """The part of the step where it was allocated."""
+    """The part of the step in which the block was allocated."""
     total_bytes: int
-    """Total allocated bytes directly after this allocation."""
+    """Total allocated bytes directly after the allocation."""
     ended: int | None = None
-    """Number of blocks in the log when it was released; None while it is live."""
+    """Number of blocks in the log when the block was released; None while it is live."""
 
 
 class AllocationLog:
-    """The blocks of a device's memory, live and released, to find those that are live at the peak."""
+    """The live and released blocks of a device's memory, to find those that are live at the peak."""
 
     def __init__(self) -> None:
         self.part = "build"
-        """The current part of the step."""
+        """The part of the step that is running."""
         self.failed: LoggedBlock | None = None
         """The allocation that did not fit."""
         self.live_at_failure: list[LoggedBlock] = []
@@ -82,7 +82,7 @@ class AllocationLog:
         block.ended = len(self._blocks)
 
     def begin(self) -> None:
-        """Forget released blocks. From now on, the peak covers only later allocations."""
+        """Forget the released blocks. From now on, the peak covers only later allocations."""
         self._blocks = self.live
         for block in self._blocks:
             block.total_bytes = 0
@@ -95,6 +95,6 @@ class AllocationLog:
 
     @property
     def at_peak(self) -> list[LoggedBlock]:
-        """The blocks that were live at the peak; the last one caused it."""
+        """The blocks that were live at the peak. The last of them caused it."""
         place = max(range(len(self._blocks)), key=lambda number: self._blocks[number].total_bytes)
         return [block for block in self._blocks[: place + 1] if block.ended is None or block.ended > place]

@@ -1,7 +1,6 @@
 """Virtual time: the duration of an operation or exchange on a chip, from the planner's rates for the chip and its
-links. A matrix product takes the planner's time for its dimensions, attention and convolutions the time for their
-FLOPs, and any other operation the time to read and write its bytes at the chip's memory bandwidth.
-"""
+links. A matrix product takes the planner's time for its dimensions. Attention and convolutions take the time for their
+FLOPs. Any other operation takes the time to read and write its bytes at the chip's memory bandwidth."""
 
 from __future__ import annotations
 
@@ -39,15 +38,16 @@ from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
 from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
-"""Matrix products, with the position of the first factor among the arguments."""
+"""Matrix products, with the index of the first factor in their arguments."""
 GROUPED = "_grouped_mm"
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BACKWARD: (1, 7)}
-"""The kernels that represent all attention kernels (device.py), with the positions of `query` and `is_causal`."""
+"""The kernels that stand for all attention kernels (device.py), with the indices of the arguments `query` and
+`is_causal`."""
 BACKWARD_FLOPS = 2.5
-"""Ratio of the FLOPs of attention's backward to those of its forward (FlashAttention-2, arXiv:2307.08691)."""
+"""Ratio of the FLOPs of attention's backward pass to those of its forward pass (FlashAttention-2, arXiv:2307.08691)."""
 LOOKUPS = ("embedding", "index", "index_select", "gather")
-"""Operations that read only those rows of their first tensor that they return."""
+"""Operations that read only the rows of their first tensor that they return."""
 SCATTERS = ("index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
 """Operations that change only some rows of their first tensor."""
 WRITES = ("fill_", "zero_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
@@ -68,28 +68,28 @@ class ChipCosts:
     world_size: int = 1
     eff: Efficiency = field(default_factory=Efficiency)
     attention_generation: int = 2
-    """Generation of tensor cores that torch's attention kernels are written for (`Rates.generation`)."""
+    """Tensor core generation for which torch's attention kernels are written (`Rates.generation`)."""
     retried_s: float = -math.inf
-    """Virtual time of the host at which the allocator last released its unused memory."""
+    """Virtual host time at which the allocator last released its unused memory."""
     _present: tuple[tuple[DeviceDisturbance, ...], float, float, list[DeviceDisturbance]] | None = None
-    """What disturbs this rank, and from when until when."""
+    """The disturbances of this rank, and the interval of virtual time in which they do not change."""
     sources: dict[int, random.Random] = field(default_factory=dict)
-    """Number of a stream -> its source of noise. Separate sources make the noise independent of the order of the
-    threads."""
+    """Stream number -> the stream's noise generator. With separate generators, the noise does not depend on the order
+    of the threads."""
 
     def rates(self, dtype: torch.dtype) -> Rates:
         if dtype.itemsize == 1 and dtype.is_floating_point:
-            # The planner has one rate for e4m3 and e5m2; results are wider.
+            # The planner has one rate for e4m3 and e5m2, and assumes bf16 results.
             return rates_of(self.chip, "fp8", "bf16", self.eff)
         name = format_of(dtype)
         return rates_of(self.chip, name, name, self.eff)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the chip's peak FLOP/s by its data sheet."""
+        """Return the chip's peak FLOP/s according to its data sheet."""
         return peak_flops_per_s(self.chip, format_of(dtype))
 
     def memory_s(self, nbytes: float) -> float:
-        """Return the time of a kernel that reads and writes this many bytes (planner/time/step.py)."""
+        """Return the time of a kernel that reads and writes a total of `nbytes` (planner/time/step.py)."""
         if not nbytes:
             return self.eff.kernel_s
         return moved_s(nbytes, self.rates(torch.bfloat16), self.eff)
@@ -98,7 +98,7 @@ class ChipCosts:
         return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(dtype), self.eff) if gemm.flops else 0.0
 
     def operation_s(self, op: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Return the time of an operation, from the shapes of its arguments and results."""
+        """Return the time of an operation. It depends on the shapes of its arguments and results."""
         name = op.overloadpacket.__name__
         if name.startswith(FREE):
             return 0.0
@@ -108,8 +108,8 @@ class ChipCosts:
             gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=first.dtype.itemsize == 1)
             return self._product_s(gemm, first.dtype)
         if name == GROUPED:
-            # The products of all experts in one launch, with equal numbers of rows: rows times matrices (E, K, N) or,
-            # for the gradient of the matrices, the transposed rows of an expert times rows.
+            # One launch multiplies the rows of all experts, which have equal numbers of rows: rows times matrices (E,
+            # K, N) or, for the gradient of the matrices, an expert's transposed rows times rows.
             first, second = args[:2]
             experts = len(args[2])
             rows = first.shape[0] / experts if second.dim() == 3 else first.shape[0]
@@ -153,10 +153,10 @@ class ChipCosts:
         return latency_s(group, self.eff) + nbytes / group.ring_bytes_per_s if group.size > 1 else 0.0
 
     def disturbances_at(self, at_s: float) -> list[DeviceDisturbance]:
-        """Return the disturbances of this rank at a virtual time of its host."""
+        """Return the disturbances that affect this rank at a virtual host time."""
         if (known := self._present) is not None and known[0] is self.disturbances and known[1] <= at_s < known[2]:
             return known[3]
-        # Every operation asks; the answer is the same until something begins or ends.
+        # This is called for every operation, but the answer only changes when a disturbance starts or ends.
         own = [one for one in self.disturbances if one.concerns(self.rank, self.node_ranks)]
         present = [one for one in own if one.lasts_at(at_s)]
         end_s = min((one.changes_after_s(at_s) for one in own), default=math.inf)
@@ -164,7 +164,7 @@ class ChipCosts:
         return present
 
     def factor(self, stream: Stream, at_s: float) -> float:
-        """Return the slowdown factor of a stream's next operation if it is queued at `at_s`."""
+        """Return the slowdown factor of a stream's next operation if the operation is queued at `at_s`."""
         factor = 1.0
         jitter = 0.0
         for one in self.disturbances_at(at_s):
@@ -172,13 +172,13 @@ class ChipCosts:
             jitter = max(jitter, one.jitter)
         if jitter:
             source = self.sources.get(stream.number)
-            if source is None:  # to seed one takes longer than all else here
+            if source is None:  # creating a seeded generator is the slowest part here
                 source = self.sources[stream.number] = random.Random(f"{self.rank}/{stream.number}")
             factor *= source.lognormvariate(0.0, jitter)
         return factor
 
     def host_s(self, at_s: float, seconds: float = 0.0, work: str = "") -> float:
-        """Return how long the host takes for work that usually takes `seconds`, or for work with this name."""
+        """Return the host time for work that usually takes `seconds`, or for the work named `work`."""
         slowness = 1.0
         for one in self.disturbances_at(at_s):
             slowness *= one.host_slowness
@@ -189,23 +189,23 @@ class ChipCosts:
         return math.prod(one.attention_slowness for one in self.disturbances_at(at_s))
 
     def retry_s(self, at_s: float) -> float:
-        """Return how long the allocator of this rank keeps its host busy at an allocation because memory is fragmented;
-        0 if it finds memory at once."""
+        """Return how long fragmentation keeps this rank's host busy in an allocation; 0 if the allocator finds memory
+        immediately."""
         present = [one for one in self.disturbances_at(at_s) if one.retry_ms]
         if not present or at_s - self.retried_s < min(one.retry_every_ms for one in present) / 1e3:
             return 0.0
         return sum(one.retry_ms for one in present) / 1e3
 
     def disturbed_exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float, at_s: float, name: str) -> float:
-        """Return the time of an exchange that starts at `at_s`; it is the same on all ranks. `name` distinguishes the
-        exchanges of a run, and seeds their noise."""
+        """Return the duration of an exchange that starts at `at_s`, which is the same on all ranks. `name` identifies
+        the exchange within the run, and seeds its noise."""
         seconds = self.exchange_s(kind, ranks, nbytes)
         jitter = 0.0
         for one in self.disturbances:
             if not one.lasts_at(at_s) or not one.is_crossed_by(ranks, self.node_ranks, self.world_size):
                 continue
             jitter = max(jitter, one.link_jitter)
-            if one.link_slowness != 1.0:  # only the bytes: the latency stays the same
+            if one.link_slowness != 1.0:  # only the transfer slows down, not the latency
                 seconds += (one.link_slowness - 1.0) * (seconds - self.exchange_s(kind, ranks, 1))
             seconds += messages_in_a_row(kind, len(ranks)) * one.link_delay_us / 1e6
         if jitter:
@@ -220,12 +220,12 @@ def format_of(dtype: torch.dtype) -> str:
 
 
 def messages_in_a_row(kind: str, ranks: int) -> int:
-    """Return the number of consecutive messages of an exchange in a ring."""
+    """Return how many messages an exchange sends one after another in a ring."""
     return {"allreduce": 2 * (ranks - 1), "allgather": ranks - 1, "reducescatter": ranks - 1}.get(kind, 1)
 
 
 def nbytes_of(values: Any) -> int:
-    """Return the size of all tensors in `values`; expanded dimensions count once."""
+    """Return the total size of the tensors in `values`. Expanded dimensions count once."""
     return sum(
         leaf.dtype.itemsize
         * math.prod(size for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if stride or not size)
@@ -235,7 +235,7 @@ def nbytes_of(values: Any) -> int:
 
 
 def allowed_share(mask: Tensor) -> float:
-    """Return the fraction of the pairs of tokens that an attention mask, given by its memory, allows; 1 if it has no
+    """Return the fraction of token pairs that an attention mask allows, given the mask's memory; 1 if the mask has no
     values."""
     if mask.is_meta:
         return 1.0
@@ -267,14 +267,14 @@ def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def costs_of(settings: Settings, environment: Mapping[str, str]) -> ChipCosts | None:
-    """Return the costs on the chip of a worker with this environment; None without virtual time. Raises RecipeError if
-    the chip is not in the catalogue."""
+    """Return the costs on the chip of a worker with this environment; None if there is no virtual time. Raises
+    RecipeError if the chip is not in the catalogue."""
     if settings.time is None:
         return None
     chips = load_group("accelerator", build_accelerator)
     if settings.time not in chips:
         message = f"{EMULATED}: conf/accelerator has no chip `{settings.time}`"
-        raise RecipeError(Problem("unknown_value", message, EMULATED, f"it has {', '.join(sorted(chips))}"))
+        raise RecipeError(Problem("unknown_value", message, EMULATED, f"available chips: {', '.join(sorted(chips))}"))
     chip = chips[settings.time]
     rank = int(environment.get("RANK", "0"))
     world_size = int(environment.get("WORLD_SIZE", "1"))
@@ -296,7 +296,7 @@ class VirtualTime:
         self.use(costs_of(settings, os.environ), settings)
 
     def use(self, costs: ChipCosts | None, settings: Settings) -> None:
-        """Start virtual time with these costs; None for no virtual time."""
+        """Start virtual time with these costs. None turns it off."""
         self.costs = costs
         if self.costs is not None:
             HOST.is_virtual = True
@@ -304,7 +304,7 @@ class VirtualTime:
             HOST.duration_s = self.costs.host_s
 
     def spend(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Queue the duration of an operation in the current stream."""
+        """Queue an operation's duration in the current stream."""
         if self.costs is not None:
             stream = current_stream()
             HOST.launch()
@@ -317,7 +317,7 @@ class VirtualTime:
             stream.spend(seconds * factor * slowness, name, lambda: _shapes(args), allowed)
 
     def copy_s(self, nbytes: int, *, inside: bool) -> float:
-        """Return the time of a copy of `nbytes` inside the device, or between host and device."""
+        """Return the duration of copying `nbytes` inside the device, or between host and device."""
         if self.costs is None:
             return 0.0
         HOST.launch()

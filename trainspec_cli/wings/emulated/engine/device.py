@@ -76,7 +76,8 @@ class DeviceTensor(torch.Tensor):
 
     @property
     def memory(self) -> Tensor:
-        """The host memory that this tensor describes, with its current content; in sizes mode, only its shape."""
+        """The host memory behind this tensor, with its current content. In sizes mode, it only has the tensor's
+        shape."""
         return self._storage.view(self)
 
     def untyped_storage(self) -> Any:
@@ -86,7 +87,7 @@ class DeviceTensor(torch.Tensor):
         self._storage.record_stream(stream)
 
     def tolist(self) -> Any:
-        """Return the values; torch does not allow this for tensor subclasses."""
+        """Return the values as a list. Tensor's own method rejects tensor subclasses."""
         return self.cpu().tolist()
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -94,8 +95,8 @@ class DeviceTensor(torch.Tensor):
 
 
 def tree_map(act: Callable[[Any], Any], tree: Any) -> Any:
-    """Return `tree` with `act` applied to its leaves, like torch.utils._pytree, which takes a quarter of the host's
-    time for an operation: its arguments are only nested lists."""
+    """Return `tree` with `act` applied to its leaves. An operation's arguments are only nested lists and dictionaries,
+    for which torch.utils._pytree is slow: it would take a quarter of the operation's host time."""
     if isinstance(tree, tuple | list):
         made = [tree_map(act, each) for each in tree]
         return made if isinstance(tree, list) else tuple(made)
@@ -111,7 +112,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def memory_of(value: Any) -> Any:
-    """Return the host memory of a device tensor; return any other value unchanged."""
+    """Return the host memory of a device tensor, or any other value unchanged."""
     return value.memory if isinstance(value, DeviceTensor) else value
 
 
@@ -122,10 +123,10 @@ def new_tensor(like: Tensor) -> DeviceTensor:
 
 
 def to_device(host: Tensor) -> DeviceTensor:
-    """Return a device tensor with these values, which may change from now on."""
+    """Return a device tensor with these values. The source may change once this returns."""
     made = new_tensor(host)
     if MEMORY.has_values and SCHEDULER.random is not None:
-        # In order mode, new memory is overwritten in its stream, so values written now would be lost.
+        # In order mode, new memory is overwritten later in its stream, which would destroy values written now.
         _queue(partial(made.memory.copy_, host.clone()))
     elif MEMORY.has_values:
         made.memory.copy_(host)
@@ -182,13 +183,13 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _is_composed(op: Any) -> bool:
-    """Return whether torch composes the operation from others. Below autograd, such operations arrive undecomposed."""
+    """Return whether torch composes this operation from others. Below autograd, such operations arrive in one piece."""
     is_composed: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     return is_composed and op.overloadpacket.__name__ not in COMPOSED
 
 
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
-"""Operations where torch implicitly copies host indices to the device, which is easily overlooked."""
+"""Operations in which torch implicitly copies host indices to the device. Such copies are easily overlooked."""
 
 
 def _on_device(index: Any) -> Any:
@@ -201,7 +202,7 @@ def _on_device(index: Any) -> Any:
 
 def _refuse_host_tensors(name: str, args: Any, kwargs: Any) -> None:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, scalars may
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, scalars may be
             found = f"{KIND}:0 and {leaf.device}"
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {found}")
 
@@ -212,7 +213,7 @@ def _is_view(op: Any) -> bool:
 
 
 def _view(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a view operation immediately, because it reads no memory."""
+    """Run a view operation immediately, because it does not read memory."""
     base = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, DeviceTensor))
     return tree_map(lambda leaf: DeviceTensor(leaf, base._storage, leaf.storage_offset()), _infer(op, args, kwargs))
 
@@ -255,8 +256,8 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _infer_grouped_product(x: Tensor, weight: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return the shape of a product by groups of rows, or of columns if both are matrices. torch infers it for bf16
-    only."""
+    """Return the output shape of a matrix product with groups of rows, or of columns if both arguments are matrices.
+    torch only infers it for bf16."""
     shape = (*x.shape[:-1], weight.shape[-1])
     if x.dim() == weight.dim() == 2:
         assert offs is not None, "two matrices have groups of columns"
@@ -274,21 +275,22 @@ WITHOUT_VALUES: dict[str, Callable[..., Tensor]] = {
     "_grouped_mm": _infer_grouped_product,
     "repeat_interleave": _infer_repeated,
 }
-"""Operations whose shapes torch does not infer."""
+"""Operations whose output shapes torch does not infer."""
 
 
 def _read_nothing(op: Any, args: Any) -> Any:
-    """Return what the host reads from the device in sizes mode: 0, 0.0 or False."""
+    """Return the value that the host reads from the device in sizes mode: 0, 0.0 or False."""
     name = op.overloadpacket.__name__
     if name == "_local_scalar_dense":
         return torch.zeros((), dtype=args[0].dtype).item()
-    message = f"{name} has no result in sizes mode of the emulated device (sizes=1): its shape depends on values"
+    message = f"{name} has no result on the emulated device with sizes=1, because its shape depends on values"
     raise NotImplementedError(message)
 
 
 def _reads(op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the host needs the values: the operation returns a number, or shapes depend on them."""
-    if kwargs.get("output_size") is not None:  # of repeat_interleave
+    """Return whether the host needs the values, because the operation returns a number or the shapes depend on the
+    values."""
+    if kwargs.get("output_size") is not None:  # argument of repeat_interleave
         return False
     if op.overloadpacket.__name__ in INDEXING:
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -322,7 +324,8 @@ def _queue(work: Callable[[], Any], duration_s: float = 0.0) -> None:
 
 
 def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the operation's outputs as tensors without memory; None if they are known only by running it."""
+    """Return the operation's outputs as tensors without memory; None if only running the operation can determine
+    them."""
     try:
         return _infer(
             op, args, {key: None if isinstance(value, torch.Generator) else value for key, value in kwargs.items()}
@@ -332,7 +335,7 @@ def _shapes(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _inferred: dict[Any, Any] = {}
-"""Results of `_infer`: torch's inference takes longer than the rest of an operation."""
+"""Cached results of `_infer`, because torch's inference takes longer than the rest of an operation."""
 MOST_INFERRED = 50_000
 
 
@@ -347,7 +350,7 @@ def _infer(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _signature(value: Any) -> Any:
-    """Return a key that determines the shapes of an operation's outputs; 1, 1.0 and True differ."""
+    """Return a key that determines the output shapes of an operation. It distinguishes 1, 1.0 and True."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if isinstance(value, tuple | list):
@@ -358,7 +361,8 @@ def _signature(value: Any) -> Any:
 
 
 def _with_own_random(op: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """Return the call of an operation; a random one uses the generator state at the time it is queued."""
+    """Return a function that runs the operation. A random operation uses the generator state at the time it is
+    queued."""
     if SCHEDULER.random is None or torch.Tag.nondeterministic_seeded not in op.tags:
         return lambda: op(*args, **kwargs)
     generator: torch.Generator = kwargs.get("generator") or torch.default_generator
@@ -379,7 +383,7 @@ def _with_own_random(op: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[],
 
 
 _pinned: dict[int, weakref.ref[Any]] = {}
-"""Address of page-locked host memory -> its owner."""
+"""Address of page-locked host memory -> the storage that owns it."""
 
 
 def is_pinned(host: Tensor) -> bool:
@@ -388,7 +392,7 @@ def is_pinned(host: Tensor) -> bool:
 
 
 def pin(host: Tensor) -> Tensor:
-    # Keep the storage, not the tensor: FSDP2 keeps only views of the parameters that it pins.
+    # Keep a reference to the storage, not the tensor, because FSDP2 only keeps views of the parameters that it pins.
     storage = host.untyped_storage()
     _pinned[storage.data_ptr()] = weakref.ref(storage)
     if not MEMORY.has_values:
@@ -413,24 +417,24 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         else:
             if MEMORY.has_values:
                 target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-                if SCHEDULER.random is not None:  # a host that reads too early finds no earlier values there
+                if SCHEDULER.random is not None:  # a host that reads too early must not find valid values
                     target.untyped_storage().fill_(255)  # type: ignore[attr-defined]
             else:
                 target = HOST_MEMORY.new_tensor(like)
             if non_blocking:
-                pin(target)  # torch allocates it page-locked
+                pin(target)  # torch allocates this memory page-locked
     else:
         target = args[0]
     from_host = not isinstance(source, DeviceTensor)
     to_host = not isinstance(target, DeviceTensor)
     if isinstance(source, DeviceTensor) and isinstance(target, DeviceTensor) and _is_same_memory(source, target):
-        return target  # torch's copy to itself, as in `x[rows] += y`, launches nothing
+        return target  # torch copies a tensor to itself in `x[rows] += y`, which launches nothing
     into, value = memory_of(target), memory_of(source)
     if from_host:
         counts["host to device"] += 1
         if MEMORY.has_values and not (non_blocking and is_pinned(source)):
-            value = source.detach().clone()  # it must be read before this call returns
-    # Inside the device, both ends use its memory; their formats may differ.
+            value = source.detach().clone()  # the source must be read before this call returns
+    # A copy inside the device accesses its memory twice, possibly with different formats.
     inside = not (from_host or to_host)
     copy_s = TIME.copy_s(nbytes_of((source, target) if inside else source), inside=inside)
     if MEMORY.has_values:
@@ -450,20 +454,20 @@ def _copy(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_same_memory(one: DeviceTensor, other: DeviceTensor) -> bool:
-    """Return whether both describe the same values in the same memory."""
+    """Return whether both tensors describe the same values in the same memory."""
     layouts = [(tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
     return one._storage is other._storage and layouts[0] == layouts[1]
 
 
 def _copy_in(inputs: list[Tensor], output: Tensor, sizes: list[int], numel: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Copy FSDP2's shards to their place in the buffer of an all-gather. The schema of this operation does not state
-    that it returns its argument and a view of it."""
+    """Copy FSDP2's shards to their place in the all-gather buffer. The operation's schema does not state that it
+    returns its argument and a view of it."""
     own = output.narrow(0, numel * rank, numel)
     torch._foreach_copy_(own.split(sizes), inputs)
     return own, output
 
 
-# Attention: torch calls a different kernel for such a device than for a CPU, but the values must be the same.
+# Attention. torch calls a different kernel on such a device than on a CPU, but the values must be the same.
 
 
 def _attention(
@@ -543,12 +547,12 @@ ATTENTION: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
 }
 FLASH = 1
-"""torch's number for the flash kernel (at::SDPBackend::flash_attention)."""
+"""torch's number for the flash attention kernel (at::SDPBackend::flash_attention)."""
 
 
 def _on_host(value: Any) -> Any:
-    """Return a tensor's host memory, or in sizes mode unused host memory of the same shape, for which torch chooses the
-    same kernel."""
+    """Return a tensor's host memory. In sizes mode, return unused host memory of the same shape, so that torch chooses
+    the same kernel."""
     host = memory_of(value)
     if isinstance(host, Tensor) and host.is_meta:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
@@ -556,7 +560,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a `scaled_dot_product_attention` that uses the CPU's kernel where torch would decompose it."""
+    """Return a `scaled_dot_product_attention` that uses the CPU's kernel in cases where torch would decompose it."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -581,7 +585,7 @@ def _attend(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Generator(torch._C.Generator):
-    """The device uses the host's random numbers: the same seed gives the same values as on a CPU."""
+    """The device uses the host's random numbers, so the same seed gives the same values as on a CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         wanted = torch.device(device)
@@ -590,7 +594,7 @@ class Generator(torch._C.Generator):
 
 
 class DeviceModule:
-    """`torch.emulated`: what torch, FSDP2 and the engine require of a device type."""
+    """`torch.emulated`: the module that torch, FSDP2 and the engine require for a device type."""
 
     Stream = Stream
     Event = StreamEvent
@@ -609,7 +613,7 @@ class DeviceModule:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Do nothing: a process sees only one device."""
+        """Do nothing, because a process sees only one device."""
 
     def device_count(self) -> int:
         return 1
@@ -629,12 +633,12 @@ class DeviceModule:
             yield
 
     def _sleep(self, cycles: int) -> None:
-        """Keep the current stream busy, like the function of that name on CUDA, with a clock of 1 GHz."""
+        """Keep the current stream busy for this many cycles of a 1 GHz clock, like CUDA's function of this name."""
         seconds = cycles / 1e9
         current_stream().run(partial(time.sleep, 0.0 if HOST.is_virtual else seconds), seconds)
 
     def host_work(self, name: str, seconds: float) -> None:
-        """Let the host spend virtual time on named work (trainspec_cli/engine/accelerators.py)."""
+        """Spend the host's virtual time for a named kind of work (trainspec_cli/engine/accelerators.py)."""
         if HOST.is_virtual:
             HOST.work(seconds, name)
         elif seconds:
@@ -645,7 +649,7 @@ class DeviceModule:
         SCHEDULER.finish_all()
 
     def manual_seed_all(self, seed: int) -> None:
-        """Do nothing: the host's random numbers are seeded anyway."""
+        """Do nothing, because the host's random numbers are seeded anyway."""
 
     def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.get_rng_state()
@@ -680,16 +684,16 @@ ACCELERATOR_CALLS = (
     "current_stream", "synchronize", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
     "get_memory_info", "empty_cache", "reset_peak_memory_stats",
 )  # fmt: skip
-"""Functions of torch.accelerator that a device written in Python cannot provide itself in torch 2.13."""
+"""Functions of torch.accelerator that a device written in Python cannot provide in torch 2.13."""
 RESIZING = (
     "arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "randperm",
     "randperm.generator", "tril_indices", "triu_indices",
 )  # fmt: skip
-"""Operations that torch composes by resizing an empty tensor, which a wrapper cannot follow."""
+"""Operations that torch composes by resizing an empty tensor. A wrapper cannot follow the resizing."""
 FROM_DATA = ("tensor", "as_tensor")
-"""Functions whose data torch moves to the device in C++, bypassing a device written in Python."""
+"""Functions that move data to the device in C++, bypassing a device written in Python."""
 COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
-"""Operations with kernels on a CPU that torch composes from others for other devices."""
+"""Operations that have CPU kernels, but that torch composes from other operations on other devices."""
 _libraries: list[torch.library.Library] = []
 
 
@@ -698,7 +702,7 @@ class EmulatedDevice:
     kind = DeviceKind("gloo", is_profiled=False, compiles=False)
 
     def register(self) -> None:
-        """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` holds its settings."""
+        """Register the device in this process, which cannot be undone. `TRAINSPEC_EMULATED` contains its settings."""
         if _libraries:
             return
         settings = read_settings(os.environ.get(EMULATED, ""))
@@ -726,7 +730,7 @@ class EmulatedDevice:
 
 
 def _replace_in_torch(module: Any) -> None:
-    """Replace functions that torch 2.13 does not dispatch to a device written in Python."""
+    """Replace functions that torch 2.13 does not dispatch to devices written in Python."""
     torch_itself: Any = torch
     torch_itself.Generator, torch_itself.Stream, torch_itself.Event = Generator, Stream, StreamEvent
     for name in ACCELERATOR_CALLS:

@@ -1,12 +1,10 @@
 """Exchanges between emulated devices, with NCCL's semantics.
 
 An exchange is queued in a stream of its group, after everything queued in the calling stream so far. The host continues
-immediately, and `wait` makes the calling stream wait. The bytes are sent over gloo.
-
-Before sending, the ranks compare what they run and when they arrived in virtual time. If they do not run the same
-exchange, all ranks fail with an error that names both calls, whereas gloo would hang or corrupt memory. The exchange
-starts for all ranks when the last one arrives.
-"""
+immediately, and `wait` makes the calling stream wait. gloo transfers the bytes. Before the transfer, the ranks compare
+which exchange they run and when they arrived in virtual time. If they run different exchanges, all ranks fail with an
+error that names both calls, whereas gloo would hang or corrupt memory. The exchange starts on all ranks when the last
+rank arrives."""
 
 from __future__ import annotations
 
@@ -38,17 +36,17 @@ from trainspec_cli.wings.emulated.engine.costs import TIME, nbytes_of
 from trainspec_cli.wings.emulated.engine.streams import HOST, STREAMS, QueuedWork, Stream, StreamEvent, current_stream
 
 _kept: list[DeviceExchange] = []
-"""Exchanges in progress. They are kept here because torch's part of a handle does not keep the Python part alive."""
+"""Exchanges in progress, kept alive here because torch's part of a handle does not keep its Python part alive."""
 
 
 class DeviceExchange(torch._C._distributed_c10d.Work):
-    """The handle of an exchange."""
+    """The handle of an exchange in progress."""
 
     def __init__(self, done: StreamEvent, tensors: Any):
         super().__init__()
         self._done = done
         self._tensors = tensors
-        """Keeps the tensors' memory until a stream waits, like ProcessGroupNCCL."""
+        """Keeps the tensors' memory until a stream waits for the exchange, like ProcessGroupNCCL."""
 
     def wait(self, timeout: Any = None) -> bool:
         self.synchronize()
@@ -70,7 +68,7 @@ class DeviceExchange(torch._C._distributed_c10d.Work):
 
 
 COMPLETED_BY_WAIT = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "send", "recv_")
-"""Exchanges that gloo completes only when something waits for them."""
+"""Exchanges that gloo only completes when a thread waits for them."""
 
 
 class Waited:
@@ -83,7 +81,7 @@ class Waited:
     def _run(self, wait: Callable[[], object]) -> None:
         try:
             self._future.set_result(wait())
-        except Exception as error:  # raised in the thread that observes completion
+        except Exception as error:  # raised in the thread that observes the completion
             self._future.set_exception(error)
 
     def is_completed(self) -> bool:
@@ -99,17 +97,17 @@ class Waited:
 @dataclass(frozen=True)
 class Arrival:
     agreed: str
-    """The properties that must be the same on all ranks."""
+    """The properties of the exchange that must be the same on all ranks."""
     text: str
-    """The exchange and the line that calls it, for errors."""
+    """The exchange and the line that calls it, for error messages."""
     nbytes: int
-    """The larger of what the rank sends and receives."""
+    """The larger of the sizes that the rank sends and receives."""
     at_s: float = 0.0
-    """Virtual time."""
+    """Virtual time at which the rank arrives."""
 
 
 ARRIVAL_BYTES = 640
-"""Size of the message that reports an arrival to the other ranks; texts are shortened to fit."""
+"""Size of the message that reports an arrival to the other ranks. Texts are shortened to fit."""
 SITE_CHARS = 160
 SHAPE_CHARS = 80
 
@@ -130,9 +128,9 @@ MESSAGES = {"send": "message", "recv_": "message"}
 
 
 def describe(op: Any, args: Any, made: Any = None) -> tuple[str, Arrival]:
-    """Return the kind of an exchange, and this rank's part in it. `made`: its result, if it is a new tensor."""
+    """Return the kind of an exchange, and this rank's part in it. `made`: its result, if that is a new tensor."""
     name = op.overloadpacket.__name__
-    # Variants of one exchange: `_allgather_base_`, `all_gather_into_tensor`.
+    # An exchange has several variants, such as `_allgather_base_` and `all_gather_into_tensor`.
     kind = re.sub("_|base|into|tensor|single|coalesced", "", name)
     sides = [args[0], args[1], made]
     tensors = [leaf for leaf in tree_leaves(sides) if isinstance(leaf, Tensor)]
@@ -153,22 +151,22 @@ LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<"
 
 
 def call_site() -> str:
-    """Return `FILE:LINE` of the innermost call outside torch and this device. In autograd's threads there may be no
-    such call; then return torch's."""
+    """Return `FILE:LINE` of the innermost call outside torch and this device. If there is none, as in autograd's
+    threads, return torch's own call."""
     frame = inspect.currentframe()
     innermost = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(OWN_FOLDER):
             innermost = innermost or f"{file}:{frame.f_lineno}"
-            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # it wraps functions
+            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # which wraps functions
                 return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return innermost
 
 
 def require_same(arrivals: Mapping[int, Arrival], where: str) -> None:
-    """Raises RuntimeError if the ranks do not run the same exchange."""
+    """Raise RuntimeError if the ranks do not run the same exchange."""
     if len({arrival.agreed for arrival in arrivals.values()}) > 1:
         raise RuntimeError(f"{where}: the ranks do not run the same exchange: {listed(arrivals)}")
 
@@ -184,17 +182,17 @@ def listed(arrivals: Mapping[int, Arrival]) -> str:
 
 
 class Communicator:
-    """The exchanges of a group. Collectives use separate connections, like NCCL's, because the host's collectives over
-    the same group have no fixed order relative to them."""
+    """The exchanges of a group. Collectives have separate connections, as with NCCL, because they have no fixed order
+    relative to the host's collectives over the same group."""
 
     def __init__(self, group: Any):
         self.group = group
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.streams: defaultdict[str, Stream] = defaultdict(Stream)
-        """The stream of collectives (""), and the streams of messages to and from each peer, because batched messages
-        do not wait for one another."""
+        """The stream for collectives (key ""), and the streams for messages to and from each peer. They are separate
+        because batched messages do not wait for one another."""
         self.numbers: defaultdict[str, int] = defaultdict(int)
-        """Number of exchanges so far: collectives (""), and messages between two ranks."""
+        """Number of exchanges so far, separately for collectives (key "") and for messages between two ranks."""
 
     @cached_property
     def store(self) -> dist.PrefixStore:
@@ -205,15 +203,15 @@ class Communicator:
         return Waited(self._open)
 
     def _open(self) -> tuple[Any, Any]:
-        """Return the connections, as torch's backend and as a process group. Called collectively by all ranks of the
-        group."""
+        """Return the connections of a group, as torch's backend and as a process group. Called collectively by all
+        ranks of the group."""
         rank, size = self.group.rank(), self.group.size()
         gloo = dist.ProcessGroupGloo(self.store, rank, size, dist.distributed_c10d.default_pg_timeout)
         own = dist.ProcessGroup(self.store, rank, size)
         own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        own._set_group_name(self.own_name)  # torch's flight recorder counts collectives by this name
+        own._set_group_name(self.own_name)  # the name by which torch's flight recorder counts collectives
         registry = torch._C._distributed_c10d
-        registry._unregister_process_group(self.own_name)  # of an earlier group with this name, which was destroyed
+        registry._unregister_process_group(self.own_name)  # of an earlier, destroyed group with this name
         registry._register_process_group(self.own_name, own)
         return gloo, own
 
@@ -226,7 +224,7 @@ _communicators: dict[str, Communicator] = {}
 
 
 def communicator_of(group: Any) -> Communicator:
-    """Return the communicator of a group, given as torch's object, boxed or by name."""
+    """Return the communicator of a group, which may be torch's object, a boxed object or a name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     elif not isinstance(group, dist.ProcessGroup):
@@ -238,7 +236,7 @@ def communicator_of(group: Any) -> Communicator:
 
 
 def stream_names() -> dict[Stream, str]:
-    """Return the streams of this process, with names for a trace."""
+    """Return this process's streams with their names in a trace."""
     names = {stream: f"stream {stream.number}" for stream in STREAMS}
     for communicator in _communicators.values():
         described = communicator.group.group_desc.removeprefix("mesh_")
@@ -252,14 +250,14 @@ LATE_S = 1.0
 
 
 class PendingExchange:
-    """An exchange in progress: its ranks compare what they run, and then run it."""
+    """An exchange in progress. Its ranks compare what they run, and then run it."""
 
     def __init__(self, communicator: Communicator, key: str, kind: str, mine: Arrival, begin: Callable[[Any], Any]):
         self._communicator = communicator
         self._kind = kind
         self._mine = mine
         self._begin = begin
-        """Starts the transfer over a process group; returns a handle."""
+        """Starts the transfer over a process group, and returns its handle."""
         communicator.numbers[key] += 1
         self._key = f"{communicator.numbers[key]}{key}"
         self._began_s = time.monotonic()
@@ -295,7 +293,7 @@ class PendingExchange:
             self.end_s += TIME.costs.disturbed_exchange_s(self._kind, ranks, nbytes, self.end_s, self._where)
 
     def _report(self) -> None:
-        """Report to the other ranks that this one is waiting. Raises RuntimeError if they are too late."""
+        """Report to the other ranks that this rank is waiting. Raises RuntimeError if the others are too late."""
         store = self._communicator.store
         if not self._is_reported:
             self._is_reported = True
@@ -335,7 +333,7 @@ class PendingCollective(PendingExchange):
 
 
 MEETING_TAG = 1 << 20
-"""Tags of the messages that match the two ends of a message; the engine uses smaller tags for its messages."""
+"""First tag of the messages that compare the two ends of a message. The engine's own messages use smaller tags."""
 
 
 class PendingMessage(PendingExchange):
@@ -355,7 +353,7 @@ class PendingMessage(PendingExchange):
         super().__init__(communicator, f" from rank {ends[0]} to {ends[1]}", kind, mine, begin)
         gloo = communicator.group._get_backend(torch.device("cpu"))
         self._arrived = torch.empty(ARRIVAL_BYTES, dtype=torch.uint8, device="cpu")
-        # Messages in both directions between two ranks may be in progress at the same time, so each has separate tags.
+        # Two ranks may be exchanging messages in both directions at the same time, so each direction has separate tags.
         to_receiver = MEETING_TAG + 2 * tag
         to_sender = to_receiver + 1
         self._sent = encode(self._mine)
@@ -382,7 +380,7 @@ def timeout_s() -> float:
 
 
 def queue(communicator: Communicator, channel: str, exchange: QueuedWork) -> StreamEvent:
-    """Queue an exchange after the current stream's work; return the event that marks its end."""
+    """Queue an exchange after the current stream's work. Return the event that marks its end."""
     HOST.launch()
     stream = communicator.streams[channel]
     stream.wait_stream(current_stream())
@@ -391,14 +389,14 @@ def queue(communicator: Communicator, channel: str, exchange: QueuedWork) -> Str
 
 
 def without_peers(kind: str, ranks: Sequence[int], mine: Arrival) -> QueuedWork:
-    """Return an exchange without values: the other ranks are assumed to arrive at the same time."""
+    """Return an exchange without values. The other ranks are assumed to arrive at the same time."""
     duration_s = 0.0 if TIME.costs is None else TIME.costs.exchange_s(kind, ranks, mine.nbytes)
     about = f"{format_bytes(mine.nbytes)}, {mine.text.rpartition(' at ')[0]}"
     return QueuedWork(duration_s=duration_s, name=kind, about=about, is_exchange=True)
 
 
 def _lacks_values(tensors: Any) -> bool:
-    """Return whether these are the tensors of sizes mode, where an exchange sends nothing and needs no peers."""
+    """Return whether these are tensors of sizes mode, in which an exchange sends nothing and needs no peers."""
     return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(tensors))
 
 
@@ -418,7 +416,7 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
         work = torch._C._distributed_c10d.Work.unbox(found)
         return Waited(work.wait) if name in COMPLETED_BY_WAIT else work
 
-    # Queued work refers to host memory only: it must not keep tensors whose memory a program may use again.
+    # Queued work refers only to host memory. Keeping the tensors would block memory that the program may reuse.
     message = (args[2], args[3]) if name in MESSAGES else None
     channel = f"{name} {args[2]}" if message else ""
 
@@ -443,7 +441,7 @@ def run_exchange(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable
 
 
 def run_functional(op: Any, args: Any, kwargs: dict[str, Any], memory_of: Callable[[Any], Any], made: Any) -> Any:
-    """Queue an exchange that returns a new tensor, as used by DTensor; `made` is that tensor, already allocated."""
+    """Queue an exchange that returns a new tensor, as used by DTensor. `made` is this tensor, already allocated."""
     on_host = tree_map(memory_of, args)
     communicator = communicator_of(args[-1])
     kind, mine = describe(op, args, made)

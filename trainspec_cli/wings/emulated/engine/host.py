@@ -1,7 +1,6 @@
 """Host tensors without values: the parameters, gradients and optimizer state of a run with `offload`.
 
-Operations on them take the host's virtual time, but no real time and no memory.
-"""
+Operations on these tensors take virtual host time, but neither real time nor memory."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from trainspec_cli.wings.emulated.engine.memory import described, extent, map_ho
 from trainspec_cli.wings.emulated.engine.streams import HOST
 
 READ_BYTES = 2**20
-"""In sizes mode, host tensors up to this size have values: the engine reads the step's figures from them. The pages of
-larger ones are never written, so that they use no memory."""
+"""In sizes mode, host tensors of up to this size have values, because the engine reads the step's results from them.
+The pages of larger tensors are never written, so they use no memory."""
 
 
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ class HostMemory:
         return whole.view(like.dtype).as_strided(like.shape, like.stride())
 
     def lock(self, host: Tensor) -> None:
-        """Count a tensor as page-locked: torch's host allocator rounds its size up to a power of two."""
+        """Count a tensor as page-locked. torch's host allocator rounds its size up to a power of two."""
         nbytes = host.untyped_storage().nbytes()
         if nbytes > READ_BYTES:
             self._count(host, (1 << (nbytes - 1).bit_length()) - nbytes)
@@ -60,13 +59,13 @@ HOST_MEMORY = HostMemory()
 
 
 class HostSizes(TorchDispatchMode):
-    """Runs operations on large host tensors for their shapes and time only."""
+    """Runs operations on large host tensors only for their output shapes and their time."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
-            return NotImplemented  # this mode then sees the operation on its local tensors
+            return NotImplemented  # this mode then sees the operation on the local tensors
         device = kwargs.get("device")
         makes_host = device == CPU and all(tensor.is_meta for tensor in tensors)
         on_host = [tensor for tensor in tensors if tensor.device == CPU]
@@ -78,7 +77,7 @@ class HostSizes(TorchDispatchMode):
         if is_view or (schema.returns and "Tensor" not in str(schema.returns[0].type)):
             return func(*args, **kwargs)
         if schema.is_mutable:
-            # Of the schemas with changed arguments, those with a result return the first argument.
+            # Operations that change arguments and have a result return their first argument.
             self._spend(func, args, kwargs, None)
             return args[0] if schema.returns else None
         shapes = func(*tree_map(described, args), **tree_map(described, kwargs))

@@ -1,8 +1,7 @@
 """The memory of an emulated device: addresses as assigned by c10's caching allocator, backed by host memory.
 
 A freed block returns to its stream's pool immediately, as on CUDA, and the next allocation may reuse its bytes. Work
-still queued in another stream then reads overwritten data, unless `record_stream` has kept the block.
-"""
+that is still queued in another stream then reads overwritten data, unless `record_stream` has kept the block."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from trainspec_cli.wings.emulated.engine.streams import HOST, LOCK, SCHEDULER, S
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor's shape, strides and storage offset as a tensor without memory."""
+    """Return a tensor without memory that has the same shape, strides and storage offset."""
     offset = int(tensor.storage_offset())
     if not offset:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -33,29 +32,30 @@ def without_values(tensor: Tensor) -> Tensor:
 
 
 def described(value: Any) -> Any:
-    """Return an argument of an operation that infers shapes: a tensor without memory, and its device."""
+    """Return an operation's argument for shape inference: a tensor without memory, or torch's meta device for a
+    device."""
     if isinstance(value, Tensor):
         return without_values(value)
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 def extent(tensor: Tensor) -> int:
-    """Return the number of elements that a tensor spans in memory, from its first to its last."""
+    """Return the number of elements that a tensor spans in memory, from its first element to its last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 ARENA_BYTES = 64 * GIB
-"""Address space of a pool. Only written pages use host memory."""
+"""Size of a pool's address space. Only written pages use host memory."""
 
 
 MAP_NORESERVE = 0x4000
-"""A Linux flag: reserve address space without backing memory until it is written."""
+"""Linux flag to reserve address space without backing it with memory until it is written."""
 
 
 def map_host_memory(nbytes: int) -> Tensor:
-    """Return zeros as bytes; only pages that are written use memory."""
+    """Return zeros as bytes. Only pages that are written use memory."""
     memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -63,7 +63,7 @@ def map_host_memory(nbytes: int) -> Tensor:
 
 
 class EmulatedMemory:
-    """A device's allocators, one per stream, which share its capacity."""
+    """The device's allocators, one per stream. They share the device's capacity."""
 
     def __init__(self, capacity_bytes: float = 80 * GIB, *, expandable: bool = True):
         self.capacity_bytes = capacity_bytes
@@ -75,11 +75,11 @@ class EmulatedMemory:
         self._kept: list[tuple[Allocation, list[StreamEvent]]] = []
         """Freed blocks that other streams still use."""
         self._freed: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """In order mode, memory that an allocator has got back since its last allocation."""
+        """In order mode: memory returned to each allocator since its last allocation."""
         self.peak_bytes = 0
         self.peak_reserved_bytes = 0
         self.has_values = True
-        """False: blocks are counted, but not backed by host memory."""
+        """If False, blocks are counted, but not backed by host memory."""
         self.log: AllocationLog | None = None
         self.on_change: Callable[[int, int], None] | None = None
         """Called with the allocated and the reserved bytes after each allocation and release."""
@@ -93,8 +93,8 @@ class EmulatedMemory:
         return sum(one.reserved_bytes for one in self._allocators.values())
 
     def allocate(self, nbytes: int, stream: Stream, shape: str = "") -> Allocation:
-        """Raises torch.OutOfMemoryError, which names `shape`, if it does not fit even after all unused memory is
-        released."""
+        """Allocate a block. Raises torch.OutOfMemoryError, which names `shape`, if it does not fit even after all
+        unused memory is released."""
         self._retry_in_time(stream)
         with LOCK:
             self._reclaim()
@@ -126,11 +126,11 @@ class EmulatedMemory:
             return allocation
 
     def _retry_in_time(self, stream: Stream) -> None:
-        """Spend the virtual time of a retry, if memory is fragmented now. The loader's thread has a clock of its own,
-        which says nothing about the steps."""
+        """Spend the virtual time of an allocator retry, if memory is currently fragmented. The loader's thread is
+        exempt: it has a separate clock, which is unrelated to the steps."""
         if TIME.costs is None or not HOST.is_shared:
             return
-        with LOCK:  # work that runs now cannot wait for its own stream
+        with LOCK:  # work that is running now cannot wait for its own stream
             is_inside = SCHEDULER.is_running
         if not is_inside and (seconds := TIME.costs.retry_s(HOST.now_s)):
             stream.finish()
@@ -180,8 +180,8 @@ class EmulatedMemory:
     def _overwrite(self, allocation: Allocation) -> None:
         """In order mode, fill a new block with NaN (-1 in integers), in its stream. Nothing may rely on its content,
         and another stream may still read it as part of a tensor that was freed too early. Also fill all other freed
-        memory, which a tensor of another size could get. Memory is not filled when released, because a stream often
-        waits for the others before its next allocation, and only then is the memory written."""
+        memory, which a tensor of another size could get. Freed memory is not filled right away, because the stream may
+        wait for the others before its next allocation, and nothing writes the memory until then."""
         freed = self._freed.pop(id(allocation.allocator), [])
         if SCHEDULER.random is not None and self.has_values:
             memories = [*freed, self._bytes_of(allocation.block)]
@@ -224,7 +224,7 @@ class Allocation:
 
 
 class DeviceStorage:
-    """The bytes behind a tensor and its views. FSDP frees and allocates parameters by resizing it."""
+    """The bytes behind a tensor and its views. FSDP frees and allocates parameters by resizing their storage."""
 
     def __init__(self, nbytes: int, memory: EmulatedMemory, shape: str = ""):
         self._memory = memory
@@ -232,8 +232,8 @@ class DeviceStorage:
         self._nbytes = 0
         self._allocation: Allocation | None = None
         self.exchange: Any = None
-        """The event that marks the end of the exchange producing these bytes, and its inputs; kept until something
-        waits."""
+        """The event that marks the end of the exchange producing these bytes, and the exchange's inputs. Kept until a
+        stream waits for the exchange."""
         self.resize_(nbytes)
 
     def resize_(self, nbytes: int) -> DeviceStorage:
@@ -269,7 +269,8 @@ class DeviceStorage:
             self._allocation.used_by.add(stream)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the host memory of a tensor in this storage; without values, a tensor that has only the shape."""
+        """Return the host memory of a tensor in this storage. Without values, return a tensor that only has the
+        shape."""
         shape, strides, dtype = tensor.shape, tensor.stride(), tensor.dtype
         if self._allocation is None and tensor.numel():
             raise RuntimeError("the memory of this tensor has been freed")

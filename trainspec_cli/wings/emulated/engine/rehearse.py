@@ -1,8 +1,7 @@
 """Run steps of one rank of a plan on the emulated device, without values and without the other ranks.
 
-Tensors have shapes and memory, and exchanges complete immediately, so one process can represent any rank of any world.
-Tokens are spread evenly over experts. Blocks run eagerly, with the default kernels.
-"""
+Tensors have shapes and memory, and exchanges complete immediately, so one process can represent any rank of a world of
+any size. Tokens are spread evenly over experts. Blocks run eagerly, with the default kernels."""
 
 from __future__ import annotations
 
@@ -49,16 +48,16 @@ from trainspec_cli.wings.emulated.rehearsal import (
 
 @dataclass
 class LonelyCosts(ChipCosts):
-    """Durations on a rank whose neighbours in the pipeline are missing: a message takes no time here. Its time depends
-    on when the other stage sends it, which only a replay of the whole schedule knows (`planned.py`)."""
+    """Durations on a rank without its pipeline neighbours. A message takes no time here, because its time depends on
+    when the other stage sends it. Only a replay of the full schedule determines that (`planned.py`)."""
 
     per_stage: int = 1
-    """Number of ranks in a stage of the pipeline."""
+    """Number of ranks per pipeline stage."""
     message_bytes: int = 0
-    """The largest message so far."""
+    """The size of the largest message so far."""
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        # Messages inside a stage are those of ring attention, to which all ranks come at the same time.
+        # Messages within a stage belong to ring attention, at which all ranks arrive at the same time.
         if kind in ("send", "recv") and len({rank // self.per_stage for rank in ranks}) > 1:
             self.message_bytes = max(self.message_bytes, int(nbytes))
             return 0.0
@@ -72,13 +71,12 @@ def run(request: RehearsalRequest) -> RankRehearsal:
 def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     """Build the rank's part of the plan, run steps, and copy its state to the host as a checkpoint does.
 
-    Call it once, in a separate process whose TRAINSPEC_DEVICE is `emulated` and TRAINSPEC_EMULATED has `sizes=1`: the
-    process keeps the device. If memory runs out, the result states where.
-    """
+    Call this once, in a separate process with TRAINSPEC_DEVICE=emulated and `sizes=1` in TRAINSPEC_EMULATED, because
+    the process keeps the device. If memory runs out, the result states where that happened."""
     began_s = time.perf_counter()
     device = enter("cpu")
     if MEMORY.has_values:
-        raise RuntimeError("a rehearsal needs the emulated device without values: TRAINSPEC_EMULATED=sizes=1")
+        raise RuntimeError("a rehearsal needs the emulated device without values: set TRAINSPEC_EMULATED=sizes=1")
     log = MEMORY.log = AllocationLog()
     found = RankRehearsal(rank, 0, 0, 0, 0, 0, MemoryMoment("", ()))
     chip = plan.spec.cluster.accelerator
@@ -96,7 +94,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
         )
         TIME.use(costs, Settings(sizes=1, launch_us=0.0))
     TIMELINE.start(log)
-    # Without offload, no large host tensor exists, and the mode would only cost time.
+    # Without offload, there are no large host tensors, and the mode would only cost time.
     host_sizes: AbstractContextManager[object] = HostSizes() if plan.offload != "none" else nullcontext()
     with fake_world(rank, plan.group_size, f"cpu:fake,{KIND}:fake"), kernels_of(plan.device), host_sizes:
         found = run_steps(plan, device, log, steps, found)
@@ -105,7 +103,8 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
 
 
 def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
-    """Build, step and copy as `rehearse_rank` does, on a device with or without values, and complete `found`."""
+    """Build, step and copy as in `rehearse_rank`, on a device with or without values. Return `found` with the
+    results."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     try:
         state = build_train_state(plan, device, build_mesh(plan.layout, device.type))
@@ -114,7 +113,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
         found = _make_steps(plan, state, log, steps, found)
     except (torch.OutOfMemoryError, PassesOutOfMemory):
         failed = log.failed
-        assert failed is not None, "this device raises no other error of this kind"
+        assert failed is not None, "the log contains the failed allocation"
         last = LiveTensors(failed.shape, failed.origin, 1, failed.nbytes)
         moment = _moment(failed.part, log.live_at_failure)
         return replace(found, peak_bytes=MEMORY.peak_bytes, peak=moment, failed=last)
@@ -122,7 +121,7 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
     TIMELINE.end()
     if plan.offload != "none":
         found = replace(found, host_bytes=HOST_MEMORY.peak_bytes)
-    # A checkpoint's copy to the host
+    # A checkpoint's copy to the host.
     log.part = "checkpoint"
     image = plan_image([*state.held.parts(), *rng_parts(found.rank, device)])
     image.fill(pin(map_host_memory(image.bytes)), image.parts)
@@ -135,17 +134,17 @@ def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, 
 
 
 def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
-    """Run the steps, and add the virtual time of a step, in seconds, to `found`."""
+    """Run the steps. Return `found` with the virtual time of a step, in seconds."""
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, SpreadDispatch) and not MEMORY.has_values:
                 module.read_splits = even_splits
-    # Later micro-batches repeat what the first ones do, except with GPipe, which holds all of them.
+    # Later micro-batches repeat the first ones, except with GPipe, which holds all micro-batches in memory.
     is_pipeline = plan.layout.pp > 1
     holds_all = is_pipeline and plan.layout.pipeline_schedule == "gpipe"
     run_batches = plan.grad_accum_steps if holds_all else max(traced_micro_batches(plan))
-    # Without a pipeline, their time follows from a step with fewer micro-batches, which runs first so that the last
-    # step is the one that counts. A pipeline's passes are timed one by one.
+    # Without a pipeline, extrapolate the time from a second step with fewer micro-batches. That step runs first,
+    # because the last step is the one that is reported. The passes of a pipeline are timed individually.
     fewer = [1] if TIME.costs is not None and not is_pipeline and run_batches < plan.grad_accum_steps else []
     times_s: dict[int, dict[str, float]] = {}
     for count in [*fewer, *[run_batches] * steps]:
@@ -181,7 +180,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
 
 
 def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
-    """Return the seconds by part of several pieces of a step."""
+    """Return the total seconds by part over several segments of a step."""
     total: Counter[str] = Counter()
     for segments in together:
         total.update(segments.parts_s())
@@ -191,7 +190,7 @@ def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
 def _time_pipeline(
     timed: Sequence[tuple[Action | None, Segments]], micro_batches: int, message_bytes: int
 ) -> PipelineSeconds:
-    """Return the time of each pass, and of the work between and after the passes."""
+    """Return the times of all passes, and of the work between and after them."""
     passes = []
     for action, segments in timed:
         if action is not None:
@@ -212,8 +211,8 @@ def _time_pipeline(
 def _noting_parts(
     state: TrainState, log: AllocationLog, micro_batches: int
 ) -> Iterator[list[tuple[Action | None, Segments]]]:
-    """Name the part of the step in the log, and yield a list of the passes with their marks; None represents the work
-    between two passes. The passes come in the order of the schedule."""
+    """Tell the log which part of the step is running, and yield a list of the passes with their time marks. None stands
+    for the work between two passes. The passes are in schedule order."""
     clock = state.clock
     time_part = clock.part
     passes = iter(actions(state.mesh.layout, micro_batches)[state.mesh.rank("pp")])
@@ -244,7 +243,7 @@ def _noting_parts(
 
 
 def _moment(part: str, live: list[LoggedBlock]) -> MemoryMoment:
-    """Group the blocks by shape and origin."""
+    """Group memory blocks by shape and origin."""
     numbers: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for block in live:

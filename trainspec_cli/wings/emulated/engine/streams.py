@@ -1,5 +1,5 @@
-"""The streams of an emulated device: queues of work, ordered within a stream, and between streams only by events and
-waits.
+"""The streams of an emulated device: queues of work. Work is ordered within a stream. Only events and waits order
+it between streams.
 
 In order mode, work runs late: when something waits for it, or when a seeded random scheduler selects it. A wait that is
 missing in the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible. The
@@ -28,43 +28,43 @@ import torch
 from trainspec_cli.wings.emulated import KIND
 
 counts: Counter[str] = Counter()
-"""Counts of this process's operations, copies by direction, and synchronisations on the device."""
+"""This process's counts of operations, copies by direction, and synchronisations with the device."""
 
 LOCK = threading.RLock()
 """Held while work is queued or run, because the main thread, autograd's threads and the loader's thread all use the
 device."""
 
 PICKED = (0.0, 0.1, 0.5)
-"""In order mode: the probabilities of running queued work after more work is queued; each schedule uses one of them."""
+"""In order mode: candidate probabilities for running some queued work whenever more is queued. Each schedule uses one
+of them."""
 NEEDED = (0.0, 0.8, 1.0)
-"""In order mode: the probabilities that a wait runs only the work that it needs, rather than work with higher
+"""In order mode: candidate probabilities that a wait runs only the work that it needs, and not other work of higher
 priority."""
 CHANGED = 0.05
-"""In order mode: the probability that a stream's priority changes after some of its work."""
+"""In order mode: the probability that a stream's priority changes after an item of its work."""
 QUERIED = 0.1
-"""In order mode: the probability that a query whether work is done runs some of it, so that polling ends."""
+"""In order mode: the probability that asking whether work is done runs some work, so that polling eventually ends."""
 IDLE_S = 0.03
-"""In order mode: real time without queued or running work after which exchanges run, with the work that they need,
-because another rank may be waiting for them."""
+"""In order mode: after this real time without queued or running work, exchanges run, together with the work that they
+need, because another rank may be waiting for them."""
 POLL_S = 2e-5
-"""The first pause of a thread that waits for an exchange; each further one is twice as long."""
+"""First pause of a thread that waits for an exchange. Every further pause is twice as long."""
 BACKGROUND_S = 5e-4
-"""The longest pause, also between two attempts to progress exchanges that no thread is waiting for."""
+"""Longest pause. Also the interval between attempts to progress exchanges that no thread is waiting for."""
 
 
 class HostClock:
     """The host's virtual time, by thread.
 
-    The main thread and autograd's threads, which work in turn, share a clock. Other Python threads have their own, from
-    0, because the order of their calls relative to the main thread's depends on real time.
-    """
+    The main thread and autograd's threads, which work in turn, share a clock. Every other Python thread has a separate
+    clock that starts at 0, because the order of their calls relative to the main thread's depends on real time."""
 
     def __init__(self) -> None:
         self.is_virtual = False
         self.launch_s = 0.0
-        """Time to queue one operation."""
+        """Host time to queue one operation."""
         self.duration_s: Callable[..., float] = lambda _at_s, seconds, _work: seconds
-        """How long work that starts now takes, given its usual duration and its name."""
+        """Maps the current time, the usual duration and the name of host work to its actual duration."""
         self._shared = [0.0]
         self._own = threading.local()
 
@@ -72,7 +72,7 @@ class HostClock:
         clock: list[float] | None = getattr(self._own, "clock", None)
         if clock is None:
             thread = threading.current_thread()
-            # Python gives threads that torch started in C++ a dummy object with this name.
+            # Threads that torch started in C++ appear in Python as dummies with this name.
             is_shared = thread is threading.main_thread() or thread.name.startswith("Dummy-")
             clock = self._own.clock = self._shared if is_shared else [0.0]
         return clock
@@ -83,7 +83,7 @@ class HostClock:
 
     @property
     def is_shared(self) -> bool:
-        """Whether this thread's clock is the one of the main and autograd's threads."""
+        """Whether this thread uses the clock shared by the main thread and autograd's threads."""
         return self._clock() is self._shared
 
     def launch(self) -> None:
@@ -91,7 +91,7 @@ class HostClock:
             self.work(self.launch_s)
 
     def work(self, seconds: float, name: str = "") -> None:
-        """Let this thread work for some virtual time, or for the duration of named work."""
+        """Advance this thread's clock by some virtual time, or by the duration of the named work."""
         if self.is_virtual:
             clock = self._clock()
             clock[0] += self.duration_s(clock[0], seconds, name)
@@ -107,17 +107,17 @@ HOST = HostClock()
 
 @dataclass
 class Moment:
-    """The point in a stream where an event was recorded."""
+    """The point in a stream at which an event was recorded."""
 
     stream: Stream
     number: int = 0
-    """Amount of work queued in the stream before it."""
+    """Number of work items queued in the stream before this point."""
     host_s: float = math.nan
-    """Real time at which the stream reached it; NaN until then."""
+    """Real time at which the stream reached this point; NaN until then."""
     device_s: float = 0.0
-    """Virtual time at which the stream reached it."""
+    """Virtual time at which the stream reached this point."""
     queued_s: float = 0.0
-    """Virtual time at which a host thread recorded it."""
+    """Virtual time at which a host thread recorded the event."""
 
     @property
     def is_reached(self) -> bool:
@@ -129,23 +129,23 @@ class QueuedWork:
     """An item of work in a stream."""
 
     start: Callable[[], object] | None = None
-    """Runs the work."""
+    """Function that runs the work."""
     exchange: Callable[[float], Any] | None = None
-    """Starts an exchange at a virtual time. Returns a handle with `is_completed`, `wait`, and the virtual end `end_s`,
-    which is known when it is completed."""
+    """Function that starts an exchange at a virtual time. It returns a handle with `is_completed`, `wait`, and the
+    virtual end time `end_s`, which is known once the exchange is completed."""
     after: Moment | None = None
-    """The work may start once this moment is reached."""
+    """The work may start once the stream of this moment has reached it."""
     moment: Moment | None = None
-    """The moment that this work marks."""
+    """The moment that this work marks, if any."""
     duration_s: float = 0.0
-    """Virtual duration."""
+    """Duration in virtual time."""
     queued_s: float = 0.0
-    """Virtual time at which the host queued it."""
+    """Virtual time at which the host queued the work."""
     handle: Any = None
     name: str = ""
-    """The operation or exchange, for a trace."""
+    """Name of the operation or exchange in a trace."""
     about: str = ""
-    """Its sizes, for a trace."""
+    """Sizes of the operation or exchange in a trace."""
     is_exchange: bool = False
 
 
@@ -158,7 +158,7 @@ class Stream:
         self.queued = 0
         self.done = 0
         self.now_s = 0.0
-        """Virtual time at which the completed work ended."""
+        """Virtual end time of the last completed work."""
         self._outer: list[Stream] = []
         with LOCK:
             self.number = len(STREAMS)
@@ -194,8 +194,9 @@ class Stream:
         about: Callable[[], str] = str,
         share: Callable[[], float] | None = None,
     ) -> None:
-        """Queue the time that an operation lasts on the device. `about` describes its sizes, for a trace. `share`: the
-        fraction of the time that the operation's values require, which are known once the stream has reached it."""
+        """Queue the time that an operation lasts on the device. `about` describes its sizes, for a trace. `share`:
+        returns the fraction of the time that the operation's values actually require. The values are known once the
+        stream has reached the operation."""
         sizes = "" if SCHEDULER.on_work is None else about()
         work = QueuedWork(duration_s=duration_s, name=name, about=sizes)
         if share is not None:
@@ -217,14 +218,14 @@ class Stream:
 
     @property
     def needed(self) -> Stream:
-        """The stream whose work has to run first: this one, or the one that it is waiting for."""
+        """The stream whose work has to run first: this stream, or the stream that it is waiting for."""
         after = self._queue[0].after
         return self if after is None or after.is_reached else after.stream.needed
 
     def step(self) -> bool:
         """Run the first item of work if it may start. Return whether anything changed."""
         if not self._queue or SCHEDULER.is_running:
-            return False  # work that frees tensors may queue more work, which must not run inside it
+            return False  # Freeing tensors may queue more work, which must not run inside this work.
         SCHEDULER.is_running = True
         try:
             return self._step()
@@ -249,7 +250,7 @@ class Stream:
         if work.handle is not None:
             if not work.handle.is_completed():
                 return False
-            work.handle.wait()  # raises the error of an exchange that failed
+            work.handle.wait()  # raises the error of a failed exchange
             self.now_s = max(self.now_s, work.handle.end_s)
         began_s = self.now_s
         self.now_s += work.duration_s
@@ -265,7 +266,7 @@ class Stream:
         self.done += 1
         return True
 
-    # What torch calls
+    # Methods that torch calls
 
     def wait_event(self, event: StreamEvent) -> None:
         if event.at is not None:
@@ -284,7 +285,7 @@ class Stream:
         self.finish()
 
     def finish(self) -> None:
-        """Make the host wait for all work queued so far."""
+        """Make the host wait for all work queued in this stream so far."""
         end = Moment(self)
         self.add(QueuedWork(moment=end))
         SCHEDULER.finish(self, end.number)
@@ -305,7 +306,7 @@ class Stream:
 class StreamEvent:
     def __init__(self, *_: Any, **__: Any):
         self.at: Moment | None = None
-        """Where the event was last recorded."""
+        """The moment at which the event was last recorded."""
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
@@ -314,8 +315,8 @@ class StreamEvent:
         self.at = moment
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let a stream wait. If another thread recorded the event, this thread's clock advances at least to that
-        time."""
+        """Make a stream wait for this event. If another thread recorded the event, this thread's clock advances at
+        least to the time of the recording."""
         if self.at is not None:
             HOST.wait_until(self.at.queued_s)
         (stream or current_stream()).wait_event(self)
@@ -334,8 +335,8 @@ class StreamEvent:
         return self.at is None or self.at.stream.has_done(self.at.number)
 
     def elapsed_time(self, end: StreamEvent) -> float:
-        """Return the milliseconds between two events that the streams have reached, in virtual time if there is one,
-        otherwise in the host's time."""
+        """Return the milliseconds between two events that their streams have reached: in virtual time if there is any,
+        otherwise in the host's real time."""
         begun = self.at
         ended = end.at
         if begun is None or ended is None or not (self.query() and end.query()):
@@ -346,27 +347,27 @@ class StreamEvent:
 
 
 class Scheduler:
-    """Decides which work runs when."""
+    """Decides which queued work runs when."""
 
     def __init__(self) -> None:
         self.busy: list[Stream] = []
         """The streams with queued work."""
         self.is_running = False
-        """True if a piece of work is running."""
+        """True while an item of work is running."""
         self.random: random.Random | None = None
         """The random generator of order mode."""
         self._priorities: dict[Stream, float] = {}
         self._picked = 0.0
         self._needed = 0.0
         self.active_s = 0.0
-        """Real time when work was last queued or run, in order mode."""
+        """In order mode: real time at which work was last queued or run."""
         self._has_exchanges = threading.Event()
         self._background: threading.Thread | None = None
         self.on_work: Callable[[Stream, QueuedWork, float, float], None] | None = None
-        """Called after an item of work, with the stream's times before it and its start time."""
+        """Called after an item of work, with the stream's times before that work and the work's start time."""
 
     def start_order(self, seed: int | None) -> None:
-        """Start a random order with this seed. None ends order mode: work then runs as soon as possible."""
+        """Start random order with this seed. None ends order mode: from then on, work runs as soon as possible."""
         self.finish_all()
         with LOCK:
             self._priorities.clear()
@@ -376,7 +377,7 @@ class Scheduler:
                 self._needed = self.random.choice(NEEDED)
 
     def progress(self) -> None:
-        """Run what may run now: everything that can start or, in order mode, a random selection."""
+        """Run all work that can start or, in order mode, a random selection of it."""
         if self.random is None:
             self.poll()
             return
@@ -384,7 +385,7 @@ class Scheduler:
             pass
 
     def poll(self) -> None:
-        """Run all work that can start; in order mode, sometimes only one item."""
+        """Run all work that can start. In order mode, sometimes run only one item."""
         if self.random is None:
             while self._step_all():
                 pass
@@ -392,14 +393,14 @@ class Scheduler:
             self._pick()
 
     def _step_all(self) -> bool:
-        """Run the first item of work in every stream, if it may start. Return whether anything changed."""
+        """Run the first item of work in every stream that may start it. Return whether anything changed."""
         changed = False
         for stream in tuple(self.busy):
             changed |= stream.step()
         return changed
 
     def _pick(self) -> bool:
-        """Run an item of work of the stream with the highest priority among those that may continue. Return whether
+        """Run an item of work from the stream with the highest priority among those that can continue. Return whether
         there was one."""
         assert self.random is not None
         for stream in self.busy:
@@ -414,7 +415,7 @@ class Scheduler:
         return False
 
     def _continue(self, stream: Stream) -> bool:
-        """In order mode, let an exchange in progress continue or, if nothing else happens, start another one. Return
+        """In order mode, let an exchange in progress continue. If nothing else happens, start another one. Return
         whether anything changed."""
         if stream._queue and stream._queue[0].handle is not None:
             return stream.step()
@@ -433,7 +434,7 @@ class Scheduler:
             self._has_exchanges.wait()
             with LOCK:
                 for stream in tuple(self.busy):
-                    with suppress(Exception):  # the thread that waits for the exchange gets the same error
+                    with suppress(Exception):  # the thread that waits for the exchange will get the same error
                         if self.random is None:
                             stream.step()
                         else:
@@ -443,7 +444,7 @@ class Scheduler:
             time.sleep(BACKGROUND_S)
 
     def finish(self, stream: Stream, number: int) -> None:
-        """Wait until a stream has completed this many items of work."""
+        """Wait until a stream has completed this number of work items."""
         pause_s = POLL_S
         while True:
             with LOCK:
@@ -460,7 +461,7 @@ class Scheduler:
                     pause_s = POLL_S
                 if stream.done >= number:
                     return
-            # An exchange is in progress. The rank that it waits for may need this processor.
+            # An exchange is in progress, and the rank that it waits for may need this processor.
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, BACKGROUND_S)
 

@@ -1,4 +1,4 @@
-"""Record what the streams of the emulated device do in virtual time, and the memory in use, for a trace of a step."""
+"""Record the work of the emulated device's streams in virtual time, and the memory in use, for a trace of a step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainspec_cli.wings.emulated.engine.streams import DEFAULT, SCHEDULER, Queu
 from trainspec_cli.wings.emulated.timeline import COMPUTE, WAIT, Slice, StepPart, Timeline, keep_longest
 
 STRETCHES = 500
-"""The memory curve keeps the lowest and the highest value of this many intervals, so that a page and `--json` stay
-small. The peak is one of these values."""
+"""The memory curve keeps the lowest and highest value of this number of intervals, which keeps the page and `--json`
+small. The peak is always one of these values."""
 REST = "rest of the step"
-"""The part of a step outside the named parts."""
+"""The remainder of a step, outside its named parts."""
 
 
 @dataclass
 class _Merged:
-    """A slice that is being recorded."""
+    """A slice whose recording is in progress."""
 
     part: str
     name: str
@@ -37,11 +37,10 @@ class _Merged:
 
 
 class StepTimeline:
-    """The work of all streams since `begin`, and the memory at each allocation and release.
+    """Records the work of all streams since `begin`, and the memory after each allocation and release.
 
-    The memory is recorded at the compute stream's time. In the host's time, the entire step would happen at its
-    beginning, because a rehearsal's host takes no time to queue work.
-    """
+    Memory is recorded at the compute stream's time. In host time, the entire step would appear at its start, because a
+    rehearsal's host takes no time to queue work."""
 
     def __init__(self) -> None:
         self._log: AllocationLog | None = None
@@ -52,17 +51,17 @@ class StepTimeline:
         self._merged: dict[Stream, list[_Merged]] = {}
         self._memory: list[tuple[float, int, int]] = []
         self._waited: dict[Stream, tuple[float, Stream]] = {}
-        """The end of each stream's last wait, and the stream that it was for."""
+        """The end time of each stream's last wait, and the stream that it waited for."""
 
     def start(self, log: AllocationLog) -> None:
-        """Start recording, if there is virtual time. `log` knows the current part of the step."""
+        """Start recording, if there is virtual time. `log` provides the current part of the step."""
         if TIME.costs is not None:
             self._log = log
             self.begin(0)
             self._listen(True)
 
     def begin(self, micro_batches: int) -> None:
-        """Start a step with this many micro-batches: discard earlier records, and count times from now on."""
+        """Start a step with `micro_batches` micro-batches: discard earlier records, and count times from now on."""
         if self._log is None:
             return
         self._micro_batches = micro_batches
@@ -84,22 +83,22 @@ class StepTimeline:
         self._memory.append((DEFAULT.now_s - self._begin_s, allocated_bytes, reserved_bytes))
 
     def _note_work(self, stream: Stream, work: QueuedWork, before_s: float, began_s: float) -> None:
-        """Called by the scheduler: see `on_work`."""
+        """Receives finished work from the scheduler; see `on_work`."""
         merged = self._merged.setdefault(stream, [])
         part = self._current_part()
         if work.after is not None and began_s > before_s:
             source = work.after.stream
-            # FSDP2's streams wait for an exchange, and the compute stream waits for them, so name the exchange.
+            # The compute stream waits for FSDP2's streams, which in turn wait for an exchange, so name the exchange.
             while self._waited.get(source, (0.0, source))[0] == began_s:
                 source = self._waited[source][1]
             self._waited[stream] = began_s, source
-            # Any other stream is idle until it has work, which is not a wait.
+            # Any other stream is only idle until it gets work, which is not a wait.
             if stream is DEFAULT:
                 merged.append(_Merged(part, WAIT, before_s, began_s, "", work, 0, source))
         if not work.duration_s:
             return
         origin = find_origin()
-        # An exchange keeps its own name, because most exchanges come from a few lines of the engine.
+        # An exchange keeps its own name, because a few lines of the engine start most exchanges.
         name = work.name if work.is_exchange else origin
         last = merged[-1] if merged else None
         follows = last is not None and last.end_s == began_s and last.waits_for is None and not work.is_exchange
@@ -112,7 +111,7 @@ class StepTimeline:
             last.longest = work
 
     def _current_part(self) -> str:
-        """Return the part of the step; waits within a pass belong to the pass."""
+        """Return the current part of the step. Waits within a pass belong to the pass."""
         assert self._log is not None
         part = self._log.part
         if part == self._first_part and part != self._part:
@@ -122,7 +121,7 @@ class StepTimeline:
         return self._part
 
     def result(self) -> Timeline | None:
-        """Return the last step, or its part before memory ran out; None without virtual time."""
+        """Return the last step, or the part of it before memory ran out; None without virtual time."""
         if self._log is None:
             return None
         names = {**stream_names(), DEFAULT: COMPUTE}

@@ -25,7 +25,7 @@ from trainspec_cli.session.recipe.load import load_for_planning, with_defaults
 from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container, run_values, show, translate
 
 For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]
-Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the files.")]
+Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the emitted files.")]
 Overwrite = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 
@@ -56,11 +56,11 @@ def emit(
     target = TARGETS[engine]
     arguments, _ = with_defaults(arguments)
     if load_disturbance(arguments):
-        raise RecipeError(Problem("usage", "disturb= works only with trainspec plan", hint="leave it out"))
+        raise RecipeError(Problem("usage", "disturb= only works with trainspec plan", hint="leave it out"))
     loaded = load_for_planning(arguments)
     if loaded.spec.cluster.pools:
         message = "a configuration has one kind of node, but `cluster.pools` has several"
-        raise RecipeError(Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100"))
+        raise RecipeError(Problem("unsupported", message, "cluster.pools", "choose one cluster, such as cluster=h100"))
     planned = plan_loaded(loaded)
     container = Container(image, volume)
     try:
@@ -88,7 +88,7 @@ def emit(
         "exact": [one for one in translated if not one["reason"]],
         "approximate": [one for one in translated if one["reason"]],
         "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in translation.fixed],
-        # `value` is null for a section.
+        # For a section, `value` is null.
         "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in translation.not_carried],
     }
     files[EMITTED] = json_text(record) + "\n"
@@ -108,7 +108,7 @@ def emit(
     if as_json:
         print(json_text(record))
         return
-    # A short table; emitted.json contains everything.
+    # Print a short table. emitted.json contains all keys.
     style = Style.of(sys.stdout)
     print(f"{output}: {', '.join(files)} for {target.title} {target.version}")
     nearly = [one for one in translation.translated if one.approximate]
@@ -120,26 +120,26 @@ def emit(
         if one.ours not in NOT_CARRIED:
             of_script.setdefault(one.why, []).append(f"{one.ours}={show(one.value)}")
     rows += [("not carried", f"{why}: {' '.join(values)}") for why, values in of_script.items()]
-    rows += [("not carried", f"trainspec's own: {', '.join(own)}")] if own else []
+    rows += [("not carried", f"only for trainspec: {', '.join(own)}")] if own else []
     for (kind, text), before in zip(rows, ["", *(kind for kind, _ in rows)], strict=False):
         print(f"{style.bold(kind if kind != before else ''):<11}  {text}")
 
 
-# The recipe of a plan's best layout, which the configuration of another engine describes.
+# The recipe of a plan's best layout, which the other engine's configuration describes
 
 
 def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with every `auto` replaced by the value in the plan's best layout. Raises PlanError."""
     best = require_fit(planned)
-    assert planned.run is not None, "a layout that fits has a forecast"
-    # The layout covers all replica groups together, because other engines do not have them.
+    assert planned.run is not None, "a fitting layout has a forecast"
+    # The layout covers all replica groups together, because other engines do not have replica groups.
     spec = replace(planned.spec, layout=asked_for(best.layout))
     chip = spec.cluster.accelerator
     device = spec.cluster.device
     if device == AUTO:
         device = "cpu" if chip and chip.vendor == "cpu" else "cuda"
     compute = spec.precision.compute
-    if compute == AUTO:  # the format that the plan assumes
+    if compute == AUTO:  # the number format that the plan assumes
         compute = "bf16" if chip and chip.bf16_tflops else "fp16"
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
     cluster = replace(spec.cluster, devices_per_node=per_node, device=device)

@@ -17,9 +17,7 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.wings.interop import READERS, TARGETS, ReadBack, Target, guess_engine, nest, read_back, read_source
 
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="The JSON, YAML, Python module or script of another engine.")
-]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="Another engine's JSON, YAML, Python module or script.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the recipe to this file (default: print it).")]
 From = Annotated[
     str, typer.Option("--from", metavar="ENGINE", help=f"One of {', '.join(READERS)} (default: by file name).")
@@ -51,14 +49,14 @@ def import_recipe(file: File, output: Output = None, engine: From = "", as_json:
     print(f"next: trainspec plan recipe={output} {missing}".rstrip())
 
 
-# Read the configuration of another engine as a recipe.
+# Build a recipe from another engine's configuration
 
 
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
-"""Keys that a plan needs; the recipe leaves them unset if the file does not contain them."""
+"""Keys that a plan needs. If the file does not contain them, the recipe leaves them unset."""
 NEEDED_OF_MODEL = "model.num_layers"
 CHECKPOINT = "init.from"
-"""A checkpoint also determines the sizes of the model."""
+"""Key of the initial checkpoint, which also determines the sizes of the model."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Imported:
         values = dict(self.content.values)
         model = "auto" if CHECKPOINT in values else MISSING
         if NEEDED_OF_MODEL in values:
-            model = "llama3_8b  # its sizes are replaced below"
+            model = "llama3_8b  # the sizes are replaced below"
             values["model.name"] = ""
         values.update({key: MISSING for key in ASKED if key not in values})
         lines = [
@@ -107,8 +105,8 @@ def import_file(file: Path, engine: str = "") -> Imported:
     target = TARGETS[engine]
     content = read_back(target, read_source(file, engine))
     if not content.values:
-        hint = f"known engines: {', '.join(READERS)}; name one with --from"
-        raise RecipeError(Problem("unreadable", f"{file} has none of the known keys of {target.title}", hint=hint))
+        hint = f"known engines: {', '.join(READERS)}; choose one with --from"
+        raise RecipeError(Problem("unreadable", f"{file} contains no known key of {target.title}", hint=hint))
     return Imported(target, file, content)
 
 

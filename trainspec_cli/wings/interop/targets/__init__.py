@@ -1,1 +1,1 @@
-"""One table for each engine, which maps recipe keys to engine keys."""
+"""One table per engine, which maps recipe keys to engine keys."""

@@ -1,4 +1,4 @@
-"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, for the user's script."""
+"""Accelerate: the YAML for `accelerate launch --config_file`, which starts the user's script with FSDP2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainspec_cli.wings.interop.target import (
 CONFIG = "accelerate.yaml"
 BY_FSDP = (unless("derived.is_ddp", True),)
 IN_MESH = "parallelism_config.parallelism_config_"
-REDUCED = "gradients are summed in the format of mixed_precision, unless your script sets a MixedPrecisionPolicy"
+REDUCED = "gradients are summed in the mixed_precision format, unless your script sets a MixedPrecisionPolicy"
 
 LINES = (
     Line("cluster.num_nodes", "num_machines"),
@@ -56,31 +56,31 @@ LINES = (
 )
 
 FIXED = (
-    Fixed("compute_environment", "LOCAL_MACHINE", "the job runs on no cloud service of Accelerate"),
+    Fixed("compute_environment", "LOCAL_MACHINE", "the job does not run on a cloud service"),
     Fixed("distributed_type", "FSDP", "the state is sharded", BY_FSDP),
     Fixed(
         "distributed_type",
         "MULTI_GPU",
-        "every rank has the whole state",
+        "every rank has the full state",
         (REPLICATED, given("cluster.device", "cuda")),
     ),
     Fixed(
         "distributed_type",
         "MULTI_CPU",
-        "every rank has the whole state",
+        "every rank has the full state",
         (REPLICATED, given("cluster.device", "cpu")),
     ),
     Fixed(
         "--rdzv_backend",
         "c10d",
-        "the launcher does not read it from the file",
+        "the launcher does not read the file's rdzv_backend",
         (unless("cluster.num_nodes", 1),),
         "command",
     ),
-    Fixed("fsdp_config.fsdp_version", 2, "a mesh of several axes needs FSDP2", BY_FSDP),
-    Fixed("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", BY_FSDP),
-    Fixed("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard", BY_FSDP),
-    Fixed("fsdp_config.fsdp_offload_params", False, "the state stays on the devices", BY_FSDP),
+    Fixed("fsdp_config.fsdp_version", 2, "only FSDP2 supports meshes of several axes", BY_FSDP),
+    Fixed("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "each block is sharded separately", BY_FSDP),
+    Fixed("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard of the state", BY_FSDP),
+    Fixed("fsdp_config.fsdp_offload_params", False, "the sharded state is not offloaded", BY_FSDP),
     Fixed(
         "dynamo_config.dynamo_use_regional_compilation",
         True,
@@ -91,12 +91,12 @@ FIXED = (
 
 LIMITS = {
     "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
-    "layout.pp": "it has no pipeline",
-    "layout.ep": "it has no expert parallelism",
-    "layout.context_method": "its ring is torch's; for Ulysses use DeepSpeed (see --for deepspeed)",
-    "precision.matmul": "its fp8 needs settings of a backend",
+    "layout.pp": "Accelerate has no pipeline parallelism",
+    "layout.ep": "Accelerate has no expert parallelism",
+    "layout.context_method": "Accelerate uses torch's ring attention; for Ulysses use DeepSpeed (see --for deepspeed)",
+    "precision.matmul": "Accelerate's fp8 needs settings for a specific backend",
     "offload": "FSDP offloads parameters, gradients and optimizer state together",
-    "recompute": "it recomputes whole blocks",
+    "recompute": "Accelerate can only recompute entire blocks",
     "precision.reduce": "DDP sums gradients in the format of the parameters",
 }
 
@@ -109,14 +109,14 @@ OF_SCRIPT = {
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if blocks are recomputed without FSDP."""
+    """Yield a problem if blocks should be recomputed without FSDP."""
     if run["recompute"] != "none" and run["derived.is_ddp"]:
         message = f"`recompute` is {run['recompute']}, but Accelerate recomputes only with FSDP"
         yield Problem("not_said", message, "recompute", "set recompute=none, or layout=fsdp")
 
 
 def launch_words(run: RunValues, config: str = CONFIG) -> list[str]:
-    """Return the words of `accelerate launch` that precede the script."""
+    """Return the words of `accelerate launch` that come before the script."""
     words = ["accelerate launch", f"--config_file {FOLDER}/{config}"]
     if run["cluster.num_nodes"] == 1:
         return words

@@ -1,4 +1,4 @@
-"""axolotl: the YAML for `axolotl train`, for existing weights, and the command that starts it."""
+"""axolotl: the YAML for `axolotl train`, which trains existing weights, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainspec_cli.wings.interop.targets.transformers import UPDATE
 
 FILE = "axolotl.yml"
 DATASET = "datasets[0]."
-"""The only dataset in an emitted file."""
+"""Prefix of the keys of the only dataset in an emitted file."""
 
 
 MODULES: Mapping[str, str] = {
@@ -44,12 +44,12 @@ MODULES: Mapping[str, str] = {
     "up": "up_proj",
     "down": "down_proj",
 }
-"""Matrices of a block -> their names in Hugging Face's decoders."""
+"""Names of a block's matrices in recipes -> in Hugging Face's decoders."""
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The matrices that get an adapter."""
+    """Converts the names of the matrices that get an adapter."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, list)
@@ -79,14 +79,14 @@ SAVES = unless("checkpoint.interval_steps", None)
 EVALUATED = unless("train.eval_interval_steps", None)
 FILE_TEMPLATE = unless("data.chat_template", None, "chatml")
 
-WARMUP = "its warm-up starts at 0, one update behind trainspec's"
-TWO_STEPS = "it warms up for at least two steps"
-REDUCED = "gradients are summed in the format of the computation"
-WEIGHTS_TOO = "its weights are loaded in this format, and without FSDP they stay in it"
-BLOCKS = "torchao scales blocks of another size"
-AT_RANDOM = "it draws samples at random; trainspec chooses them by a hash"
-ONCE = "it still evaluates once before the first step"
-AT_THE_END = "it writes the model at the end of the run, but no state to resume from"
+WARMUP = "axolotl's warm-up starts at 0, one update behind trainspec's"
+TWO_STEPS = "axolotl warms up for at least two steps"
+REDUCED = "gradients are summed in the compute format"
+WEIGHTS_TOO = "axolotl loads weights in this format and, without FSDP, keeps them in it"
+BLOCKS = "torchao's quantisation blocks have another size"
+AT_RANDOM = "axolotl holds out random samples; trainspec selects them by a hash"
+ONCE = "axolotl also evaluates once before the first step"
+AT_THE_END = "axolotl writes the model at the end of the run, but no state to resume from"
 PACKED = "packed documents do not attend to each other"
 
 MODEL = (
@@ -142,7 +142,7 @@ REST = (
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
     Line("batching.global_batch_size", ""),
     Line("train.max_steps", "max_steps"),
-    Line("train.seed", "seed", approximate="it has another order of samples"),
+    Line("train.seed", "seed", approximate="axolotl orders the samples differently"),
     Line("train.log_interval_steps", "logging_steps"),
     Line("train.eval_interval_steps", "eval_steps", when=(EVALUATED,)),
     Line(
@@ -222,40 +222,40 @@ REST = (
     Line("cluster.device", "", Choice({"cuda": None})),
 )
 FIXED = (
-    Fixed(f"{DATASET}type", "completion", "every token of a document is trained", (TEXT,)),
-    Fixed("sample_packing", True, "samples are filled with several documents"),
+    Fixed(f"{DATASET}type", "completion", "the loss covers every token of a document", (TEXT,)),
+    Fixed("sample_packing", True, "trainspec fills samples with several documents"),
     Fixed("pad_to_sequence_len", True, "every sample has data.seq_len tokens"),
-    Fixed("attn_implementation", "flash_attention_2", "packed samples and its ring attention need it"),
-    Fixed("fsdp_version", 2, "a mesh of several axes needs FSDP2", (BY_FSDP,)),
-    Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", (BY_FSDP,)),
-    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard", (BY_FSDP,)),
-    Fixed("fsdp_config.offload_params", False, "the state stays on the devices", (BY_FSDP,)),
+    Fixed("attn_implementation", "flash_attention_2", "packed samples and ring attention need it"),
+    Fixed("fsdp_version", 2, "only FSDP2 supports meshes of several axes", (BY_FSDP,)),
+    Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "each block is sharded separately", (BY_FSDP,)),
+    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard of the state", (BY_FSDP,)),
+    Fixed("fsdp_config.offload_params", False, "the sharded state is not offloaded", (BY_FSDP,)),
     Fixed("bf16", False, "axolotl would choose bf16", (unless("precision.compute", "bf16"),)),
     Fixed("gradient_checkpointing_kwargs.use_reentrant", False, "FSDP2 needs it", (given("recompute", "full"),)),
     Fixed("lr_scheduler_kwargs.decay_type", "linear", "trainspec's decay is linear", (WSD,)),
     Fixed("output_dir", "output", "checkpoints go there"),
 )
 LIMITS = {
-    "init.from": "it trains the model in base_model",
-    "data.source": "its data sets are files of text or conversations",
+    "init.from": "axolotl always trains an existing model (base_model)",
+    "data.source": "axolotl reads files of text or conversations",
     "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
-    "layout.pp": "it has no pipeline",
-    "layout.ep": "its expert parallelism is a plugin",
-    "layout.sequence_parallel": "its tensor parallelism does not shard activations between matrices",
-    "layout.context_method": "its ring is that of ring-flash-attn",
+    "layout.pp": "axolotl has no pipeline parallelism",
+    "layout.ep": "axolotl's expert parallelism is a separate plugin",
+    "layout.sequence_parallel": "axolotl's tensor parallelism does not shard activations between matrices",
+    "layout.context_method": "axolotl uses the ring attention of ring-flash-attn",
     "lora.targets": "the names of other matrices depend on the model: set lora_target_modules yourself",
     "precision.reduce": "",
-    "precision.matmul": "its fp8 is torchao's, with other scales (fp8_config)",
+    "precision.matmul": "axolotl uses torchao's fp8, which scales differently (fp8_config)",
     "offload": "FSDP offloads parameters, gradients and optimizer state together",
-    "recompute": "its selective_checkpointing keeps the attention and recomputes the rest",
-    "optim.name": "its other optimizers have other constants",
-    "train.early_stop_evals": "it needs eval_steps that divide save_steps (early_stopping_patience)",
-    "checkpoint.keep_best": "it needs the name of a metric (metric_for_best_model)",
-    "cluster.device": "it trains on GPUs",
+    "recompute": "axolotl's selective_checkpointing keeps the attention and recomputes everything else",
+    "optim.name": "axolotl's other optimizers have different constants",
+    "train.early_stop_evals": "axolotl's early_stopping_patience needs an eval_steps that divides save_steps",
+    "checkpoint.keep_best": "axolotl needs the name of a metric (metric_for_best_model)",
+    "cluster.device": "axolotl only trains on GPUs",
 }
 NOT_CARRIED = {
-    "model": "base_model's config.json has it",
-    "checkpoint.mode": "it writes checkpoints synchronously",
+    "model": "base_model's config.json defines the model",
+    "checkpoint.mode": "axolotl writes checkpoints synchronously",
 }
 
 
@@ -283,8 +283,8 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Complete the values: without FSDP, the state is not sharded; the batch size follows from the data-parallel
-    degrees."""
+    """Complete the values that were read. Without FSDP, the state is not sharded; the batch size follows from the
+    data-parallel degrees."""
     if keys.get("bf16") is False and "precision.compute" not in values:
         values["precision.compute"] = "fp32"
     if "fsdp_config" not in {key.partition(".")[0] for key in keys}:

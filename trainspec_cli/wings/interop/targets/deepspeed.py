@@ -1,4 +1,4 @@
-"""DeepSpeed: the JSON for `deepspeed.initialize(config=...)`, for the user's script."""
+"""DeepSpeed: the JSON for `deepspeed.initialize(config=...)` in the user's script."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CONFIG = "ds_config.json"
 FALLS = unless("optim.schedule.kind", "constant")
 WARMS_UP = unless("optim.schedule.warmup_steps", 0)
 DECAYS_ALL = (
-    "DeepSpeed decays every parameter that your script's groups do not exclude; trainspec skips norms and biases"
+    "DeepSpeed applies weight decay unless your script's parameter groups prevent it; trainspec skips norms and biases"
 )
 COSINE_STEP = "the schedule ends one step after trainspec's, whose cosine ends with the last update"
-AUTOTP = "AutoTP shards only layers whose module names it knows"
+AUTOTP = "AutoTP only shards layers whose module names it knows"
 MODEL_CODE = "the JSON sets the options; your model's code must call deepspeed.checkpointing"
 
 LINES = (
@@ -100,7 +100,7 @@ LINES = (
 
 FIXED = (
     Fixed("zero_optimization.stage", 0, "nothing is sharded", (given("derived.shards", 1),)),
-    Fixed("data_types.grad_accum_dtype", "fp32", "trainspec sums micro-batches in fp32"),
+    Fixed("data_types.grad_accum_dtype", "fp32", "trainspec accumulates gradients in fp32"),
     Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (FALLS,)),
     Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (CONSTANT, WARMS_UP)),
     Fixed("zero_allow_untested_optimizer", True, "SGD is torch's", (given("optim.name", "sgd"),)),
@@ -109,21 +109,21 @@ FIXED = (
 LIMITS = {
     "layout.dp_replicate": "ZeRO shards over all data-parallel ranks",
     "layout.sequence_parallel": "AutoTP does not shard norms and residuals",
-    "layout.pp": "its pipeline is a class that your model's code must use",
-    "layout.ep": "its experts are modules of your model's code",
-    "layout.context_method": "its sequence parallelism is Ulysses",
-    "precision.matmul": "its fp8 is a module of your model's code",
+    "layout.pp": "DeepSpeed's pipeline is a class that your model's code must use",
+    "layout.ep": "DeepSpeed's experts are modules that your model's code must use",
+    "layout.context_method": "DeepSpeed's sequence parallelism is Ulysses",
+    "precision.matmul": "DeepSpeed's fp8 is a module that your model's code must use",
     "optim.schedule.kind": "",
-    "optim.name": "its Muon scales updates differently",
-    "comm.gradients": "its compressed exchanges need special optimizers",
+    "optim.name": "DeepSpeed's Muon scales updates differently",
+    "comm.gradients": "DeepSpeed's compressed exchanges need special optimizers",
     "offload": "",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield problems for offloading without ZeRO, and for AutoTP with sequence parallelism."""
+    """Yield a problem for offloading without ZeRO, and for AutoTP with sequence parallelism."""
     if run["offload"] == "optimizer" and run["derived.shards"] == 1:
-        message = "`offload` is optimizer, but DeepSpeed offloads only with ZeRO, and here nothing is sharded"
+        message = "`offload` is optimizer, but DeepSpeed only offloads with ZeRO, and this run shards nothing"
         yield Problem("not_said", message, "offload", "set offload=none, or layout.dp_shard=auto")
     if run["layout.tp"] != 1 and run["layout.cp"] != 1:
         message = f"`layout.cp` is {run['layout.cp']}, but DeepSpeed cannot combine sequence parallelism with AutoTP"
@@ -142,7 +142,8 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Complete the values: without ZeRO, nothing is sharded; without bf16 and fp16, the format is fp32."""
+    """Complete the values that were read. Without ZeRO, nothing is sharded; without bf16 and fp16, the format is
+    fp32."""
     values.setdefault("precision.compute", "fp32")
     values.setdefault("optim.schedule.kind", "constant")
     if values.get("layout.zero_stage", 0) == 0:

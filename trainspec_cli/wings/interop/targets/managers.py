@@ -1,6 +1,5 @@
-"""Cluster managers, which start trainspec itself in containers, with the planned values pinned: a Kubernetes indexed
-Job, a JobSet, a Kubeflow TrainJob, and a SkyPilot task on rented nodes.
-"""
+"""Cluster managers that start trainspec itself in containers, with the planned values fixed: a Kubernetes indexed Job,
+a JobSet, a Kubeflow TrainJob, and a SkyPilot task on rented nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from trainspec_cli.wings.interop.table import Choice, Line, RunValues, given, sh
 from trainspec_cli.wings.interop.target import Target, Translation
 
 WORKSPACE = "/workspace"
-"""The volume shared by all nodes, which is also trainspec's working folder."""
+"""Mount point of the volume that all nodes share. It is also trainspec's working folder."""
 PORT = 29500
 PINNED = (
     *(f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")),
@@ -26,16 +25,16 @@ PINNED = (
 )
 """Keys whose planned values are passed on the command line."""
 GPUS: Mapping[str, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
-"""Vendor of the accelerator -> the resource name of its device plugin."""
+"""Accelerator vendor -> the resource name of the vendor's device plugin."""
 
 
 def dns_label(name: str) -> str:
-    """Return a valid Kubernetes name, with lower-case letters, digits and dashes."""
+    """Return a valid Kubernetes name, with only lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
 def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
-    """Return the shell command for each node; `node_rank` and `first_node` are shell expressions."""
+    """Return the shell command that every node runs. `node_rank` and `first_node` are shell expressions."""
     pinned = [f"{key}={show(run[key])}" for key in PINNED if key in run.values]
     given = [argument for argument in run.arguments if argument.partition("=")[0] not in (*PINNED, "run.dir")]
     words = ["trainspec launch", *map(shlex.quote, given), *map(shlex.quote, pinned)]
@@ -46,7 +45,7 @@ def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
 
 
 def resources(run: RunValues) -> JsonObject:
-    """Return the devices of a node as resource limits of a container."""
+    """Return a node's devices as the resource limits of a container."""
     if run["cluster.device"] == "cpu":
         return {}
     vendor = str(run["cluster.accelerator.vendor"])
@@ -54,7 +53,7 @@ def resources(run: RunValues) -> JsonObject:
 
 
 def container_needs(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem for each option that a manifest needs and that is missing."""
+    """Yield a problem for each missing option that a manifest needs."""
     for option, value, what in (
         ("--image", run.container.image, "a container image with trainspec"),
         ("--volume", run.container.volume, "a volume that all nodes mount, for recipes, data and the run"),
@@ -63,12 +62,12 @@ def container_needs(run: RunValues) -> Iterator[Problem]:
             yield Problem("missing_value", f"{option} is missing: {what}", option, f"add {option} NAME")
     vendor = run["cluster.accelerator.vendor"]
     if run["cluster.device"] == "cuda" and vendor not in GPUS:
-        message = f"`cluster.accelerator.vendor` is {show(vendor)}, and its device plugin is unknown"
+        message = f"`cluster.accelerator.vendor` is {show(vendor)}, whose device plugin is unknown"
         yield Problem("not_said", message, "cluster.accelerator.vendor", f"choose one of {', '.join(GPUS)}")
 
 
 LINES = tuple(Line(key, "", destination="command") for key in PINNED)
-"""Keys that every manager passes in the command."""
+"""Keys that every manager passes on the command line."""
 
 # Kubernetes
 
@@ -117,7 +116,7 @@ def _job_spec(run: RunValues, pod: JsonObject, labels: JsonObject | None = None)
 
 
 def job(run: RunValues) -> list[JsonObject]:
-    """Return the job, and a headless service through which pods find the first one."""
+    """Return the job, and a headless service through which pods find the first pod."""
     name = dns_label(run.recipe)
     labels: JsonObject = {"app": name}
     service: JsonObject = {
@@ -149,7 +148,7 @@ def job_set(run: RunValues) -> list[JsonObject]:
 
 
 def train_job(run: RunValues) -> list[JsonObject]:
-    """Return a TrainJob for the `torch-distributed` runtime, whose variables identify the node of a pod."""
+    """Return a TrainJob for the `torch-distributed` runtime, whose variables tell a pod which node it is."""
     name = dns_label(run.recipe)
     command = launch_command(run, '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
     trainer: JsonObject = {
@@ -224,7 +223,7 @@ NAMES = {
     "V100-SXM2-16GB": "V100",
     "V100-SXM2-32GB": "V100-32GB",
 }
-"""Name of the accelerator in recipes -> its name in SkyPilot's catalogue."""
+"""Accelerator name in recipes -> name in SkyPilot's catalogue."""
 FIRST_NODE = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
 
 

@@ -1,4 +1,4 @@
-"""MaxText: a YAML file on top of its base.yml, and the command that starts a process on each node."""
+"""MaxText: a YAML file on top of MaxText's base.yml, and the command that starts a process on each node."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FILE = "maxtext.yml"
 
 @dataclass(frozen=True)
 class StepsFraction:
-    """Steps in the recipe. In MaxText, a fraction of the run, which is multiplied by its number of steps and rounded
-    down."""
+    """A number of steps in the recipe. MaxText has a fraction, which it multiplies by the run's number of steps and
+    rounds down."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -54,7 +54,7 @@ class StepsFraction:
 
 @dataclass(frozen=True)
 class LastFraction:
-    """The decay of WSD. In MaxText, a fraction of the run that results in an integer number of steps."""
+    """The decay phase of WSD. MaxText's fraction must result in an integer number of steps."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return StepsFraction().write(LastSteps().write(value, run), run)
@@ -65,8 +65,8 @@ class LastFraction:
 
 @dataclass(frozen=True)
 class PartOf:
-    """A factor of an axis's size. When reading, `complete` multiplies the factors, so none of them contradicts
-    another."""
+    """A factor of an axis's size. When the factors are read, `complete` multiplies them, so they cannot contradict each
+    other."""
 
     key: str
 
@@ -78,7 +78,7 @@ class PartOf:
 
 
 def axis_lines(axis: str, theirs: str, when: tuple[When, ...] = ()) -> tuple[Line, ...]:
-    """Return the lines for the two factors of an axis: within a node, and across nodes."""
+    """Return the lines for an axis's two factors: within a node, and across nodes."""
     places = (("ici", f"derived.within_node.{axis}"), ("dcn", f"derived.across_nodes.{axis}"))
     return tuple(Line(ours, f"{place}_{theirs}_parallelism", PartOf(ours), when) for place, ours in places)
 
@@ -88,14 +88,13 @@ PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
 SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
-"""MaxText has no constant schedule. It is replaced by a cosine that ends where it started, and `complete` recognises
-it."""
-SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec recomputes other operations"
+"""MaxText has no constant schedule. A cosine that ends where it started replaces it, and `complete` recognises it."""
+SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec keeps the outputs of other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matmuls"
-WARMUP = "its warm-up starts at 0, one update behind trainspec's"
-SHARDING = "XLA inserts the exchanges that its sharding rules need"
-NOTHING_HELD_OUT = "it holds out nothing from this file: it evaluates on other files (grain_eval_files)"
-SEED = "the initial weights are drawn differently"
+WARMUP = "MaxText's warm-up starts at 0, one update behind trainspec's"
+SHARDING = "XLA inserts the exchanges that the sharding rules require"
+NOTHING_HELD_OUT = "MaxText does not hold out samples: it evaluates on separate files (grain_eval_files)"
+SEED = "MaxText draws the initial weights differently"
 
 MODEL = (
     Line("model.num_layers", "base_num_decoder_layers"),
@@ -150,7 +149,7 @@ REST = (
     Line("batching.global_batch_size", ""),
     Line("train.max_steps", "steps"),
     Line("train.seed", "init_weights_seed", approximate=SEED),
-    Line("train.seed", "data_shuffle_seed", approximate="it has another order of samples"),
+    Line("train.seed", "data_shuffle_seed", approximate="MaxText orders the samples differently"),
     Line("train.log_interval_steps", "log_period"),
     Line("train.eval_interval_steps", "eval_interval", OrNone(-1)),
     Line("precision.compute", "dtype", Choice({"bf16": "bfloat16", "fp32": "float32"})),
@@ -185,31 +184,31 @@ FIXED = (
     Fixed("ici_fsdp_parallelism", 1, "zero_stage 1 shards the optimizer over the data axis", ZERO_1),
     Fixed("dcn_fsdp_parallelism", 1, "zero_stage 1 shards the optimizer over the data axis", ZERO_1),
     Fixed("base_config", "base.yml", "MaxText's defaults for all other keys"),
-    Fixed("run_name", "trainspec", "the folder of the run"),
-    Fixed("base_output_directory", "output", "the folder of checkpoints"),
-    Fixed("dataset_type", "grain", "the reader of files"),
+    Fixed("run_name", "trainspec", "the name of the run's folder"),
+    Fixed("base_output_directory", "output", "the folder for checkpoints"),
+    Fixed("dataset_type", "grain", "MaxText's reader for files"),
     Fixed("weight_dtype", "float32", "trainspec's weights are kept in fp32"),
     Fixed("mu_dtype", "float32", "the first moment is kept in fp32"),
     Fixed("mlp_activations", ["silu", "linear"], "a gated SiLU"),
-    Fixed("normalize_embedding_logits", False, "trainspec does not scale its logits"),
+    Fixed("normalize_embedding_logits", False, "trainspec does not scale logits"),
     Fixed("enable_dropout", False, "trainspec has no dropout"),
-    Fixed("learning_rate_final_fraction", 1.0, "the rate is constant", (CONSTANT,)),
+    Fixed("learning_rate_final_fraction", 1.0, "the learning rate is constant", (CONSTANT,)),
     Fixed("wsd_decay_style", "linear", "trainspec's decay is linear", (WSD,)),
     Fixed("save_checkpoint_on_start", False, "trainspec writes no checkpoint before the first step"),
 )
 LIMITS = {
-    "data.source": "trainspec emits only its reader of Megatron's NAME.bin with NAME.idx",
-    "layout.pp": "its pipeline is a loop over stages in one program, without trainspec's schedules",
-    "layout.context_method": "its Ulysses needs kernels for TPUs",
-    "layout.zero_stage": "XLA frees gathered parameters after use, or keeps a whole copy with zero_stage 1",
-    "layout.dp_replicate": "with zero_stage 1 it shards the optimizer over all data-parallel ranks",
+    "data.source": "trainspec only emits MaxText's reader for Megatron's NAME.bin with NAME.idx",
+    "layout.pp": "MaxText's pipeline is a loop over stages in one program, without trainspec's schedules",
+    "layout.context_method": "MaxText's Ulysses needs TPU kernels",
+    "layout.zero_stage": "XLA frees gathered parameters after use or, with zero_stage 1, keeps a full copy",
+    "layout.dp_replicate": "with zero_stage 1, MaxText shards the optimizer over all data-parallel ranks",
     "recompute": KEEPS_ALL,
     "optim.name": "",
-    "precision.matmul": "its quantisation recipes differ",
+    "precision.matmul": "MaxText's quantisation recipes differ",
 }
 NOT_CARRIED = {
-    "compile": "changes only the speed; XLA compiles the whole step",
-    "data.tokenizer": "the data are token ids",
+    "compile": "only changes the speed; XLA compiles the entire step",
+    "data.tokenizer": "the data consists of token ids",
 }
 
 
@@ -245,7 +244,8 @@ AXES = {
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Multiply the factors of each axis, and compute batch sizes and nodes from the axes."""
+    """Complete the values that were read: multiply the factors of each axis, and compute batch sizes and nodes from the
+    axes."""
     if keys.get("learning_rate_final_fraction") == 1.0:
         values |= {"optim.schedule.kind": "constant"}
     sizes = {axis: _product(names, keys) for axis, names in AXES.items()}

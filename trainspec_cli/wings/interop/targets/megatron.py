@@ -1,4 +1,4 @@
-"""Megatron-LM: the arguments of pretrain_gpt.py in a shell script, together with the environment that they need."""
+"""Megatron-LM: a shell script with the arguments of pretrain_gpt.py and the environment variables that they need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILE = "pretrain.sh"
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of each stage: `Et*17|t*15L`, with the embedding before them and the loss after them."""
+    """The layers of each pipeline stage, such as `Et*17|t*15L`. The embedding comes first and the loss last."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, list)
@@ -42,13 +42,13 @@ class StageLayers:
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
         stages = str(value).removeprefix("E").removesuffix("L").split("|")
         if not all(stage.startswith("t*") and stage[2:].isdecimal() for stage in stages):
-            raise UnsupportedValueError("E, then t*N for each stage with | between them, then L")
+            raise UnsupportedValueError("E, then t*N for each stage, separated by |, then L")
         return [int(stage[2:]) for stage in stages]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out fraction. In Megatron, percentages for training, validation and test."""
+    """The fraction of held-out data. Megatron has percentages for training, validation and test."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -63,7 +63,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class OneMore:
-    """A seed from 0 on; Megatron's seeds start at 1."""
+    """A seed of 0 or more. Megatron's seeds start at 1."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -81,14 +81,14 @@ def _by_fsdp(run: RunValues) -> bool:
 
 BY_FSDP = Where(_by_fsdp)
 BEFORE_BLACKWELL = unless("derived.arch", "blackwell")
-"""On chips before Blackwell, exchanges must be launched before the kernels with which they overlap."""
+"""On chips before Blackwell, exchanges must be launched before the kernels that they overlap with."""
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 FALLS = unless("optim.schedule.kind", "constant")
-AN_UPDATE = "its decay is at most one update behind trainspec's"
-PADDED = "the vocabulary is padded to a multiple of 128 x tp"
-SEED = "its seeds are positive, so this is one more; the initial weights are drawn differently"
-ATTENTION = "it recomputes the attention core, according to its own list of modules"
-BY_DOCUMENT = "it holds out the last documents; trainspec chooses them by a hash"
+AN_UPDATE = "Megatron's decay is at most one update behind trainspec's"
+PADDED = "Megatron pads the vocabulary to a multiple of 128 x tp"
+SEED = "Megatron's seed is one more, because it must be positive; the initial weights are drawn differently"
+ATTENTION = "Megatron recomputes the attention core, according to its list of modules"
+BY_DOCUMENT = "Megatron holds out the last documents; trainspec selects them by a hash"
 
 MODEL = (
     Line("model.num_layers", "--num-layers"),
@@ -221,48 +221,48 @@ FIXED = (
     Fixed("--disable-bias-linear", True, "trainspec's linear layers have no bias"),
     Fixed("--attention-dropout", 0.0, "trainspec has no dropout"),
     Fixed("--hidden-dropout", 0.0, "trainspec has no dropout"),
-    Fixed("--tokenizer-type", "NullTokenizer", "the data are token ids"),
+    Fixed("--tokenizer-type", "NullTokenizer", "the data consists of token ids"),
     Fixed("--use-megatron-fsdp", True, "Megatron-FSDP implements ZeRO 2 and 3", (BY_FSDP,)),
     Fixed("--use-distributed-optimizer", True, "Megatron-FSDP needs it", (BY_FSDP,)),
-    Fixed("--ckpt-format", "fsdp_dtensor", "the checkpoint format of Megatron-FSDP", (BY_FSDP,)),
+    Fixed("--ckpt-format", "fsdp_dtensor", "Megatron-FSDP's checkpoint format", (BY_FSDP,)),
     Fixed("--lr-wsd-decay-style", "linear", "trainspec's decay is linear", (WSD,)),
     Fixed("--recompute-method", "uniform", "every block is recomputed", (given("recompute", "full"),)),
-    Fixed("--recompute-num-layers", 1, "blocks are recomputed one by one", (given("recompute", "full"),)),
+    Fixed("--recompute-num-layers", 1, "each block is recomputed separately", (given("recompute", "full"),)),
     Fixed("--fp8-format", "e4m3", "trainspec's format", (unless("precision.matmul", "compute"),)),
     Fixed("--eval-iters", 0, "no evaluation", (given("train.eval_interval_steps", None),)),
-    Fixed("--save", "checkpoints", "the folder of checkpoints"),
+    Fixed("--save", "checkpoints", "the folder for checkpoints"),
     Fixed(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         1,
-        "exchanges of tp and cp are launched in order",
+        "launches the exchanges of tp and cp in order",
         (Where(lambda run: not _by_fsdp(run) and (run["layout.tp"] != 1 or run["layout.cp"] != 1)), BEFORE_BLACKWELL),
         "environment",
     ),
 )
 
 LIMITS = {
-    "data.source": "it reads NAME.bin with NAME.idx",
+    "data.source": "Megatron only reads NAME.bin with NAME.idx",
     "layout.pipeline_schedule": "",
-    "layout.dp_replicate": "its FSDP shards over all data-parallel ranks; zero_stage 1 supports replicas",
+    "layout.dp_replicate": "Megatron-FSDP shards over all data-parallel ranks; zero_stage 1 supports replicas",
     "optim.name": "",
-    "offload": "its optimizer offload needs the precision-aware optimizer of Transformer Engine",
-    "cluster.device": "it trains on GPUs",
+    "offload": "Megatron's optimizer offload needs Transformer Engine's precision-aware optimizer",
+    "cluster.device": "Megatron only trains on GPUs",
 }
 NOT_CARRIED = {
-    "checkpoint.keep_last": "it keeps every checkpoint; --save-retain-interval deletes some of them",
-    "compile": "changes only the speed; its kernels are fused by hand",
-    "data.tokenizer": "the data are token ids",
+    "checkpoint.keep_last": "Megatron keeps every checkpoint; --save-retain-interval deletes some of them",
+    "compile": "only changes the speed; Megatron has hand-written fused kernels",
+    "data.tokenizer": "the data consists of token ids",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if Megatron-FSDP would write checkpoints asynchronously."""
+    """Yield a problem if checkpoints should be asynchronous, which Megatron-FSDP does not support."""
     if run["checkpoint.mode"] == "async" and _by_fsdp(run):
         message = "`checkpoint.mode` is async, but Megatron-FSDP writes checkpoints synchronously"
         yield Problem("not_said", message, "checkpoint.mode", "set checkpoint.mode=sync")
 
 
-WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # FSDP refuses the value 1"
+WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # FSDP rejects the value 1"
 
 
 def render(translation: Translation, run: RunValues) -> dict[str, str]:
@@ -282,12 +282,12 @@ WITHOUT_FLAGS: dict[str, JsonValue] = {
     "checkpoint.mode": "sync",
     "layout.sequence_parallel": False,
 }
-"""Megatron's behaviour without certain flags."""
+"""How Megatron behaves without certain flags."""
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Complete the values: missing flags mean Megatron's defaults; without a sharding flag, the state is not
-    sharded."""
+    """Complete the values that were read. Missing flags mean Megatron's defaults; without a sharding flag, the state is
+    not sharded."""
     values = {**WITHOUT_FLAGS, **values}
     if "--swiglu" in keys:
         values |= {"model.activation": "silu", "model.gated_mlp": True}
@@ -297,7 +297,7 @@ def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
 
 
 def sharded(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the values with an unsharded layout if no key sets the sharding."""
+    """Return the values with an unsharded layout, unless a key sets the sharding."""
     if "layout.zero_stage" not in values:
         return {**values, "layout.dp_shard": 1, "layout.dp_replicate": "auto"}
     return values

@@ -1,6 +1,7 @@
 """Megatron-Bridge: a Python module that builds a `ConfigContainer` and trains with it, started by torchrun.
 
-It runs the same Megatron as `megatron`, whose arguments are fields here, so most of the table is a renamed copy."""
+Megatron-Bridge runs the same Megatron as the target `megatron`. Most of Megatron's arguments are fields here, so most
+of the table is a renamed copy."""
 
 from __future__ import annotations
 
@@ -96,14 +97,14 @@ NOT_RENAMED = (
     "--group-query-attention",
     "--disable-bias-linear",
 )
-"""Arguments whose field has the opposite meaning, or that have no field."""
+"""Arguments that have no field, or whose field has the opposite meaning."""
 BF16 = given("precision.compute", "bf16")
 FP16 = given("precision.compute", "fp16")
 FP32 = unless("precision.compute", "bf16", "fp16")
 
 
 LINES = (
-    # Lines whose field has the same values as the argument.
+    # Lines whose field takes the same values as the argument
     *(
         replace(line, theirs=NAMES.get(line.theirs, line.theirs))
         for line in megatron.LINES
@@ -115,7 +116,7 @@ LINES = (
     Line("precision.reduce", "mixed_precision.grad_reduce_in_fp32", Choice({"fp32": True, "bf16": False})),
     Line("optim.weight_decay", "scheduler.start_weight_decay"),
     Line("optim.weight_decay", "scheduler.end_weight_decay"),
-    Line("train.seed", "dataset.random_seed", approximate="it has another order of samples"),
+    Line("train.seed", "dataset.random_seed", approximate="Megatron-Bridge orders the samples differently"),
     Line("checkpoint.keep_last", "checkpoint.most_recent_k"),
 )
 FIXED = (
@@ -126,18 +127,18 @@ FIXED = (
     ),
     Fixed("model.activation_func", "silu", "a gated SiLU"),
     Fixed("model.add_bias_linear", False, "trainspec's linear layers have no bias"),
-    Fixed("model.should_pad_vocab", True, "the vocabulary is sharded over tp"),
-    Fixed("mixed_precision.params_dtype", "torch.bfloat16", "the format of computation", (BF16,)),
-    Fixed("mixed_precision.pipeline_dtype", "torch.bfloat16", "the format of messages between stages", (BF16,)),
-    Fixed("mixed_precision.params_dtype", "torch.float16", "the format of computation", (FP16,)),
-    Fixed("mixed_precision.pipeline_dtype", "torch.float16", "the format of messages between stages", (FP16,)),
+    Fixed("model.should_pad_vocab", True, "tp shards a padded vocabulary"),
+    Fixed("mixed_precision.params_dtype", "torch.bfloat16", "the compute format", (BF16,)),
+    Fixed("mixed_precision.pipeline_dtype", "torch.bfloat16", "the format for messages between stages", (BF16,)),
+    Fixed("mixed_precision.params_dtype", "torch.float16", "the compute format", (FP16,)),
+    Fixed("mixed_precision.pipeline_dtype", "torch.float16", "the format for messages between stages", (FP16,)),
     Fixed("dist.use_megatron_fsdp", True, "Megatron-FSDP implements ZeRO 2 and 3", (megatron.BY_FSDP,)),
     Fixed("dataset.reset_position_ids", False, "positions count from the start of a sample"),
-    Fixed("dataset.reset_attention_mask", False, "documents of a sample attend to each other"),
-    Fixed("dataset.eod_mask_loss", False, "every token is trained"),
+    Fixed("dataset.reset_attention_mask", False, "documents in a sample attend to each other"),
+    Fixed("dataset.eod_mask_loss", False, "the loss covers every token"),
     Fixed("dataset.dataloader_type", "single", "samples are read in one pass"),
     Fixed("scheduler.weight_decay_incr_style", "constant", "the weight decay is constant"),
-    Fixed("checkpoint.load", "checkpoints", "a restarted run continues"),
+    Fixed("checkpoint.load", "checkpoints", "a restarted run resumes from here"),
 )
 NOT_CARRIED = {key: why for key, why in megatron.NOT_CARRIED.items() if key != "checkpoint.keep_last"}
 CALLS = {
@@ -155,17 +156,17 @@ CALLS = {
     "dist": "DistributedInitConfig",
     "mixed_precision": "MixedPrecisionConfig",
 }
-"""Section of the configuration -> its class."""
+"""Section of the configuration -> the section's class."""
 REQUIRED = ("ddp",)
 """Sections that the configuration must contain even if they are empty."""
 DTYPES = ("params_dtype", "pipeline_dtype")
-"""Fields whose value is a type of torch."""
+"""Fields whose values are torch types."""
 ELSEWHERE = {
     "GPTModelProvider": "megatron.bridge.models.gpt_provider",
     "MixedPrecisionConfig": "megatron.bridge.training.mixed_precision",
     "TokenizerConfig": "megatron.bridge.training.tokenizers.config",
 }
-"""Class -> its module, if that is not `CONFIG`."""
+"""Class -> the module that contains it, if that is not `CONFIG`."""
 CONFIG = "megatron.bridge.training.config"
 MAIN = """
 
@@ -178,7 +179,7 @@ if __name__ == "__main__":
 
 
 def module_text(keys: Keys, run: RunValues) -> str:
-    """Return the Python module, which consists of literal values."""
+    """Return the Python module, which only contains literal values."""
     sections = {**{name: {} for name in REQUIRED}, **nest(keys)}
     arguments = []
     for name, call in CALLS.items():
@@ -213,8 +214,8 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Complete the values: missing fields mean Megatron's defaults; two particular fields together mean a gated
-    SiLU."""
+    """Complete the values that were read. Missing fields mean Megatron's defaults; two specific fields together mean a
+    gated SiLU."""
     values = {**megatron.WITHOUT_FLAGS, **values}
     if keys.get("model.activation_func") == "silu" and keys.get("model.gated_linear_unit") is True:
         values |= {"model.activation": "silu", "model.gated_mlp": True}

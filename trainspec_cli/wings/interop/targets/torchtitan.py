@@ -64,14 +64,14 @@ FLAVORS: Mapping[str, JsonObject] = {
     "qwen3.14B": _sizes(QWEN3, 40, 5120, 40, 17408, tied_embeddings=False),
     "qwen3.32B": _sizes(QWEN3, 64, 5120, 64, 25600, tied_embeddings=False),
 }
-"""Model and size in torchtitan's registry -> the keys of `model` that they imply."""
+"""Model and size in torchtitan's registry -> the values of `model` keys that they imply."""
 MODEL_KEYS = tuple(f"model.{key}" for key in FLAVORS["llama3.8B"])
 ROPE = "torchtitan's Llama 3 scales rotary frequencies like Llama 3.1, and initialises weights differently"
 
 
 @dataclass(frozen=True)
 class Flavor:
-    """The model's sizes, as a name in the registry."""
+    """The sizes of the model, which torchtitan's registry identifies by a name."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for name, sizes in FLAVORS.items():
@@ -86,7 +86,7 @@ class Flavor:
 
 
 NO_PIPELINE = given("layout.pp", 1)
-DECAYS_ALL = "it decays all parameters in one group; trainspec skips norms and biases"
+DECAYS_ALL = "torchtitan applies weight decay to all parameters; trainspec skips norms and biases"
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -94,10 +94,10 @@ SCHEDULES = {
     "zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
-AN_UPDATE = "its decay is at most one update ahead of trainspec's"
-EVEN_SPLIT = "trainspec splits the layers by planned times; torchtitan splits them as evenly as possible"
-ZERO_BUBBLE = "its zero bubble schedule has two stages on each rank; trainspec's has one"
-OPS = "it keeps the results of some operations; trainspec recomputes only the attention core"
+AN_UPDATE = "torchtitan's decay is at most one update ahead of trainspec's"
+EVEN_SPLIT = "trainspec splits the layers by planned time, torchtitan as evenly as possible"
+ZERO_BUBBLE = "torchtitan's zero-bubble schedule has two stages per rank; trainspec's has one"
+OPS = "torchtitan keeps the results of some operations; trainspec recomputes only the attention core"
 
 LINES = (
     Line("model.num_layers", "model", Flavor(), approximate=ROPE, also=MODEL_KEYS),
@@ -183,7 +183,7 @@ LINES = (
         when=(given("recompute", "selective"),),
         approximate=OPS,
     ),
-    # There is no value for "never", so a step that the run does not reach is used.
+    # torchtitan has no value for "never", so use an interval that no run reaches.
     Line("checkpoint.interval_steps", "checkpoint.interval", OrNone(1_000_000_000)),
     Line("checkpoint.mode", "checkpoint.async_mode", Choice({"async": "async", "sync": "disabled"})),
     Line("checkpoint.keep_last", "checkpoint.keep_latest_k", AtLeast(2)),
@@ -202,28 +202,28 @@ FIXED = (
     ),
     Fixed("checkpoint.enable", True, "trainspec always writes checkpoints"),
     Fixed("checkpoint.last_save_model_only", False, "trainspec can resume from its last checkpoint"),
-    Fixed("dataloader.dataset", "c4", "a data set that torchtitan registers"),
-    Fixed("lr_scheduler.min_lr_factor", 1.0, "the rate is constant", (CONSTANT,)),
+    Fixed("dataloader.dataset", "c4", "a dataset that torchtitan registers"),
+    Fixed("lr_scheduler.min_lr_factor", 1.0, "the learning rate is constant", (CONSTANT,)),
 )
 
 LIMITS = {
-    "optim.name": "its other optimizers need a group for each kind of parameter",
+    "optim.name": "torchtitan's other optimizers need a group for each kind of parameter",
     "optim.grad_clip_norm": "",
     "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
-    "layout.etp": "it does not shard experts by tensor parallelism",
-    "layout.virtual_stages": "the schedule determines the number of stages on a rank",
-    "layout.context_method": "it sends keys and values round the ring",
-    "precision.reduce": "gradients are summed in float32",
-    "precision.matmul": "its fp8 is a converter of the model: see torchtitan's config_registry",
-    "offload": "it offloads parameters, gradients and optimizer state together",
+    "layout.etp": "torchtitan does not shard experts by tensor parallelism",
+    "layout.virtual_stages": "the schedule determines the number of stages per rank",
+    "layout.context_method": "torchtitan sends keys and values around a ring",
+    "precision.reduce": "torchtitan sums gradients in float32",
+    "precision.matmul": "torchtitan's fp8 is a model converter: see its config_registry",
+    "offload": "torchtitan offloads parameters, gradients and optimizer state together",
     "data.source": "",
-    "train.eval_interval_steps": "its validator reads a separate data set",
-    "cluster.device": "it trains on GPUs",
+    "train.eval_interval_steps": "torchtitan's validator reads a separate dataset",
+    "cluster.device": "torchtitan only trains on GPUs",
 }
 OF_RECIPE = {
-    "data": "it reads data sets that hf_datasets/text_datasets.py registers: c4, or yours if you add it",
-    "data.tokenizer": "Trainer.Config's hf_assets_path is the folder of the tokenizer",
-    "train.max_skipped_steps": "it has no rule for steps that are not finite",
+    "data": "torchtitan reads datasets registered in hf_datasets/text_datasets.py: c4, or yours if you add it",
+    "data.tokenizer": "the tokenizer's folder is Trainer.Config's hf_assets_path",
+    "train.max_skipped_steps": "torchtitan does not handle non-finite steps",
 }
 IMPORTS = """from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -247,20 +247,20 @@ CALLS = {
     "debug": "DebugConfig",
     "dataloader": "HuggingFaceTextDataLoader.Config",
 }
-"""Section of the configuration -> the call that creates it."""
+"""Section of the configuration -> the call that builds the section."""
 RECOMPUTES = {None: "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
 LOSS = "ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)))"
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if the gradient is not clipped."""
+    """Yield a problem if gradients should not be clipped."""
     if run["optim.grad_clip_norm"] is None:
         message = "`optim.grad_clip_norm` is null, but torchtitan always clips"
         yield Problem("not_said", message, "optim.grad_clip_norm", "set optim.grad_clip_norm=1e9")
 
 
 def module_text(translation: Translation, run: RunValues) -> str:
-    """Return the Python module, which consists of literal values and calls of torchtitan's functions."""
+    """Return the Python module, which only contains literal values and calls of torchtitan's functions."""
     sections = nest(translation.keys_of("config"))
     family, _, size = str(sections.pop("model")).partition(".")
     recompute = RECOMPUTES[sections.pop("activation_checkpoint")]  # type: ignore[index]
@@ -288,7 +288,8 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Complete the values: a minimal factor of 1 means a constant rate; a flavor implies the sizes of its model."""
+    """Complete the values that were read. A minimal factor of 1 means a constant rate; a flavor implies the sizes of
+    its model."""
     if keys.get("lr_scheduler.min_lr_factor") == 1.0:
         values["optim.schedule.kind"] = "constant"
         values.pop("optim.schedule.final_lr_ratio", None)

@@ -1,4 +1,4 @@
-"""transformers: the arguments of its Trainer as JSON, started by Accelerate, for the user's script."""
+"""transformers: the Trainer's arguments as JSON, for the user's script, which Accelerate starts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from trainspec_cli.wings.interop.target import (
 from trainspec_cli.wings.interop.targets import accelerate
 
 ARGUMENTS = "training_args.json"
-WARMUP = "its warm-up starts at 0, one update behind trainspec's"
+WARMUP = "the Trainer's warm-up starts at 0, one update behind trainspec's"
 ANY_ADAM = given("optim.name", "adamw", "adamw8bit")
-BITSANDBYTES = "bitsandbytes scales blocks of another size"
+BITSANDBYTES = "bitsandbytes' quantisation blocks have another size"
 SAVES = unless("checkpoint.interval_steps", None)
-NO_END = "the Trainer writes no checkpoint at the end: call save_model in your script"
+NO_END = "the Trainer writes no final checkpoint: call save_model in your script"
 
 
 SET_BY_TRAINER = ("recompute", "compile", "derived.grad_accum_steps")
@@ -50,7 +50,7 @@ UPDATE = (
     Line("optim.weight_decay", "weight_decay"),
     Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
 )
-"""Arguments that axolotl, which uses the Trainer, also has under the same names."""
+"""Arguments that also exist in axolotl, which uses the Trainer, under the same names."""
 BY_TRAINER = (
     Line("batching.micro_batch_size", "per_device_train_batch_size"),
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
@@ -107,7 +107,7 @@ FIXED = (
         for fixed in accelerate.FIXED
         if not fixed.theirs.startswith("dynamo")
     ),
-    Fixed("output_dir", "output", "the folder of checkpoints"),
+    Fixed("output_dir", "output", "the folder for checkpoints"),
     Fixed("lr_scheduler_kwargs.decay_type", "linear", "trainspec's decay is linear", (WSD,)),
     Fixed("save_strategy", "steps", "the checkpoint interval is in steps", (SAVES,)),
     Fixed("eval_strategy", "steps", "the interval is in steps", (unless("train.eval_interval_steps", None),)),
@@ -115,10 +115,10 @@ FIXED = (
 
 LIMITS = {
     **accelerate.LIMITS,
-    "recompute": "it recomputes whole blocks",
+    "recompute": "the Trainer can only recompute entire blocks",
     "optim.name": "",
     "train.early_stop_evals": "your script passes an EarlyStoppingCallback",
-    "checkpoint.keep_best": "it needs the name of your metric (load_best_model_at_end)",
+    "checkpoint.keep_best": "the Trainer needs the name of your metric (load_best_model_at_end)",
 }
 OF_SCRIPT = {
     **{key: SCRIPT[key] for key in ("model", "lora", "init", "data")},

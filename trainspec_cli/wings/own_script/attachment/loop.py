@@ -27,8 +27,9 @@ Batch = TypeVar("Batch")
 
 @dataclass
 class DataPosition:
-    """The position in the data: `batch` batches of the epoch are done. `began` is this rank's random state at the start
-    of the epoch, and `random` is the state after the newest step. Checkpoints store these fields by name."""
+    """The position in the data: the first `batch` batches of the epoch are done. `began` is this rank's random state at
+    the start of the epoch, and `random` is the state after the newest step. Checkpoints store the fields under these
+    names."""
 
     epoch: int = 0
     batch: int = 0
@@ -37,7 +38,7 @@ class DataPosition:
 
 
 class StepLoop:
-    """Yields batches, counts steps and writes checkpoints."""
+    """Yields the batches of a loop, counts its steps and writes checkpoints."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class StepLoop:
         self._trained = Trained(model, optimizer, {"scheduler": scheduler} if scheduler else {})
         self._saved_step = -1
         if run.shares and self._trained.is_sharded:
-            message = "speeds of ranks cannot be measured if they shard the model: forward passes wait for each other"
+            message = "rank speeds cannot be measured for a sharded model, because forward passes wait for other ranks"
             raise RecipeError(Problem("unsupported", message, "largest_share", "leave largest_share out"))
 
     def run(self, loader: Iterable[Batch], epochs: int) -> Iterator[Batch]:
@@ -79,13 +80,15 @@ class StepLoop:
                     self._save(position)
             else:
                 position = DataPosition(position.epoch + 1)
-        # The last step started an exchange that is still pending.
+        # The last step started an exchange, which is still pending.
         self._ranks.finish_exchanges()
         self._save(position)
 
     def _batches(self, loader: Iterable[Batch], position: DataPosition) -> Iterator[Batch]:
-        """Yield the rest of an epoch. If a loader does not come from `sharded`, its order depends on torch's random
-        numbers. Its epoch is therefore restarted with the same random state, and finished batches are skipped."""
+        """Yield the rest of an epoch.
+
+        If a loader does not come from `sharded`, its order depends on torch's random numbers. Its epoch therefore
+        starts again with the same random state, skipping the finished batches."""
         if position.began:
             torch_state.set_random_state(position.began)
         else:
@@ -109,8 +112,8 @@ class StepLoop:
         while True:
             began_s = time.monotonic()
             if isinstance(sampler, ShardedBatches) and self._share(sampler):
-                # The sample shares have changed, so the rest of the epoch is read again. The sampler draws no random
-                # numbers, but torch's loader does, so the random state is restored.
+                # The sample shares have changed, so start the rest of the epoch again. The sampler draws no random
+                # numbers, but torch's loader does, so restore the random state.
                 sampler.first = position.batch
                 kept = torch_state.random_state()
                 batches = iter(loader)
@@ -122,7 +125,7 @@ class StepLoop:
             yield batch  # type: ignore[misc]  # it is not the sentinel
 
     def _share(self, sampler: ShardedBatches) -> bool:
-        """Pass the sample shares for the next step to the sampler; return whether they have changed."""
+        """Pass the sample shares for the next step to the sampler. Return whether they have changed."""
         counts = self._run.shares.divide(self._run.step) if self._run.shares else sampler.counts
         changed = counts != sampler.counts
         sampler.counts = counts
@@ -141,15 +144,16 @@ class StepLoop:
         step = 0
         if path is not None:
             state = torch_state.read_state(path)
-            # Ranks that are missing from the checkpoint start at its position and keep their random state.
+            # Ranks that the checkpoint does not contain start at its position, and keep their own random states.
             places: Any = state["places"]
             ranks = self._ranks.count
             was = len(places)
             if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):
                 message = (
-                    f"{path} has the state of {was} ranks, but {ranks} ranks train on a loader that depends on them"
+                    f"{path} contains the state of {was} ranks, but there are {ranks} ranks, and the loader's order "
+                    "depends on their states"
                 )
-                usual = "use job.sharded(dataset, batch_size), whose order is the same for any number"
+                usual = "use job.sharded(dataset, batch_size), whose order does not depend on the number of ranks"
                 hint = f"{usual}; or start {was} ranks"
                 raise RecipeError(Problem("other_ranks", message, "checkpoints", hint))
             if self._ranks.number < was:
@@ -165,7 +169,7 @@ class StepLoop:
         return position
 
     def _save(self, position: DataPosition) -> None:
-        """Write a checkpoint: all ranks send their positions to rank 0, which writes it."""
+        """Write a checkpoint. All ranks send their positions to rank 0, which writes the checkpoint."""
         if self._run.checkpoints is None or self._run.step == self._saved_step:
             return
         began_s = time.monotonic()

@@ -18,7 +18,7 @@ UNIT = "steps"
 
 
 class StepCounter(Protocol):
-    """The hook in this process (`wings/own_script/hook/sitecustomize.py`)."""
+    """The interface of the hook that runs in this process (`wings/own_script/hook/sitecustomize.py`)."""
 
     def attach(self, before: int, rank: int, world_size: int) -> None: ...
 
@@ -26,16 +26,16 @@ class StepCounter(Protocol):
 
 
 def attach_counter(rank: int, ranks: int) -> StepCounter | None:
-    """Return the hook. From now on it ignores optimizer steps, because torch takes one when it restores an optimizer.
-    None outside a run, or if Python has not loaded the hook (`python -I`)."""
-    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # it is a module with this interface
+    """Return the hook, which from now on ignores optimizer steps, because torch takes a step when it restores an
+    optimizer. None outside a run, or if Python has not loaded the hook (`python -I`)."""
+    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module that has this interface
     if hook:
         hook.attach(0, rank, ranks)
     return hook
 
 
 class StepRecord:
-    """The events of one rank. Outside a run, nothing is written."""
+    """Records the events of one rank. Outside a run, nothing is written."""
 
     def __init__(self, run: RunDir | None, rank: int, ranks: int):
         self._writer = EventWriter(run.events(rank), rank) if run else None
@@ -75,7 +75,7 @@ class StepRecord:
         self._figures |= figures
 
     def waited(self, seconds: float) -> None:
-        """Add the time for which the step waited for its data."""
+        """Add time for which the step waited for its data."""
         self._waited_s += seconds
 
     def step(self, step: int) -> None:
@@ -110,17 +110,17 @@ class StepRecord:
             self._writer.write(CheckpointEvent(step=step, path=path, bytes=size_bytes, seconds=seconds))
 
     def evaluated(self, step: int, heldout_loss: SupportsFloat, accuracy: SupportsFloat | None, seconds: float) -> None:
-        """Record an evaluation; its `seconds` do not count towards a step."""
+        """Record an evaluation. Its `seconds` do not count towards a step's time."""
         self._excluded_s += seconds
         if self._writer:
             event = EvalEvent(step=step, heldout_loss=_number(heldout_loss), seconds=seconds)
-            if accuracy is None:  # the number of bytes is unknown
+            if accuracy is None:  # the size is unknown
                 self._writer.write(replace(event, heldout_bits_per_byte=None))
             else:
                 self._writer.write(replace(event, heldout_accuracy=_number(accuracy)))
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """Return a value (possibly a tensor with a gradient) as a float; None if it is not finite, as in events."""
+    """Return a value, such as a tensor with a gradient, as a float; None if it is not finite, as in events."""
     number = float(getattr(value, "detach", lambda: value)())
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""The run from the point of view of a script: `run = attach()`."""
+"""A run as seen by the user's script: `run = attach()`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Batch = TypeVar("Batch")
 
 
 class AttachedRun:
-    """A script's run. `step`: number of steps over all starts. `is_stopping`: whether the run was asked to stop; then
-    the script should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must initialise
-    before it first uses this object."""
+    """A script's run. `step`: number of steps over all starts. `is_stopping`: whether the run was asked to stop, in
+    which case the script should end. Ranks are those of torch.distributed, JAX or TensorFlow, which the script must
+    initialise before it first uses this object."""
 
     def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
-        """`progress`: the folder of this start, where its processes count their steps."""
+        """`progress`: the folder in which the processes of this start count their steps."""
         self.folder = run.root if run else None
         self.checkpoints = checkpoints
         self.step = 0
@@ -57,8 +57,9 @@ class AttachedRun:
         largest_share: int | None = None,
         **options: object,
     ) -> DataLoader[Batch]:
-        """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is that of one step over all
-        ranks, each of which takes an equal share; `options` are those of torch's DataLoader, such as num_workers.
+        """Return a loader whose order depends only on `seed` and the epoch. `batch_size` is the number of samples in a
+        step over all ranks, each of which takes an equal share. `options` are passed to torch's DataLoader, such as
+        num_workers.
 
         With `largest_share`, sample shares adapt to the ranks' measured speeds, as in a run of a recipe; no rank takes
         more samples per step than that. The loss must then be passed to `weighted`."""
@@ -76,8 +77,8 @@ class AttachedRun:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the mean loss of this rank's samples, weighted by its share of the step. DistributedDataParallel
-        averages gradients over ranks, so it then yields the gradient of the mean over all samples. Call this once per
-        step."""
+        averages gradients over ranks. With this weight, the average is the gradient of the mean over all samples. Call
+        this once per step."""
         return self.shares.weighted(loss) if self.shares else loss
 
     def steps(
@@ -100,7 +101,7 @@ class AttachedRun:
     # Any framework
 
     def begin(self, step: int = 0, parameters: int = 0, restored_from: Path | None = None) -> None:
-        """Report that training starts after `step`. This is optional, because otherwise the first `step_done` does
+        """Report that training starts after `step`. Calling this is optional: otherwise the first `step_done` reports
         it."""
         ranks = self._join()
         self.step = step
@@ -135,7 +136,7 @@ class AttachedRun:
         """Record the loss on held-out data after the newest step, and the duration of the evaluation."""
         self.record.evaluated(self.step, heldout_loss, accuracy, seconds)
 
-    # Trainers
+    # Callbacks for trainers
 
     def transformers_callback(self) -> TrainerCallback:
         """Return a callback for transformers' Trainer. It records steps, losses and held-out losses, and makes the
@@ -151,7 +152,7 @@ class AttachedRun:
 
         return RunHooks(self)
 
-    # For the modules in this package
+    # For the other modules in this package
 
     @property
     def record(self) -> StepRecord:
@@ -161,15 +162,15 @@ class AttachedRun:
         return self._record
 
     def _join(self) -> ScriptRanks:
-        """Return the ranks, which are determined on first use, after the script has initialised them."""
+        """Return the ranks. They are determined on first use, after the script has initialised them."""
         if self._ranks is None:
             self._ranks = ScriptRanks(self._progress)
         return self._ranks
 
 
 def connect(checkpoints: str | Path | None) -> AttachedRun:
-    """Return the run for which `trainspec run` started this process. Outside a run, return one without a folder and
-    print a note on stderr."""
+    """Return the run for which `trainspec run` started this process. Outside a run, return a run without a folder, and
+    print a note to stderr."""
     launch, _, progress = os.environ.get(PROGRESS, "").partition(":")
     inside = bool(launch) and launch == os.environ.get(LAUNCH_ID) and Path(progress).is_dir()
     run = RunDir(Path(progress).parents[1]) if inside else None

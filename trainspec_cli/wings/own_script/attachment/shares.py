@@ -4,7 +4,7 @@ As in a run of a recipe, shares can adapt to the ranks' measured speeds. The spe
 passes: the time from receiving a batch to `weighted(loss)`, which contains no exchange between data-parallel ranks. The
 measurements of a step are exchanged during the next step, all ranks decide with the same function
 (`balance/decisions/shares.py`), and rank 0 records the directive before it takes effect. A later start of the run
-follows the directives at the same steps."""
+follows these directives at the same steps."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The sample shares of one script. Called collectively by all ranks. `run`: None outside a run; then
+    """The sample shares of one script. Called collectively by all ranks. `run` is None outside a run, in which case
     nothing is recorded."""
 
     def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
-        """`largest`: maximum number of samples per rank per step. Raises RecipeError if that is too small."""
+        """`largest`: maximum number of samples per rank per step. Raises RecipeError if this is too small for the
+        batch."""
         if largest * ranks.count < batch_size or batch_size < ranks.count:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
-            hint = f"give {math.ceil(batch_size / ranks.count)} or more, and at least one sample for each rank"
+            hint = f"set it to {math.ceil(batch_size / ranks.count)} or more, and use at least one sample per rank"
             raise RecipeError(Problem("out_of_range", message, "largest_share", hint))
         self._run = run
         self._ranks = ranks
@@ -67,7 +68,7 @@ class Shares:
         return self._even.counts(self._batch_size)
 
     def divide(self, step: int) -> tuple[int, ...]:
-        """Return each rank's number of samples in the step after update `step`."""
+        """Return the number of samples per rank for the step after update `step`."""
         if reached := [counts for at, counts in self._ahead if at <= step]:
             self._ahead = [(at, counts) for at, counts in self._ahead if at > step]
             self._scheduler.follow(Division(tuple(map(float, reached[-1])), self._largest))
@@ -77,7 +78,7 @@ class Shares:
         return self._scheduler.division.counts(self._batch_size)
 
     def begin_step(self) -> None:
-        """Start timing this rank's step, once it has its batch."""
+        """Start timing this rank's step once the rank has its batch."""
         self._clock.begin()
 
     def weighted(self, loss: Tensor) -> Tensor:
@@ -92,8 +93,10 @@ class Shares:
         RecipeError if the loss was not weighted, because that would make the gradients wrong."""
         computed_s, passed_s = self._clock.read()
         if computed_s is None:
-            message = "a step has ended without job.weighted(loss), or with more than one call"
-            hint = "with unequal shares, call job.weighted(loss).backward() once in a step"
+            message = (
+                "a step must call job.weighted(loss) exactly once, but this step called it never or more than once"
+            )
+            hint = "with unequal shares, call job.weighted(loss).backward() once per step"
             raise RecipeError(Problem("not_weighted", message, "largest_share", hint))
         self._tracker.note(self._own, 1, computed_s, max(0.0, passed_s - computed_s))
         self._cost.note(self._own, 1, computed_s)
@@ -135,7 +138,7 @@ class Shares:
 
 
 class _Stopwatch:
-    """The time from receiving a batch to the loss; on a GPU, it is measured on the GPU."""
+    """The time from receiving a batch to the loss. On a GPU, it is measured there."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
@@ -160,8 +163,8 @@ class _Stopwatch:
             self._events[1].record()
 
     def read(self) -> tuple[float | None, float]:
-        """Return the time in seconds to the loss (None unless the loss was computed exactly once), and for the full
-        step."""
+        """Return the seconds from the batch to the loss (None unless the loss was computed exactly once), and for the
+        full step."""
         passed_s = time.monotonic() - self._began_s
         if self._ends != 1:
             return None, passed_s
@@ -172,8 +175,8 @@ class _Stopwatch:
 
 
 class ShardedBatches:
-    """A batch sampler: step N of an epoch takes the N-th group of `batch_size` samples in a permutation, and each rank
-    takes its share of them (`counts`; equal if empty), in order. Samples at the end of an epoch that do not fill a
+    """A batch sampler for one rank. Step N of an epoch takes the N-th group of `batch_size` samples in a permutation.
+    The ranks split this group in order (`counts`; equally if empty). Samples at the end of an epoch that do not fill a
     batch are dropped."""
 
     def __init__(
@@ -194,9 +197,9 @@ class ShardedBatches:
             raise RecipeError(Problem("not_divisible", message, "batch_size", hint))
         if samples < batch_size:
             message = f"batch_size={batch_size} is more than the dataset's {samples} samples"
-            raise RecipeError(Problem("too_large", message, "batch_size", f"give {samples} at most"))
+            raise RecipeError(Problem("too_large", message, "batch_size", f"set it to at most {samples}"))
         self.counts = counts or (batch_size // ranks,) * ranks
-        """Number of samples per step for each rank, for the next iteration."""
+        """Number of samples per step for each rank, from the next iteration on."""
         self._samples = samples
         self._batch_size = batch_size
         self._rank = rank
@@ -204,7 +207,7 @@ class ShardedBatches:
         self._shuffle = shuffle
         self.epoch = 0
         self.first = 0
-        """The first batch of the next iteration."""
+        """Index of the first batch of the next iteration."""
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

@@ -17,13 +17,13 @@ from types import FrameType
 from typing import Any
 
 _FLAG = struct.Struct("<QQ")
-"""A rank's step count, and the first step after which it wanted the run to end (0 if none)."""
+"""A rank's step count, and the first step after which the rank wanted the run to end (0 if none)."""
 _POLL_S = 0.001
 
 
 def find_rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks: from JAX, from TensorFlow's TF_CONFIG, or from the
-    environment of a launcher; (0, 1) for a single process."""
+    """Return the rank of this process and the number of ranks: from JAX, from TensorFlow's TF_CONFIG, or from a
+    launcher's environment variables; (0, 1) for a single process."""
     jax: Any = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         return int(jax.process_index()), int(jax.process_count())
@@ -42,9 +42,9 @@ def find_rank() -> tuple[int, int]:
 
 
 class FlagFiles:
-    """Agreement between ranks on this machine without torch: after each step, each rank writes its step count, and
-    whether it wants to end, to a separate file. All ranks act on the requests from the previous step, so that they act
-    at the same step. Ranks that are ahead wait, so no rank is more than one step ahead."""
+    """Agreement between the ranks on this machine, without torch. After each step, each rank writes to a separate file
+    how many steps it has taken and whether it wants to end. All ranks act on the requests from the previous step, so
+    they act at the same step. Ranks that are ahead wait, so no rank is more than one step ahead."""
 
     def __init__(self, folder: Path, rank: int, ranks: int):
         self._paths = [folder / f"{number}.flag" for number in range(ranks)]
@@ -66,7 +66,7 @@ class FlagFiles:
             made = 0
             wanted_at = 0
             while made < before:
-                with suppress(FileNotFoundError, struct.error):  # the rank has not started or is writing its record
+                with suppress(FileNotFoundError, struct.error):  # the rank has not started, or is writing its record
                     made, wanted_at = _FLAG.unpack(path.read_bytes())
                 if made < before:
                     time.sleep(_POLL_S)
@@ -94,11 +94,11 @@ class ScriptRanks:
     """This process among the training processes, according to torch.distributed if the script has initialised it.
 
     Ranks agree on a stop request through a four-byte all-reduce on the host, which starts in one step and ends in the
-    next. No rank waits for it, and all ranks act at the same step. Without torch, they use files in `folder` (None:
-    each rank decides by itself)."""
+    next. No rank waits for it, and all ranks act at the same step. Without torch, ranks agree through files in `folder`
+    (None: each rank decides alone)."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._torch: Any = None  # torch, if the script has loaded it
+        self._torch: Any = None  # the torch module, if the script has loaded it
         self._group: Any = None
         self._flags: FlagFiles | None = None
         self._pending: tuple[Any, Any] | None = None
@@ -116,7 +116,7 @@ class ScriptRanks:
             self._group = torch.distributed.new_group(backend="gloo")
 
     def agree(self, wanted: bool) -> bool:
-        """Return whether any rank wanted this in the previous step; for a single process, whether it wants it now."""
+        """Return whether any rank wanted to stop in the previous step. For a single process, return `wanted` itself."""
         if self._flags is not None:
             return self._flags.agree(wanted)
         if self._torch is None:
@@ -129,7 +129,7 @@ class ScriptRanks:
         return before
 
     def finish_exchanges(self) -> bool:
-        """Wait for pending exchanges; return the result of the agreement."""
+        """Wait for pending exchanges, and return the result of the agreement."""
         if self._figures is not None:
             self._figures[0].wait()
         if self._pending is None:
@@ -140,8 +140,8 @@ class ScriptRanks:
         return bool(flag.item())
 
     def exchange(self, own: list[float]) -> list[list[float]]:
-        """Return each rank's values from the previous step (empty at first), and start exchanging `own`. A single
-        process gets its own values immediately."""
+        """Return each rank's values from the previous step (empty in the first step), and start to exchange `own`. A
+        single process gets its own values immediately."""
         if self._torch is None:
             return [own]
         figures = self._torch.zeros(self.count, len(own), dtype=self._torch.float64)
@@ -151,13 +151,13 @@ class ScriptRanks:
             work, reported = self._figures
             work.wait()
             before = reported.tolist()
-        # Each rank contributes one row, and zeros elsewhere, so that the sum preserves infinite values.
+        # Each rank fills only its own row and leaves zeros elsewhere, so the sum preserves infinite values.
         self._figures = self._torch.distributed.all_reduce(figures, group=self._group, async_op=True), figures
         return before
 
     def gather(self, value: object) -> list[object]:
-        """Return the value of each rank, in order: tensors, numbers, text, and lists and dicts of them. They are sent
-        in `torch.save` format; other objects are not read (`weights_only`)."""
+        """Return the value of each rank, in rank order. Values may be tensors, numbers, text, and lists and dicts of
+        them. They are sent in `torch.save` format, and loading rejects other objects (`weights_only`)."""
         if self._torch is None:
             return [value]
         torch = self._torch

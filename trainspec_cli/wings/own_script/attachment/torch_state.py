@@ -1,8 +1,8 @@
 """PyTorch training state: the content of an attached script's checkpoint, and its files.
 
 CHECKPOINTS/step_00000100/ contains `state.pt` (tensors and plain values, which torch reads without unpickling code) and
-`manifest.json` with the digest. Rank 0 writes it under a temporary name, flushes it to disk and renames it, so that it
-is either complete or absent."""
+`manifest.json` with the digest. Rank 0 writes the folder under a temporary name, flushes it to disk and renames it, so
+a checkpoint is either complete or absent."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PREFIX = "step_"
 
 @dataclass
 class Trained:
-    """The objects that a script trains. `others` have `state_dict` and `load_state_dict`, such as a scheduler or a
-    scaler."""
+    """The objects that a script trains. `others` are further objects with `state_dict` and `load_state_dict`, such as a
+    scheduler or a scaler."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -62,7 +62,7 @@ class Trained:
 
     def restore(self, state: dict[str, dict[str, object]]) -> None:
         if self.is_sharded:
-            model: Any = state["model"]  # it comes from `state`
+            model: Any = state["model"]  # as returned by `state`
             updates: Any = state["optimizer"]
             sharded.set_model_state_dict(self.model, model, options=WHOLE)
             sharded.set_optimizer_state_dict(self.model, self._bare_optimizer(), updates, options=WHOLE)
@@ -73,7 +73,7 @@ class Trained:
             one.load_state_dict(state[name])
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer without Accelerate's wrapper."""
+        """Return the optimizer inside Accelerate's wrapper."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         assert isinstance(inner, torch.optim.Optimizer)
         return inner
@@ -104,7 +104,7 @@ def random_state() -> dict[str, object]:
 
 
 def set_random_state(state: dict[str, object]) -> None:
-    of_python: Any = state["python"]  # it comes from `random_state`
+    of_python: Any = state["python"]  # as returned by `random_state`
     version, numbers, gauss = of_python
     random.setstate((version, tuple(numbers), gauss))
     of_numpy: Any = state["numpy"]
@@ -116,7 +116,7 @@ def set_random_state(state: dict[str, object]) -> None:
         module.set_rng_state(state[kind])
 
 
-# Files
+# Checkpoint files
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -127,7 +127,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_sound(folder: Path) -> Path | None:
-    """Return the newest checkpoint with a valid digest. Damaged ones are reported on stderr."""
+    """Return the newest checkpoint with a valid digest. Damaged checkpoints are reported on stderr."""
     for path in reversed(checkpoints_in(folder)):
         fault = f"{path} is damaged"
         try:
@@ -138,7 +138,7 @@ def newest_sound(folder: Path) -> Path | None:
                 fault = str(error)
         except OSError:
             pass
-        print(f"trainspec: {fault}, and is not used", file=sys.stderr)
+        print(f"trainspec: {fault}, so it is not used", file=sys.stderr)
     return None
 
 
@@ -148,13 +148,14 @@ def read_state(path: Path) -> dict[str, dict[str, object]]:
 
 
 def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, keep: int) -> tuple[Path, int]:
-    """Write a checkpoint, and delete the oldest ones in excess of `keep`; return its folder and its size in bytes."""
+    """Write a checkpoint, and delete the oldest checkpoints if there are more than `keep`. Return its folder and its
+    size in bytes."""
     path = folder / f"{PREFIX}{step:08d}"
     partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
     partial.mkdir(parents=True)
     try:
-        # Flush the files before the rename and the folder after it, so that a power failure leaves everything or
-        # nothing.
+        # Flush the files before the rename and the folder after it, so that a power failure leaves a complete
+        # checkpoint or none.
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest = _digest(partial / STATE)

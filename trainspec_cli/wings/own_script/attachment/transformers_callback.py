@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class RunCallback(TrainerCallback):
-    """Records a step when the next one starts, because the Trainer logs a step's loss after the step has ended. Later
-    starts resume from the Trainer's own checkpoints."""
+    """Records each step when the next one starts, because the Trainer logs a step's loss only after the step has ended.
+    Later starts resume from the Trainer's own checkpoints."""
 
     def __init__(self, run: AttachedRun):
         self._run = run

@@ -34,9 +34,13 @@ if TYPE_CHECKING:
 
 Command = Annotated[
     list[str] | None,
-    typer.Argument(metavar="-- COMMAND...", help="The command, as typed without trainspec.", show_default=False),
+    typer.Argument(
+        metavar="-- COMMAND...",
+        help="The training command, as you would type it without trainspec.",
+        show_default=False,
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the command and its environment; start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the command and its environment without starting it.")]
 
 
 def run(
@@ -57,11 +61,12 @@ def run(
     """Run a training command unchanged: `python train.py`, `torchrun ...`, `accelerate launch ...`.
 
     Steps of torch optimizers are counted. A command that fails after its first step is restarted; Ctrl-C asks it to
-    stop. On several nodes, type the same command on each of them, with --node-rank and a shared --dir; in a Slurm job,
-    srun --ntasks-per-node=1 does that, and trainspec sbatch writes such a job.
-    """
+    stop. On several nodes, run the same command on each node, with --node-rank and a shared --dir. In a Slurm job, srun
+    --ntasks-per-node=1 does this, and trainspec sbatch writes a job that contains it."""
     from trainspec_cli.session.launching.nodes import NodeOptions
-    from trainspec_cli.wings.own_script import launching as session  # takes half a second; not needed by the help
+    from trainspec_cli.wings.own_script import (
+        launching as session,
+    )  # deferred: takes half a second, and --help does not need it
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     wanted = settings_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
@@ -74,7 +79,7 @@ def run(
 
 
 def settings_of(options: CommandOptions) -> CommandSettings:
-    from trainspec_cli.wings.own_script.job import CommandSettings  # it loads modules that --help does not need
+    from trainspec_cli.wings.own_script.job import CommandSettings  # deferred: loads modules that --help does not need
 
     usual = options.hang_s is None
     hang_s, silent_s = (HANG_S, SILENT_S) if usual else (options.hang_s or None, options.hang_s or None)

@@ -3,12 +3,12 @@
 Python imports a module with this name at startup, and `trainspec run` puts this folder on PYTHONPATH. The module
 removes the folder from `sys.path`, waits until torch's optimizers are imported, and runs the user's sitecustomize. It
 uses only the standard library, because it runs in the user's Python (3.9 or later), where trainspec need not be
-installed. It prints nothing and ignores its own errors, because the program must run as it would without it.
+installed. It prints nothing and ignores its own errors, because it must not affect the program.
 
 After its first optimizer step, a process has a 4096-byte file FOLDER/PID-TIME.steps: a 64-byte `HEADER`, then `SLOTS`
-records of format `SLOT`. Step number N is in record N % SLOTS. A step is written with one 16-byte `pwrite`: on a full
-disk this fails, whereas a mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of all threads to
-FOLDER/PID-TIME.stacks, unless the program handles that signal itself."""
+records of format `SLOT`. Step number N is in record N % SLOTS. Each step is written with one 16-byte `pwrite`. On a
+full disk the write fails, whereas a memory-mapped page would end the process with SIGBUS. SIGUSR2 appends the stacks of
+all threads to FOLDER/PID-TIME.stacks, unless the program handles that signal itself."""
 
 import os
 import sys
@@ -18,26 +18,26 @@ LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 PROGRESS = "TRAINSPEC_PROGRESS"
 MAGIC = b"TSSTEPS1"
 MAGIC_ATTACHED = b"TSSTEPS2"
-"""The magic number of a program that reports its steps itself and writes their events."""
+"""The magic number in files of programs that report their steps and write the events themselves."""
 HEADER = "<8sIiIIqdQ"
 """MAGIC, process id, rank (-1: none), world size (0: none), 1 if SIGUSR2 writes stacks, the update count of the
 optimizer's state before this process's first step (-1: unknown), Unix time, and the main thread's id."""
 HEADER_BYTES = 64
 SLOT = "<Qd"
-"""The number of a step in this process, from 1, and its Unix time."""
+"""The number of a step in this process (from 1), and the step's Unix time."""
 SLOT_BYTES = 16
 SLOTS = 252
 OPTIMIZERS = "torch.optim.optimizer"
 MODULES = "torch.nn.modules.module"
 STATE_MAKER = "_init_optim_state"
-"""The torch.distributed.checkpoint function that takes a step only to create the optimizer's state."""
+"""A torch.distributed.checkpoint function that takes a step only to create the optimizer's state."""
 
 
 class StepCount(types.ModuleType):
     """Counts a step when its attribute `stepped` is set.
 
-    It is a module because code compiled by torch sets module attributes after the graph has run, without reading them.
-    A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a warning."""
+    The class is a module because code compiled by torch sets module attributes after the graph has run, without reading
+    them. A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a warning."""
 
     def __setattr__(self, name, optimizer):
         try:
@@ -47,9 +47,10 @@ class StepCount(types.ModuleType):
 
 
 _state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False, "restored": False}
-"""pid: the process that counts (a forked process starts anew). file: its open file; None if there is none or a write
-failed. ranks: its rank and world size, if the program has reported them. known: optimizers that have taken a step.
-registered: the SIGUSR2 handler is this module's. restored: a model or an optimizer has loaded a state."""
+"""pid: the process that counts steps; a forked process starts a new count. file: descriptor of the process's file; None
+if it has no file or a write failed. ranks: the process's rank and world size, if the program has reported them. known:
+optimizers that have taken a step. registered: whether the SIGUSR2 handler is this module's. restored: whether a model
+or an optimizer has loaded a state."""
 _count = StepCount("trainspec_steps")
 
 
@@ -59,12 +60,12 @@ def _stepped(optimizer, arguments, keywords):
 
 
 def _count_step(optimizer):
-    """Count a step when an optimizer steps again. With one optimizer per parameter (stepping in the backward), all of
-    them step once per training step. DeepSpeed's ZeRO makes one optimizer step once per parameter group, which it
-    assigns in turn."""
+    """Count a training step when an optimizer steps again. If every parameter has an optimizer that steps in the
+    backward pass, each of them steps once per training step. In DeepSpeed's ZeRO, one optimizer steps once per
+    parameter group, to which it is assigned in turn."""
     if id(optimizer) not in _state["known"]:
-        # Not part of the training: torch's checkpointing takes a step without gradients to create the state that it
-        # then loads.
+        # Ignore steps outside training: torch's checkpointing takes a step without gradients to create the state that
+        # it then loads.
         frame = sys._getframe()
         while frame is not None and frame.f_code.co_name != STATE_MAKER:
             frame = frame.f_back
@@ -72,8 +73,7 @@ def _count_step(optimizer):
             return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
-        # An optimizer without a counter (SGD) starts at 0 unless a state was loaded; then its steps are
-        # unknown.
+        # An optimizer without a counter (SGD) starts at 0. If a state was loaded, its number of steps is unknown.
         updates = 0
         try:
             step = next((state.get("step", 0) for state in optimizer.state.values()), 0)
@@ -122,7 +122,7 @@ def _write_step():
 
 
 def _open(before):
-    """Create this process's file at its first step, so that a process that only imports torch has none."""
+    """Create this process's file at its first step. A process that only imports torch gets no file."""
     import struct
     import threading
     import time
@@ -146,7 +146,8 @@ def _write_header():
 
     ranks = _state["ranks"]
     if not ranks:
-        # torch.distributed knows them, also where RANK is not set (Lightning); otherwise the environment may.
+        # torch.distributed knows the rank and world size even if RANK is not set (Lightning). Otherwise the environment
+        # may contain them.
         try:
             distributed = sys.modules["torch"].distributed
             ranks = distributed.get_rank(), distributed.get_world_size()
@@ -165,8 +166,8 @@ def _write_header():
 
 
 def _answer_signal(path, flags):
-    """Make SIGUSR2 write the stacks of all threads; return 1 on success. A signal that already has a handler is left
-    unchanged."""
+    """Make SIGUSR2 write the stacks of all threads; return 1 on success. If the signal already has a handler, change
+    nothing."""
     try:
         import _signal
         import faulthandler
@@ -175,13 +176,13 @@ def _answer_signal(path, flags):
         handler = _signal.getsignal(number)
         _state["replaced"] = lambda: _signal.getsignal(number) != handler
         try:
-            # A handler in native code is not visible from Python.
+            # Python cannot see a handler in native code.
             with open("/proc/self/status") as status:
                 caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
             is_native = bool(int(caught, 16) >> (number - 1) & 1) and not _state["registered"]
         except (OSError, StopIteration):
             is_native = False
-        # On several nodes, agents ignore SIGUSR2, which is Slurm's warning signal, and their processes inherit that.
+        # On several nodes, agents ignore SIGUSR2, which is Slurm's warning signal. Their child processes inherit this.
         if is_native or handler not in (_signal.SIG_DFL, _signal.SIG_IGN):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
@@ -193,7 +194,7 @@ def _answer_signal(path, flags):
 
 
 def _note_loads(owner):
-    """Make the class record that a state was loaded into one of its objects."""
+    """Make a class record that one of its objects has loaded a state."""
     import functools
 
     load = getattr(owner, "load_state_dict", None)
@@ -237,7 +238,8 @@ class OptimizerImport:
 
 
 def _run_users_sitecustomize():
-    """Run the user's sitecustomize, if there is one, under its own name; Python reports its errors as usual."""
+    """Run the user's sitecustomize, if there is one, under the name `sitecustomize`. Python reports its errors as
+    usual."""
     import importlib.machinery
     import importlib.util
 

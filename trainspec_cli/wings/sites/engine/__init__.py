@@ -1,1 +1,1 @@
-"""The workers of one of several distant sites."""
+"""The part of training at distant sites that runs in a site's workers."""

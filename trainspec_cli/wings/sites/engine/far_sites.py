@@ -1,14 +1,12 @@
 """The coordinator of one of several distant sites.
 
 A site trains independently, in any layout. Every few steps, each of its ranks sends an outer gradient of one fragment
-to the other sites, and a few steps later it applies the sum over all sites. A round's decision, which names the members
-and each member's samples, holds until the next one is applied. The last round, after the last step, leaves all sites
-with the same weights.
+to the other sites, and a few steps later it applies the sum over all sites. A round's decision names the members and
+each member's samples. It holds until the next decision is applied. The last round, after the last step, leaves all
+sites with the same weights.
 
-Each rank has separate connections (`SiteLink`) for its parameter shares, so a site has one stream in each direction per
-rank with distinct shares. Among ranks with the same shares (replicas along `dp_replicate`), only the first is
-connected; it forwards everything that it receives.
-"""
+Each rank has separate connections (`SiteLink`) for its parameter shares. Among ranks with the same shares (replicas
+along `dp_replicate`), only the first rank is connected, and it forwards everything that it receives."""
 
 from __future__ import annotations
 
@@ -39,24 +37,25 @@ from trainspec_cli.wings.sites.messages import Sent, SiteHello
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
-"""Waiting for the meeting point is reported after this many seconds."""
+"""Time in seconds after which waiting for the meeting point is reported."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The state that all ranks of the site have reached."""
+    """What all ranks of the site have seen."""
 
     answered: bool
     decided: bool
-    """The round that the site is waiting for has arrived."""
+    """Whether the round that the site is waiting for has arrived."""
     follows: bool
-    """The site is not a member, so it must catch up."""
+    """Whether the site is not a member, so that it must catch up."""
     stop: bool
-    """At least one rank was asked to stop."""
+    """Whether at least one rank was asked to stop."""
 
 
 class FarSites(Coordinator):
-    """Within a step, a site is the only replica group, because outer gradients are exchanged between steps."""
+    """Coordinates one site. Within a step, a site is the only replica group, because outer gradients are exchanged
+    between steps."""
 
     waits_for_groups = True
     merges_at_end = True
@@ -64,7 +63,7 @@ class FarSites(Coordinator):
     def __init__(self, run: TrainingRun, source: DataSource):
         super().__init__(run, source)
         sites = run.plan.spec.resilience.sites
-        assert sites.site is not None, "a site is started with its number"
+        assert sites.site is not None, "a site's recipe contains its number"
         self._sites = sites
         self.site = sites.site
         codec = GRADIENT_CODECS[sites.format]
@@ -79,17 +78,17 @@ class FarSites(Coordinator):
         self._speakers = [rank for rank, speaks in enumerate(speaking) if speaks]
         self._is_open = False
         self._link: SiteLink | None = None
-        """None if another rank forwards what it receives."""
+        """The rank's connections; None if another rank forwards what it receives."""
         self._waited_s = 0.0
-        """Time in seconds for which training has waited since the last exchange."""
+        """Time in seconds that training has waited since the last exchange."""
         self._record: RoundRecord | None = None
-        """The current decision; None before the first."""
+        """The decision that currently applies; None before the first decision."""
         self._applied: list[SiteExchange] = []
-        """The exchanges applied since the start, beginning with the newest one in the loaded checkpoint."""
+        """The exchanges applied since the start, preceded by the newest exchange in the loaded checkpoint."""
         self._progress = TrainProgress()
         self._taken = 0
         """Number of samples in the current step."""
-        # This site's speed between two exchanges, excluding waits for others.
+        # For this site's speed between two exchanges. Waiting for other sites does not count.
         self._busy_s = 0.0
         self._samples = 0
         self._computes_since_s: float | None = None
@@ -110,14 +109,14 @@ class FarSites(Coordinator):
         return StepStart(self._progress, stop=not keeps_up)
 
     def bring_together(self, progress: TrainProgress) -> None:
-        """Take part in the remaining rounds even if a stop is requested in the meantime, because the run cannot end
-        without them."""
+        """Take part in the remaining rounds even if a stop is requested meanwhile, because the run cannot end without
+        them."""
         self._progress = progress
         self._open(heeds_stop=False)
         self._keep_up(heeds_stop=False)
 
     def _open(self, *, heeds_stop: bool = True) -> bool:
-        """Connect on the first call; return False if the run was asked to stop."""
+        """Connect on the first call. Return False if the run was asked to stop."""
         if self._is_open:
             return True
         outer = self._outer
@@ -125,10 +124,9 @@ class FarSites(Coordinator):
         if outer.is_new and step:
             raise WorkerError(
                 f"the checkpoint of step {step} has no shared weights for this layout: it was written in another "
-                "layout, or without resilience=sites",
+                "layout or without resilience=sites",
                 code="no_shared_weights",
-                hint="resume in the layout with which the run began, or start a new run with "
-                "init.from=<this run's folder>",
+                hint="resume in the layout of the run's start, or start a new run with init.from=<this run's folder>",
             )
         if outer.is_new:
             outer.begin()
@@ -136,7 +134,7 @@ class FarSites(Coordinator):
         if self._speaks:
             plan = self._run.plan
             sites = self._sites
-            assert sites.endpoint and sites.secret, "the launcher has checked them"
+            assert sites.endpoint and sites.secret, "the launcher has checked these values"
             hello = SiteHello(
                 site=self.site,
                 rank=self._speakers.index(dist.get_rank()),
@@ -157,7 +155,7 @@ class FarSites(Coordinator):
             if self._copies.size() > 1:
                 plain = to_plain(record) if record else None
                 record = self._hand_on(plain, lambda one: one and from_plain(RoundRecord, one))
-            assert record is not None, "the meeting point refuses a site whose newest round it has deleted"
+            assert record is not None, "the meeting point rejects a site whose newest round it has deleted"
             self._record = record
             self._applied.append(self._record.exchange)
         if seen.follows:
@@ -167,10 +165,11 @@ class FarSites(Coordinator):
         return True
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
-        """Send and apply the exchanges that are due at this step; return False if the run was asked to stop in the
-        meantime."""
+        """Send and apply the exchanges that are due at this step. Return False if the run was asked to stop
+        meanwhile."""
         outer = self._outer
-        # Several may be due: without a delay, a sum is applied in the same step where it is sent, and so is round 0.
+        # Several exchanges may be due: without a delay, a sum is applied in the step in which it is sent, and so is
+        # round 0.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:
@@ -188,7 +187,7 @@ class FarSites(Coordinator):
         saved = newest_applied(self._applied, self._run.run_dir.newest_step)
         self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
         tokens, steps = self._outer.sent_work
-        # Samples per second; 0 if the batch size should not depend on the speed.
+        # The rate in samples per second; 0 if the batch size should not depend on the speed.
         rate = self._samples / self._busy_s if self._spec.scheduler.mode == "auto" and self._busy_s else 0.0
         self._busy_s = 0.0
         self._samples = 0
@@ -197,7 +196,7 @@ class FarSites(Coordinator):
             self._link.send(message, encoded)
 
     def _merge(self, exchange: SiteExchange) -> bool:
-        """Apply a round as a site that has trained; catch up if the round declared this site lost."""
+        """Apply a round as a site that has trained. If the round declared this site lost, catch up."""
         outer = self._outer
         own = outer.sent
         record, parts = self._take(exchange.round)
@@ -213,9 +212,9 @@ class FarSites(Coordinator):
         return self._follow()
 
     def _follow(self, *, heeds_stop: bool = True) -> bool:
-        """Apply rounds without training until this site is a member again or the run is over."""
+        """Apply rounds without training until this site is a member again or the run has ended."""
         outer = self._outer
-        self._warn("this site was left out: it catches up, and discards the work that it had not sent yet")
+        self._warn("this site is no longer a member: it catches up, and discards the work that it has not sent yet")
         self._note_followed(outer.applied)
         while exchange := self._next:
             number = exchange.round
@@ -226,7 +225,7 @@ class FarSites(Coordinator):
                 self._apply(record, parts)
             self._note(record)
             if self.site in record.joined:
-                # Only `joined` counts, because earlier rounds, from before the site was lost, also name it as a member.
+                # Only `joined` counts, because rounds from before the site was lost also name it as a member.
                 break
             self._note_followed(number)
         outer.take_shared()
@@ -241,7 +240,7 @@ class FarSites(Coordinator):
             self._link.follow(number)
 
     def _take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, with the outer gradients for this rank's shares by site."""
+        """Return a round that has arrived, with the outer gradients by site for this rank's shares."""
         record, parts = self._link.take(number) if self._link else (None, {})
         if self._copies.size() == 1:
             assert record is not None, "every rank has a connection"
@@ -264,7 +263,7 @@ class FarSites(Coordinator):
         return record, cut
 
     def _hand_on(self, plain: Any, read: Callable[[Any], Any]) -> Any:
-        """Return the value held by the first rank with the same shares."""
+        """Return the value of the first rank with the same shares."""
         return broadcast_json(plain, read, dist.get_global_rank(self._copies, 0), self._copies)
 
     def _apply(self, record: RoundRecord, parts: dict[int, bytes]) -> None:
@@ -272,18 +271,17 @@ class FarSites(Coordinator):
             sites = record.diverged
             named = f"site {sites[0]} differ" if len(sites) == 1 else f"sites {', '.join(map(str, sites))} differ"
             raise WorkerError(
-                f"the shared weights of {named} from the others' at step {self._progress.step}: a value changed "
-                "without an exchange, or the sites began with different weights",
+                f"the shared weights of {named} from those of the other sites at step {self._progress.step}: a value "
+                "changed without an exchange, or the sites started with different weights",
                 code="diverged",
-                hint="test the memory and devices of that site; continue from a checkpoint before the last exchange "
-                "that agreed",
+                hint="test that site's memory and devices; continue from a checkpoint before the last good exchange",
             )
         encoded = [parts[site] for site in record.included]
         own = record.included.index(self.site) if self.site in record.included else None
         self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
 
     def _note(self, record: RoundRecord) -> None:
-        """Record a round as applied, and write its events."""
+        """Record that a round was applied, and write the round's events."""
         self._outer.note_applied(record.round)
         self._record = record
         self._applied.append(record.exchange)
@@ -313,13 +311,13 @@ class FarSites(Coordinator):
                 )
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
-        """Wait until all ranks have seen enough of round `number`; None if the run was asked to stop in the
-        meantime."""
+        """Wait until all ranks have received enough of round `number`. Return None if the run was asked to stop
+        meanwhile."""
         began_s = time.perf_counter()
         warned = False
         while True:
             link = self._link
-            # A rank without a connection reports everything as done, because the minimum over all ranks is used.
+            # The result is the minimum over all ranks, so a rank without a connection reports everything as done.
             heard = (link.is_member is not None, link.has(number), link.is_member is False) if link else (True,) * 3
             has = [*heard, not self._run.stop.requested]
             least = torch.tensor([float(each) for each in has])
@@ -334,7 +332,7 @@ class FarSites(Coordinator):
                 return None
             if self._link and (refusal := self._link.refusal):
                 raise WorkerError(
-                    f"the meeting point refuses this site: {refusal.reason}", code="refused", hint=refusal.hint
+                    f"the meeting point rejects this site: {refusal.reason}", code="refused", hint=refusal.hint
                 )
             trouble = self._link.trouble if self._link else ""
             if trouble and not warned and time.perf_counter() > began_s + TROUBLE_S:
@@ -366,7 +364,7 @@ class FarSites(Coordinator):
         )
 
     def commit(self) -> bool:
-        """Count a step within this site."""
+        """Count a step of this site."""
         data = self._spec.data
         self._outer.count(self._taken * (data.seq_len if data.unit == "tokens" else 1))
         self._samples += self._taken

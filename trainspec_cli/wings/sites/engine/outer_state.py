@@ -1,7 +1,7 @@
 """The shared weights of all sites on one rank of a site, and the rank's encoded outer gradients.
 
 For its share of each trained parameter, in any layout, the rank keeps the shared weights and the outer momentum in
-fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay bitwise identical."""
+fp32. Each share is encoded separately, so copies of a share on several ranks stay bitwise identical."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trainspec_cli.engine.shares import Share
 LAYER = re.compile(r"blocks\.(\d+)\.")
 INPUT = "embed."
 NEVER = -2
-"""The applied round of a state that has been neither initialised nor loaded."""
+"""The newest applied round of a state that has neither been initialised nor loaded."""
 
 
 @dataclass(frozen=True)
 class OuterShare:
-    """One rank's part of a parameter, with its shared weights and outer momentum."""
+    """One rank's share of a parameter, with its shared weights and outer momentum."""
 
     share: Share
     fragment: int
@@ -38,7 +38,7 @@ class OuterShare:
 
 
 class OuterState:
-    """The outer state of a rank. Its tensors change only between steps, so that a checkpoint is consistent."""
+    """The outer state of a rank. Its tensors only change between steps, so that a checkpoint is consistent."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class OuterState:
         device = self.shares[0].shared.device if self.shares else torch.device("cpu")
         sizes = [sum(self._bytes_of(one) for one in self._of((fragment,))) for fragment in range(fragments)]
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        """The encoded outer gradient in flight."""
+        """The encoded outer gradient that was sent but not yet merged."""
         self._about = torch.tensor([NEVER, 0, 0, 0, 0])
-        """The newest applied round; the round in flight (0 if none), its size in bytes, and the tokens and steps of its
-        work."""
+        """The newest applied round, followed by the data of the outer gradient in flight: its round (0 if none), size
+        in bytes, tokens and steps."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """This site's tokens and steps since its work on each fragment was last merged."""
+        """This site's tokens and steps per fragment since its work on the fragment was last merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint. `prefix` names the rank and the layout to which they belong."""
@@ -79,7 +79,7 @@ class OuterState:
 
     @property
     def applied(self) -> int:
-        """The newest applied round, or -1."""
+        """The newest applied round; -1 if there is none."""
         return int(self._about[0])
 
     @property
@@ -93,13 +93,13 @@ class OuterState:
 
     @property
     def sent_work(self) -> tuple[int, int]:
-        """Number of tokens and steps of the outer gradient in flight."""
+        """The tokens and steps of the outer gradient in flight."""
         tokens, steps = self._about[3:].tolist()
         return tokens, steps
 
     @property
     def digest(self) -> str:
-        """A digest of this rank's part of the shared state, which changes with any flipped bit."""
+        """A digest of this rank's part of the shared state. Any flipped bit changes it."""
         kept = [tensor for one in self.shares for tensor in (one.shared, one.momentum)]
         return str(int(sum_bits(kept)))
 
@@ -116,19 +116,19 @@ class OuterState:
 
     @torch.no_grad()
     def encode(self, number: int, fragments: Sequence[int]) -> bytes:
-        """Return the encoded outer gradient of the fragments."""
+        """Return the encoded outer gradient of these fragments."""
         rows = []
         for one in self._of(fragments):
-            # The outer gradient points away from the site's weights, because the update moves the shared weights
-            # towards them.
+            # The outer gradient points away from the site's weights, because the update moves shared weights towards
+            # the site's.
             wanted = (one.shared - one.share.local.detach().float()).flatten()
             rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
-        if len(sent) > len(self._sent):  # all fragments, after the last step, when no more checkpoints are written
+        if len(sent) > len(self._sent):  # the last exchange has all fragments, and no checkpoint follows it
             self._sent = sent
         else:
             self._sent[: len(sent)] = sent
-        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # those of the least recently merged fragment
+        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # of the least recently merged fragment
         self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
         return self.sent
 
@@ -137,7 +137,7 @@ class OuterState:
         self, fragments: Sequence[int], encoded: Sequence[bytes], weights: Sequence[float], own: int | None
     ) -> None:
         """Update the shared weights with the weighted mean of the sites' outer gradients, summed in fp32 in the given
-        order, and update this rank's own weights accordingly.
+        order. Then update this rank's own weights accordingly.
 
         `own`: index of this site's outer gradient, or None. Raises ValueError if the length of a gradient differs from
         this rank's."""
@@ -159,9 +159,9 @@ class OuterState:
             shared = one.shared - (gradient + momentum * self._factor) * self._lr
             local = one.share.local
             if self._keep is None or sent is None:
-                # A site's weights move by the change of the shared weights minus the site's own contribution. The
-                # difference between the two is then exactly what was not sent (later steps and encoding errors), and
-                # the next outer gradient starts from it.
+                # A site's weights change by the update of the shared weights minus the site's own contribution. The
+                # remaining difference between the two is exactly what was not sent (later steps and encoding errors),
+                # and the next outer gradient starts from it.
                 local.copy_(local + (0.0 if sent is None else sent) + (shared - one.shared))
             else:
                 # Streaming DiLoCo, arXiv:2501.18512, equation 3.
@@ -173,20 +173,21 @@ class OuterState:
         self._about[:] = torch.tensor([number, 0, 0, 0, 0])
 
     def note_merged(self, fragments: Sequence[int]) -> None:
-        """Record that the outer gradient in flight was merged; steps since it was sent count towards the next one."""
+        """Record that the outer gradient in flight was merged. Steps taken since it was sent count towards the next
+        one."""
         chosen = list(fragments)
         self.counts[:, chosen] = (self.counts[:, chosen] - self._about[3:, None]).clamp_min(0)
 
     @torch.no_grad()
     def take_shared(self) -> None:
-        """Continue from the shared weights, discarding what only this site has learned."""
+        """Continue from the shared weights, and discard what only this site has learned."""
         for one in self.shares:
             one.share.local.copy_(one.shared)
         self.counts.zero_()
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
-        """Put the shared weights into the model for the block."""
+        """Load the shared weights into the model for the duration of the block."""
         with torch.no_grad():
             own = [one.share.local.detach().clone() for one in self.shares]
             for one in self.shares:
@@ -207,7 +208,7 @@ class OuterState:
 @torch.no_grad()
 def _beside(share: Share, fragments: int) -> OuterShare:
     if layer := LAYER.match(share.name):
-        # The stride lets each fragment contain early and late layers.
+        # The stride gives each fragment both early and late layers.
         fragment = int(layer[1]) % fragments
     else:
         fragment = 0 if share.name.startswith(INPUT) else fragments - 1

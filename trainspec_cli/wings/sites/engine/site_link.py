@@ -1,9 +1,9 @@
 """The encrypted and authenticated connections of a rank to the other sites: through the meeting point, and directly
 where possible.
 
-A separate thread sends messages, stores what arrives, and re-establishes broken connections. Outer gradients whose
-round is not yet decided are sent to the meeting point again after a reconnect. Those that do not arrive directly are
-requested from it. The training thread never waits for the network."""
+A separate thread sends messages, stores what arrives, and re-establishes broken connections. After a reconnect, it
+sends outer gradients of undecided rounds to the meeting point again. Outer gradients that do not arrive directly are
+requested from the meeting point. The training thread never waits for the network."""
 
 from __future__ import annotations
 
@@ -50,31 +50,32 @@ LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
 
 @dataclass(frozen=True)
 class SiteAccess:
-    """A rank's credentials and first message, which are the same for every server."""
+    """A rank's credentials and its first message, which are the same for every server."""
 
     secret: bytes
     hello: Callable[[], SiteHello]
     silence_s: float
-    """A server that is silent for this many seconds counts as lost."""
+    """Seconds of silence after which a server counts as lost."""
 
 
 class SiteConnection:
     def __init__(self, server: str, address: str, access: SiteAccess, hear: Callable[[Message, bytes], None]):
-        """`server`: name of the server in the proofs of both ends. `hear` is called with the server's messages."""
+        """`server`: the server's name in the proofs of both ends. `hear` is called with every message from the
+        server."""
         self.server = server
         self.address = address
         self._access = access
         self._hear = hear
         self.lost: Callable[[], None] = lambda: None
-        """Called whenever a connection could not be made or has ended."""
+        """Called after every failed attempt to connect and every lost connection."""
         self.refusal: Refused | None = None
         self.trouble = ""
-        """Why the last attempt failed, or why the connection ended."""
+        """Why the last attempt to connect failed, or why the connection ended."""
         self.sent_bytes = self.received_bytes = 0
-        """Number of message bytes before encryption; for received messages, only payloads count."""
+        """Number of message bytes before encryption. For received messages, only payloads count."""
         self._outbox: asyncio.Queue[bytes] | None = None
         self.unwritten = 0
-        """Number of messages that have been posted but not yet written."""
+        """Number of queued messages that have not been written yet."""
         self._last_contact_s = 0.0
 
     @property
@@ -116,7 +117,7 @@ class SiteConnection:
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]
     ) -> None:
-        """Write and read until one of them fails, or until the server has been silent for too long."""
+        """Write and read until one of them fails or the server has been silent for too long."""
         self._record_contact()
         serving = (self._write(writer, outbox), self._read(reader), self._watch_silence())
         tasks = [asyncio.ensure_future(one) for one in serving]
@@ -131,14 +132,14 @@ class SiteConnection:
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if await reader.readexactly(len(GREETING)) != GREETING:
-            raise HandshakeError("the server is not one of this version's sites")
+            raise HandshakeError("the server does not belong to sites of this version")
         purpose = purpose_of(self.server, await start_tls_as_client(writer))
         answer = Answer(self._access.secret, purpose, await reader.readexactly(NONCE_BYTES))
         writer.write(answer.content)
         try:
             answer.check(await reader.readexactly(PROOF_BYTES))
         except EOFError as error:
-            raise HandshakeError("the server has another secret, belongs to another site, or was full") from error
+            raise HandshakeError("the server has a different secret, belongs to another site, or is full") from error
 
     async def _write(self, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]) -> None:
         while True:
@@ -169,12 +170,12 @@ class SiteConnection:
     async def _watch_silence(self) -> None:
         while asyncio.get_running_loop().time() < self._last_contact_s + self._access.silence_s:
             await asyncio.sleep(BEAT_S)
-        raise TimeoutError(f"it was silent for {self._access.silence_s:g} s")
+        raise TimeoutError(f"the server was silent for {self._access.silence_s:g} s")
 
 
 HELD_ROUNDS = 4
-"""Outer gradients that arrive before their decision are held for up to this many rounds after the newest applied
-one."""
+"""Maximum number of rounds, after the newest applied round, for which outer gradients are held before their
+decision."""
 
 
 @dataclass
@@ -183,9 +184,9 @@ class _Arriving:
     digests: dict[int, str] = field(default_factory=dict)
     """Digests of the merged outer gradients, by site."""
     decided: dict[int, bytes] = field(default_factory=dict)
-    """Outer gradients that came with the decision, or later from the meeting point."""
+    """Outer gradients, by site, that came with the decision or later from the meeting point."""
     early: dict[int, tuple[str, bytes]] = field(default_factory=dict)
-    """Outer gradients that came before the decision or directly, with their digests."""
+    """Outer gradients, by site, that came before the decision or directly, with their digests."""
 
     def lacking(self) -> tuple[int, ...]:
         assert self.record is not None, "the round is decided"
@@ -198,27 +199,28 @@ class _Arriving:
 class ArrivingRounds:
     """Rounds that are arriving: decisions from the meeting point, and outer gradients from any connection.
 
-    A decision names each outer gradient by its digest, so that all sites merge identical data: a restarted site may
-    have sent two of them for one round. An outer gradient counts as lacking if it is missing or held with a different
+    A decision names each outer gradient by its digest, so that all sites merge identical data, even if a restarted site
+    has sent two outer gradients for one round. An outer gradient counts as lacking if it is missing or has a different
     digest. Methods may be called from several threads."""
 
     def __init__(self, site: int, taken: int):
-        """`site`: this site. `taken`: newest round that it has applied."""
+        """`site`: this site. `taken`: the newest round that this site has applied."""
         self._site = site
         self._taken = taken
         self._rounds: dict[int, _Arriving] = {}
         self._lock = threading.Lock()
 
     def hold(self, number: int, site: int, content: bytes) -> None:
-        """Hold an outer gradient that came directly, or before its round's decision."""
+        """Hold an outer gradient that came directly or before its round's decision."""
         digest = hashlib.sha256(content).hexdigest()
         with self._lock:
             if self._taken < number <= self._taken + HELD_ROUNDS:
-                # The training thread holds this site's own gradient, so its digest is sufficient.
+                # The training thread holds this site's own gradient, so its digest suffices.
                 self._at(number).early[site] = digest, b"" if site == self._site else content
 
     def decide(self, record: RoundRecord, digests: Sequence[str], parts: Mapping[int, bytes]) -> None:
-        """Record a decision. `parts`: outer gradients that came with it; `digests`: digests of all merged ones."""
+        """Record a decision. `parts`: the outer gradients that came with it. `digests`: the digests of all merged outer
+        gradients."""
         with self._lock:
             if record.round <= self._taken:
                 return
@@ -229,7 +231,7 @@ class ArrivingRounds:
             arriving.decided |= parts
 
     def lacking(self) -> dict[int, tuple[int, ...]]:
-        """Return the sites whose outer gradients are lacking, for each decided round."""
+        """Return the sites whose outer gradients are lacking, by decided round."""
         with self._lock:
             decided = {number: one.lacking() for number, one in self._rounds.items() if one.record}
             return {number: sites for number, sites in decided.items() if sites}
@@ -241,8 +243,8 @@ class ArrivingRounds:
             return arriving is not None and arriving.record is not None and not arriving.lacking()
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, with the outer gradients by site; earlier rounds are dropped. This site's
-        own gradient is included only if the merged one differs from the one sent by this start."""
+        """Return a round that has arrived, with the outer gradients by site, and drop earlier rounds. This site's own
+        gradient is only included if the merged one differs from the one that this start has sent."""
         with self._lock:
             found = self._rounds[number]
             assert found.record is not None, "the round is decided"
@@ -263,8 +265,8 @@ THROUGH = "through the meeting point"
 class DirectSites:
     """The direct connections between sites: to the inboxes of other sites, and to this site's own inbox.
 
-    The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. All
-    members except `notices` are used in the connection thread."""
+    The meeting point runs at site 0, so a direct connection to or from site 0 would use the same link twice. Only the
+    connection thread uses the members other than `notices`."""
 
     def __init__(
         self,
@@ -272,8 +274,8 @@ class DirectSites:
         arrived: Callable[[int, int, bytes], None],
         broken: Callable[[], None],
     ):
-        """`arrived` is called with the round, the site and the outer gradient that arrived; `broken` is called when a
-        connection on which one was expected has ended."""
+        """`arrived` is called with the round, the site and the outer gradient that has arrived. `broken` is called when
+        a connection on which an outer gradient was expected has ended."""
         hello = access.hello()
         self._site = hello.site
         self._listen = hello.listen
@@ -281,9 +283,9 @@ class DirectSites:
         self._arrived = arrived
         self._broken = broken
         self.trusted: set[int] = set()
-        """Sites whose direct connection to this one has delivered something and has not been broken since."""
+        """Sites whose direct connection to this site has delivered data and has not been broken since."""
         self.notices: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Messages for the user, each of which is sent only once."""
+        """Messages for the user. Each message is shown only once."""
         self._said: set[str] = set()
         self._inbox: SiteConnection | None = None
         self._others: dict[int, SiteConnection] = {}
@@ -304,30 +306,31 @@ class DirectSites:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def meet(self, inboxes: Inboxes) -> None:
-        """Connect to the inboxes of the other sites that have one."""
+        """Connect to the inboxes of the other sites that have an inbox."""
         addresses = dict(zip(inboxes.sites, inboxes.addresses, strict=True))
         others = {
             site: at for site, at in addresses.items() if FIRST_SITE not in (site, self._site) and site != self._site
         }
         if others and not self._listen:
-            self._say("listen", f"this site does not listen ({LISTEN}): outer gradients of others arrive {THROUGH}")
+            self._say("listen", f"this site does not listen ({LISTEN}): other sites' outer gradients arrive {THROUGH}")
         for site, address in others.items():
             if not address:
                 self._say(
                     f"{site}",
-                    f"site {site} does not listen ({LISTEN}): outer gradients of this site reach it {THROUGH}",
+                    f"site {site} does not listen ({LISTEN}): this site's outer gradients reach it {THROUGH}",
                 )
             elif site not in self._others or self._others[site].address != address:
                 self._meet(site, address)
 
     def send(self, packed: Callable[[tuple[int, ...]], bytes]) -> bytes:
-        """Send a message to all directly reachable sites, and return it. `packed` builds it from their numbers.
+        """Send a message to all directly reachable sites, and return it. `packed` builds the message from
+        their site numbers.
 
-        A site that is still receiving an earlier message is skipped, so that at most one message is queued for it."""
+        A site that is still receiving an earlier message is skipped, so that at most one message is queued per site."""
         behind = {site for site, connection in self._others.items() if connection.is_open and connection.unwritten}
         for site in sorted(behind):
-            why = f"the direct connection to site {site} is so slow that it is still sending an earlier message"
-            self._say(f"{site} behind", f"{why}: later ones go {THROUGH}")
+            why = f"the direct connection to site {site} is too slow: it is still sending an earlier message"
+            self._say(f"{site} behind", f"{why}: later messages go {THROUGH}")
         reached = tuple(site for site, connection in self._others.items() if connection.is_open and site not in behind)
         content = packed(reached)
         for site in reached:
@@ -340,7 +343,7 @@ class DirectSites:
 
         def lose() -> None:
             why = f"cannot reach site {site} directly at {address} ({connection.trouble})"
-            self._say(f"{site}", f"{why}: outer gradients of this site reach it {THROUGH}")
+            self._say(f"{site}", f"{why}: this site's outer gradients reach it {THROUGH}")
 
         connection = self._others[site] = self._connect(inbox_of(site), address, _refuse, lose)
 
@@ -363,9 +366,9 @@ class DirectSites:
             _refuse(message, payload)
 
     def _lose_inbox(self) -> None:
-        assert self._inbox is not None, "`begin` has connected to it"
+        assert self._inbox is not None, "`begin` has connected to the inbox"
         why = f"cannot reach this site's own inbox at {self._listen} ({self._inbox.trouble})"
-        self._say("inbox", f"{why}: outer gradients of others arrive {THROUGH}")
+        self._say("inbox", f"{why}: other sites' outer gradients arrive {THROUGH}")
         self.trusted.clear()
         self._broken()
 
@@ -376,12 +379,12 @@ class DirectSites:
 
 
 def _refuse(message: Message, payload: bytes) -> None:
-    raise ValueError(f"{type(message).__name__} is not a message of an inbox")
+    raise ValueError(f"{type(message).__name__} is not a message from an inbox")
 
 
 class SiteLink:
     def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
-        """`applied` returns the newest applied round, from which a new connection continues."""
+        """`applied` returns the newest applied round, with which a new connection continues."""
         access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
         self._site = hello.site
         self._silence_s = silence_s
@@ -389,13 +392,13 @@ class SiteLink:
         self._rounds = ArrivingRounds(hello.site, applied())
         self._direct = DirectSites(access, self._rounds.hold, self._ask)
         self.is_member: bool | None = None
-        """None if the meeting point has not answered yet."""
+        """The rounds that have arrived; None if the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
-        """The record of the round that was applied when the connection started."""
+        """The record of the round that was the newest applied one when the connection started."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._asked: set[tuple[int, int]] = set()
-        """Round and site of each request sent to the meeting point over the current connection."""
+        """Round and site of each request that was sent to the meeting point over the current connection."""
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self._stay_connected())
         self._thread = threading.Thread(target=self._run, name="sites", daemon=True)
@@ -409,7 +412,7 @@ class SiteLink:
 
     @property
     def trouble(self) -> str:
-        """Why there is no connection to the meeting point; empty while connected."""
+        """Why there is no connection to the meeting point. Empty while connected."""
         return self._meeting.trouble
 
     @property
@@ -421,13 +424,13 @@ class SiteLink:
         return sum(one.received_bytes for one in (self._meeting, *self._direct.connections))
 
     def cut_notices(self) -> list[str]:
-        """Return the new messages for the user about direct connections."""
+        """Return new messages about direct connections, for the user."""
         notices = self._direct.notices
         return [notices.get() for _ in range(notices.qsize())]
 
     def send(self, message: Sent, payload: bytes) -> None:
-        """Send an outer gradient to the directly reachable sites and to the meeting point. It is sent to the meeting
-        point again after each reconnect, until its round is decided."""
+        """Send an outer gradient to all directly reachable sites and to the meeting point. After each reconnect, it is
+        sent to the meeting point again until its round is decided."""
         self._call(lambda: self._send(message, payload))
 
     def follow(self, number: int) -> None:
@@ -444,7 +447,7 @@ class SiteLink:
         return self._rounds.has(number)
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
-        """Return a round that has arrived, with the outer gradients by site; earlier rounds are dropped."""
+        """Return a round that has arrived, with the outer gradients by site, and drop earlier rounds."""
         found = self._rounds.take(number)
         if self._pending and self._pending[0] <= number:
             self._pending = None
@@ -494,18 +497,19 @@ class SiteLink:
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
             self._ask()
-            # Outer gradients on a direct connection may be lost silently, so the wait for them is limited.
+            # Outer gradients on a direct connection may be lost without notice, so the wait for them is limited.
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
             self._rounds.hold(message.round, message.site, payload)
         elif isinstance(message, Inboxes):
             self._direct.meet(message)
         else:
-            raise ValueError(f"{type(message).__name__} is not a message of the meeting point")
+            raise ValueError(f"{type(message).__name__} is not a message from the meeting point")
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
-        """Request from the meeting point what decided rounds lack. Outer gradients that should arrive directly are
-        still awaited, except in the round `patiently_awaited`, whose waiting time is over."""
+        """Request from the meeting point the outer gradients that decided rounds lack. Outer gradients that should
+        arrive directly are not requested yet, except for the round `patiently_awaited`, which has waited long
+        enough."""
         for number, sites in self._rounds.lacking().items():
             waits = self._direct.trusted if number != patiently_awaited else set()
             if wanted := tuple(site for site in sites if site not in waits and (number, site) not in self._asked):
@@ -513,7 +517,7 @@ class SiteLink:
                 self._meeting.post(pack(Lacking(number, wanted)))
 
     def _post_pending(self) -> None:
-        """Send the outer gradient whose round is undecided, if the meeting point has answered."""
+        """Send the outer gradient of the undecided round, if the meeting point has answered."""
         if self._pending and self.is_member and not self.trouble:
             self._meeting.post(self._pending[1])
 
