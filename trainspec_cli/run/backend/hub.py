@@ -1,7 +1,7 @@
 """The hub of a run's start, which exchanges messages with the nodes' agents and the workers.
 
-It tracks whether each agent has joined, is connected, has left or is lost. For a worker, it tracks only the connection:
-the worker's node detects when it has exited."""
+It tracks for each agent whether it has joined, is connected, has left or is lost. For a worker, it tracks only the
+connection: the worker's node detects when it has exited."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ agents."""
 
 
 def max_pending(num_nodes: int) -> int:
-    """Return how many connections may be in their handshake at the same time; a further one closes the oldest. Each is
-    polled at least twice, so that an agent can answer between two polls. A worker whose connection is closed
-    reconnects."""
+    """Return the maximum number of simultaneous handshakes; one more closes the oldest. The number is high enough for
+    each handshake to be polled at least twice, so that an agent can answer in between. A worker whose connection is
+    closed reconnects."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
@@ -38,7 +38,7 @@ class RemoteNode:
     has_left: bool = False
     """True if the agent has exited in an orderly way."""
     loss: str = ""
-    """Why the node counts as lost."""
+    """Why the node is considered lost."""
     lost_at_s: float = -math.inf
     """Monotonic time when a node that had joined was lost."""
     refusal: str = ""
@@ -72,7 +72,7 @@ class Came:
 
 @dataclass(frozen=True)
 class Lost:
-    """The agent of a node is lost, or did not connect; `RemoteNode.loss` states why."""
+    """The agent of a node was lost, or never connected; `RemoteNode.loss` states why."""
 
 
 News = tuple[RemoteNode, messages.AgentMessage | Came | Lost]
@@ -90,7 +90,7 @@ class Hub:
         *,
         welcomes_back: bool = False,
     ):
-        """Agents prove that they know `secret`. `welcomes_back`: whether a node that was lost may join again."""
+        """`secret`: agents must prove that they know it. `welcomes_back`: whether a lost node may rejoin."""
         self._secret = secret
         self._timeout_s = timeout_s
         self._welcomes_back = welcomes_back
@@ -116,8 +116,8 @@ class Hub:
         return int(self._server.getsockname()[1])
 
     def poll(self) -> list[News]:
-        """Return the agents' reports and which nodes joined or were lost, and send what is due. Call this several times
-        per second."""
+        """Receive messages, and send those that are due. Return the agents' reports, and which nodes have joined or
+        been lost. Call this several times per second."""
         for peer in list(self._pending):
             try:
                 wire = peer.advance()
@@ -222,7 +222,7 @@ class Hub:
         for message in received:
             if isinstance(message, messages.SpeedsReport):
                 self._speeds = message
-            elif isinstance(message, messages.ShortageNote):  # the others wait for it without knowing why
+            elif isinstance(message, messages.ShortageNote):  # the other workers wait for this rank without knowing why
                 self.send_to_workers(message)
             else:
                 self._workers[rank].close()
@@ -250,11 +250,14 @@ class Hub:
         if wire.closed and not loss:
             loss = "closed its connection without notice: its processes were killed, or the node went down"
         elif not loss and wire.silent_s > self._timeout_s:
-            loss = f"has sent nothing for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
+            loss = (
+                f"has sent nothing for {self._timeout_s:g} s: the node is off or hanging, or its network link is down"
+            )
         return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
-        """Return the messages, if an agent may send them. An agent that sends anything else counts as lost."""
+        """Return the messages if all of them are of types that an agent may send. Otherwise the agent is considered
+        lost."""
         news: list[News] = []
         for message in received:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):

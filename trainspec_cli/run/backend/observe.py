@@ -28,20 +28,20 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
 class RunningStart(Protocol):
-    """One start of a replica group, on one or several nodes. It has ended once all of its nodes have reported its
-    end."""
+    """One start of a replica group, on one or several nodes. The start has ended once all of these nodes have reported
+    so."""
 
     group: int
     number: int
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
-        """Return what a message from one of its nodes means for the run."""
+        """Return the run event that follows from a message of one of its nodes."""
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
         """Record that a node is lost; its processes end by themselves. `number`: the node's number in the job."""
 
     def poll(self) -> Iterator[run_state.Event]:
-        """Yield new events and, once it has ended, the end of the start."""
+        """Yield new events, the last of which is the end of the start."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -130,7 +130,7 @@ class GroupStart:
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
-            # The shortage occurred with the current setting.
+            # Memory ran out with the current setting.
             if self._plan is not None:
                 step = max(self._step, newest_checkpoint(self.job.run))
                 layout, setting = _in_force(self.job.run, self._plan, step)

@@ -84,7 +84,7 @@ class GroupExited:
 
 @dataclass(frozen=True)
 class StepsMade:
-    """The progress that a user-defined command has made on the node in this start."""
+    """How far a user-defined command has come on the node since this start."""
 
     group: int
     number: int
@@ -112,7 +112,7 @@ class RankStands:
 
 @dataclass(frozen=True)
 class NodeStands:
-    """No rank of a user-defined command is making progress on the node."""
+    """On this node, no rank of a user-defined command is making progress."""
 
     group: int
     number: int
@@ -126,11 +126,11 @@ class ProcessSilent:
     """A process of a command whose steps are not counted."""
 
     rank: int | None
-    """The rank according to its environment."""
+    """The rank that the process's environment states."""
     host: str
     pid: int
     command: str
-    """The end of its command line."""
+    """The last part of its command line."""
     stopped: bool
     """True if it was stopped by SIGSTOP."""
 
@@ -157,8 +157,8 @@ class NodeWorks:
 
 @dataclass(frozen=True)
 class WorkedLong:
-    """A user-defined command whose steps are not counted has run on the node for so long that a restart may get just as
-    far."""
+    """A user-defined command whose steps are not counted has run on the node for a long time, so its state has most
+    likely advanced."""
 
     group: int
     number: int
@@ -237,11 +237,11 @@ class SpeedsReport:
     micro_batches: Count
     """Number of micro-batches per rank per step."""
     samples: tuple[Count, ...]
-    """Number of samples per step, by global rank; so are the other lists."""
+    """Number of samples per step, indexed by global rank like the lists below."""
     fixed_s: tuple[Seconds, ...]
-    """Fixed part in seconds of a micro-batch's forward and backward."""
+    """Fixed part of the time for a micro-batch's forward and backward pass, in seconds."""
     per_sample_s: tuple[Seconds, ...]
-    """Additional time in seconds per sample in the micro-batch."""
+    """Additional time per sample of the micro-batch, in seconds."""
     links: tuple[MeasuredLink, ...] = ()
     """The links whose speeds are known."""
 
@@ -265,14 +265,14 @@ class SpeedsReport:
 
 @dataclass(frozen=True)
 class ShortageNote:
-    """A rank has run out of memory in a step that the others may never finish."""
+    """A rank has run out of memory. The other ranks may never finish this step."""
 
     rank: int
     step: int
     """Number of updates completed before that step."""
 
 
-# hub -> worker; also a `LookOrder`, to the rank that is to be profiled
+# hub -> worker; a `LookOrder`, sent to the rank to profile, is also such a message
 
 
 @dataclass(frozen=True)
@@ -283,13 +283,13 @@ class Proposal:
     number: int
     """Number of the supervisor's proposal, starting at 1."""
     before: Layout
-    """The layout where the proposal is made; it is void in any other layout."""
+    """The layout for which the proposal was computed; in any other layout, it is ignored."""
     proposal: LayoutProposal
 
 
 @dataclass(frozen=True)
 class ExpectGroups:
-    """Number of replica groups that are running or may still join. A run that has not taken a step yet waits for
+    """Number of replica groups that are running or may still join. Before its first step, a run waits for all of
     them."""
 
     groups: int
@@ -317,5 +317,5 @@ def decode(line: bytes) -> Message:
         raise ValueError("not a message of this protocol")
     message: Message = from_plain(_MESSAGES[kind], plain)
     if isinstance(message, GroupExited) and message.exit_code is not None and message.exit_code not in EXIT_CODES:
-        raise ValueError(f"{message.exit_code} is not an exit code of a process")
+        raise ValueError(f"{message.exit_code} is not a process's exit code")
     return message

@@ -30,8 +30,8 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
-"""Events that cannot be written because the disk is full are kept, up to this size, and are written once there is space
-again."""
+"""Events that cannot be written because the disk is full are kept in memory, up to this many bytes, and written once
+there is space again."""
 TAIL_BYTES = 2**16
 MAX_LINE_BYTES = 2**22
 """The maximum length of an event's line."""
@@ -139,8 +139,8 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
 
 
 def read_sound(path: Path) -> Iterator[Event]:
-    """Yield the events in a file except for damaged ones. The end of a run is recorded regardless of the folder's
-    content, and `report` shows the damage."""
+    """Yield the events in a file except for damaged ones. This is used to record the end of a run, which damaged files
+    must not prevent; `report` shows the damage."""
     yield from _sound(read_events(path))
 
 

@@ -80,7 +80,7 @@ class SchedulerEvent(Event):
     """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a layout change,
     the step time."""
     expected_s: Seconds
-    """The expected time after the change. Both times are 0 if the recipe requested the change."""
+    """The same time as expected after the change. Both times are 0 if the recipe requested the change."""
     group: Count | Absent | None = ABSENT
     """The replica group of the ranks, if there are several groups."""
 
@@ -128,7 +128,7 @@ class AchievedEvent(SchedulerEvent):
 @dataclass(frozen=True, slots=True)
 class BucketTry:
     bucket_bytes: Count
-    """0 means that each block's gradients are summed separately."""
+    """Bucket size; 0 means that each block's gradients are summed separately."""
     waited_s: Seconds
     """Time per step for which a rank waited for gradients: the mean over the ranks, then the median over the trials."""
 
@@ -197,7 +197,7 @@ class NodesEvent(Event):
     layout: WrittenLayout
     """The new layout."""
     pace: Rate
-    """Slowdown of the node's slowest rank: its compute time divided by the usual one."""
+    """Slowdown of the node's slowest rank: its compute time divided by the usual compute time."""
     before_s: Seconds
     """The current step time."""
     expected_s: Seconds
@@ -236,8 +236,8 @@ class RecoveryEvent(Event):
     type: Literal["recovery"] = "recovery"
     step: Count
     change: str
-    """left, joined or retried (replica groups), NOUN_left or NOUN_joined (other participants, such as site_left), or
-    restart (the entire run)."""
+    """left, joined or retried for a replica group, NOUN_left or NOUN_joined for another participant (such as
+    site_left), or restart for the entire run."""
     group: Count | None
     """Number of the replica group, or of the participant that NOUN names."""
     stall_s: Seconds | None
@@ -266,7 +266,7 @@ class EndedMark(Event):
     exit_code: int | None = None
 
 
-# Events about the ranks' observations: links, counters, stalls and verdicts.
+# Events about what the ranks observe: links, counters, stalls and verdicts.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,13 +280,14 @@ class LinkRate:
     links: Count
     """Number of links along the axis."""
     bytes_per_s: Rate
-    """Rate at which each of its ranks sends, excluding waits: the median over the samples since its last change."""
+    """Rate at which each rank of the link sends, excluding waits: the median over the samples since the link's last
+    change."""
     noise: Rate
     """Standard deviation of the samples, as a fraction."""
     sent_bytes: Rate
     """Bytes that a rank sends in one exchange."""
     waited_s: Seconds
-    """Time in seconds that the first rank to arrive waits for the last one in each exchange."""
+    """Time in seconds per exchange that the first rank to arrive waits for the last one."""
     last_rank: Count
     """The rank that arrived last in most samples."""
     samples: Count
@@ -382,12 +383,13 @@ class CountersEvent(Event):
     attended: Count
     """Sum of the squared lengths of the spans within which tokens attend to one another."""
     agreed_s: Seconds
-    """Duration of the shortest of the small exchanges that end each step. The minimum over all ranks is the network's
+    """Duration of the shortest of the small exchanges that end the steps. The minimum over all ranks is the network's
     latency."""
     left_at: Seconds
-    """Unix time at which this rank left the last of them, by its node's clock."""
+    """Unix time at which this rank left the last of these exchanges, according to its node's clock."""
     starved_s: Seconds | Absent = ABSENT
-    """Time of passes and optimizer in which an accelerator waited for the host to queue work; absent on a CPU."""
+    """Time in the passes and the optimizer during which an accelerator waited for the host to queue work; absent on a
+    CPU."""
     connections: tuple[ConnectionCounts, ...]
     """The connections that sent the most data."""
 
@@ -449,7 +451,7 @@ class VerdictEvent(Event):
 
     type: Literal["verdict"] = "verdict"
     step: Count
-    """Number of steps completed when the cause was found, or when it had ended."""
+    """Number of steps completed when the cause was found, or when its end was detected."""
     is_over: bool
     verdict: RunVerdict
 
@@ -475,7 +477,7 @@ class StartEvent(Event):
     world_size: WorldSize
     device_name: str
     is_accelerator: bool = False
-    """True if the device works asynchronously; then the host's counters do not explain its times."""
+    """True if the device works asynchronously, so that the host's counters do not explain the device's times."""
     params: Count
     """Number of the model's own parameters."""
     adapter_params: Count = 0
@@ -536,7 +538,7 @@ class StepEvent(Event):
         for counted in (self.tokens, self.samples, self.steps):
             if not isinstance(counted, Absent):
                 return counted
-        raise AssertionError("a step counts tokens, samples or itself")
+        raise AssertionError("a step event counts tokens, samples or steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -581,7 +583,7 @@ class TextPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstTextEvent(Event):
-    """The first text of the first batch, with the mask of its trained tokens."""
+    """The first text of the first batch, with a mask that marks its trained tokens."""
 
     type: Literal["first_text"] = "first_text"
     step: Count
@@ -590,7 +592,7 @@ class FirstTextEvent(Event):
     trained: Count
     """Number of tokens that are targets, which means that the loss counts them."""
     parts: tuple[TextPart, ...]
-    """The first parts of the text, which is split where trained tokens start and end."""
+    """The text is split where trained tokens start and end; these are its first parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -604,12 +606,12 @@ class CheckpointEvent(Event):
     written_s: Seconds | Absent | None = ABSENT
     """Time until the checkpoint was complete on disk, while later steps ran."""
     waited_s: Seconds | Absent | None = ABSENT
-    """Time for which the end of the run waited for the last checkpoint, outside any step."""
+    """Time for which the run waited at its end, outside any step, for the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CadenceEvent(Event):
-    """`checkpoint.interval_steps: auto` has chosen an interval; the fields state the reason."""
+    """`checkpoint.interval_steps: auto` has chosen an interval; the other fields state why."""
 
     type: Literal["cadence"] = "cadence"
     step: Count
@@ -622,7 +624,7 @@ class CadenceEvent(Event):
     failures: Count | Absent = ABSENT
     """Number of this run's failures that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
-    """The age of the run when the failures were counted."""
+    """The time for which the run had been running when the failures were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -679,7 +681,7 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Groups of fields of which each event of the type has at least one."""
+"""By event type: a group of fields; each event has at least one field of the group."""
 
 
 @cache
