@@ -38,7 +38,7 @@ Section = RenderableType | None
 
 
 def render_summary(report: Report) -> RenderableType:
-    """Show how a run ended: curve, held-out text, generated sample, speed."""
+    """Show how a run ended, with its curve, held-out loss, generated sample and speed."""
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),
