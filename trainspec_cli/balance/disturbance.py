@@ -186,12 +186,12 @@ def check_cluster(
             name, there_are = ("device", devices) if kind == "slow_devices" else ("node", num_nodes)
             value = getattr(event, name)
             if value is not None and value >= there_are:
-                message = f"`{place}.{name}` is {value:,}, and the cluster has {there_are:,} {name}s"
+                message = f"`{place}.{name}` is {value:,}, but the cluster has only {there_are:,} {name}s"
                 hint = f"set {place}.{name}={there_are - 1} or less; they are counted from 0"
                 yield Problem("out_of_range", message, f"{place}.{name}", hint)
             if event.from_step > disturbance.steps:
                 message = (
-                    f"`{place}.from_step` is {event.from_step:,}, and the run ends with step {disturbance.steps:,}"
+                    f"`{place}.from_step` is {event.from_step:,}, but the run ends with step {disturbance.steps:,}"
                 )
                 hint = f"set {place}.from_step={disturbance.steps} or less"
                 yield Problem("out_of_range", message, f"{place}.from_step", hint)
