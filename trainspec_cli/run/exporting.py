@@ -61,7 +61,7 @@ _MEGATRON_BACKENDS: JsonObject = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Files that Megatron's loader requires in a folder."""
+"""Files that Megatron's loader requires in a checkpoint folder."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys copied from the config.json of the run's initial weights."""
 

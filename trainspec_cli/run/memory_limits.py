@@ -1,4 +1,4 @@
-"""Remember the settings with which runs have run out of memory on this machine, for later launches.
+"""Record the settings that made runs on this machine run out of memory, for later launches.
 
 There is one file per plan in the cache. Its name depends on everything that determines a plan's memory except the
 settings themselves: the machine, the model, the layout, formats and versions."""

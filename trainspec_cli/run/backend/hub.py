@@ -17,8 +17,8 @@ from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
-"""Maximum number of connections that one poll accepts, so that a flood of them does not keep the hub from serving its
-agents."""
+"""Maximum number of connections that one poll accepts, so that a flood of connections does not keep the hub from
+serving its agents."""
 
 
 def max_pending(num_nodes: int) -> int:
@@ -42,9 +42,9 @@ class RemoteNode:
     lost_at_s: float = -math.inf
     """Monotonic time when a node that had joined was lost."""
     refusal: str = ""
-    """Why the node cannot take part."""
+    """Why the node cannot take part in the run."""
     report: NodeReport | None = None
-    """The result of the node's checks."""
+    """The report of the checks on the node."""
     admitted: bool = False
     """True if workers may start on the node."""
 
@@ -105,8 +105,8 @@ class Hub:
         self._workers: dict[int, Wire] = {}
         """The workers' connections by global rank."""
         self._ready = selectors.DefaultSelector()
-        """The connections with unread input. A run may have thousands of workers, few of which have sent anything since
-        the last poll."""
+        """The connections with unread input. Of a run's thousands of workers, few have sent anything since the last
+        poll."""
         self._for_later: dict[type, messages.WorkerMessage] = {}
         """The newest message of each type, for workers that connect later."""
         self._speeds: messages.SpeedsReport | None = None

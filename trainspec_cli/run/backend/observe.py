@@ -66,7 +66,7 @@ class GroupStart:
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
         self._step = 0
-        """The newest step in this start."""
+        """The newest step of this start."""
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
@@ -192,7 +192,7 @@ def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
 
 
 class RendezvousWatch:
-    """Keeps the rendezvous server alive, and kills it if the recipe injects that fault."""
+    """Keeps the rendezvous server alive, and kills it if the recipe injects this fault."""
 
     def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
         self._rendezvous, self._events = rendezvous, EventTail(run.events(0))

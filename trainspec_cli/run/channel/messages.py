@@ -93,7 +93,7 @@ class StepsMade:
 
 @dataclass(frozen=True)
 class RankStands:
-    """The position of a rank that has made no progress for a long time."""
+    """The position in the code of a rank that has made no progress for a long time."""
 
     rank: int
     host: str
@@ -102,7 +102,7 @@ class RankStands:
     stack: str
     """Stack of the main thread."""
     place: str
-    """The innermost line of the user's code, and the function of torch or another library that it called."""
+    """The innermost line of the user's code, and the function of torch or another library that this line called."""
     waiting: bool
     """True if the main thread is in torch or another training library."""
     stopped: bool
@@ -123,7 +123,7 @@ class NodeStands:
 
 @dataclass(frozen=True)
 class ProcessSilent:
-    """A process of a command whose steps are not counted."""
+    """A process of a user-defined command whose steps are not counted."""
 
     rank: int | None
     """The rank that the process's environment states."""
@@ -166,7 +166,7 @@ class WorkedLong:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The agent was asked to stop; Slurm asks all agents."""
+    """The agent was asked to stop. Slurm asks all agents."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class StartGroup:
 @dataclass(frozen=True)
 class StopWorkers:
     group: int | None
-    """None means to stop all groups, because the run should end."""
+    """The group to stop; None for all groups, because the run should end."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class HangFound:
     """A user-defined command hangs; the node should record the positions of its ranks."""
 
     late: tuple[int, ...]
-    """The ranks that the others are waiting for."""
+    """The ranks that all other ranks are waiting for."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class SpeedsReport:
     per_sample_s: tuple[Seconds, ...]
     """Additional time per sample of the micro-batch, in seconds."""
     links: tuple[MeasuredLink, ...] = ()
-    """The links whose speeds are known."""
+    """The links with known speeds."""
 
     @property
     def compute_s(self) -> tuple[float, ...]:
@@ -253,7 +253,7 @@ class SpeedsReport:
 
     @property
     def even_s(self) -> tuple[float, ...]:
-        """Return what each rank's compute time per step would be, in seconds, if all ranks had the same number of
+        """Return the compute time per step, in seconds, that each rank would have if all ranks had the same number of
         samples."""
         share = sum(self.samples) / len(self.samples)
         each = zip(self.fixed_s, self.per_sample_s, strict=True)

@@ -44,7 +44,7 @@ class Throughput:
     mfu: float
     """Model FLOPs per second as a fraction of all devices' peak, excluding recomputation."""
     steps: int
-    """Number of steps over which the speed is measured."""
+    """Number of steps that the speed is averaged over."""
     left_out: int
     """Number of earlier steps that were excluded."""
 
@@ -128,14 +128,14 @@ def recovery_of(event: RecoveryEvent) -> Recovery:
 
 @dataclass
 class WallTime:
-    """Time in seconds by purpose. The parts sum to the time from the first launch to the last event."""
+    """Time in seconds by purpose. The parts add up to the time from the first launch to the last event."""
 
     productive: float = 0.0
     """Time in steps that were kept, excluding the parts below."""
     data_wait: float = 0.0
-    """Time for which steps waited for data."""
+    """Time that steps spent waiting for data."""
     checkpoint: float = 0.0
-    """Time for which training waited for checkpoints."""
+    """Time that training spent waiting for checkpoints."""
     evaluation: float = 0.0
     start_up: float = 0.0
     """Time from a launch to its first step."""
@@ -155,7 +155,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Return the productive fraction; None if no time has passed."""
+        """Return the productive fraction of the time; None if no time has passed."""
         return self.productive / self.total_s if self.total_s else None
 
     def put(self, bucket: str, seconds: float) -> None:
@@ -170,7 +170,7 @@ BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
 class Attempt:
-    """Collects what happens between two launches: steps individually as numbers, everything else as sums."""
+    """Collects the times between two launches: the steps individually, and everything else as sums."""
 
     def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
         self.launched, self.begin = launched, begin
@@ -259,7 +259,7 @@ class RunAccount:
         since = self._attempts[-1].last_time if self._attempts else 0.0
         launched = [time for time in self._launches if since <= time <= event.time]
         if self._attempts and self._marks and not launched:
-            return  # another replica group leads from now on
+            return  # from now on, another replica group leads
         self._attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted=self._restarted))
         self._restarted = False
 

@@ -51,7 +51,7 @@ class EventWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: Event, at: float | None = None) -> None:
-        """Append `event` with this writer's rank and the time: now, or `at` if the event happened earlier."""
+        """Append `event` with this writer's rank and the time: `at` if the event happened earlier, otherwise now."""
         stamped: JsonObject = {
             **to_plain(event),
             "time": time.time() if at is None else at,
@@ -79,12 +79,12 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what has been appended to a file since the last call. An incomplete line is held back until it is
+    """Reads what has been appended to a file since the last call. An incomplete line is returned only once it is
     complete."""
 
     def __init__(self, path: Path, last_bytes: int | None = 0):
-        """Start at the end of the file, or `last_bytes` before it (None: at its start). A line that is cut off there is
-        skipped."""
+        """Start at the end of the file, or `last_bytes` before it (None: at its start). If a line is cut off there, it
+        is skipped."""
         self._path = path
         size = path.stat().st_size if path.is_file() else 0
         self._offset = 0 if last_bytes is None else max(0, size - last_bytes)

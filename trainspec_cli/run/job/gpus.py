@@ -46,7 +46,7 @@ AMD_NAMES = {
 """PCI device -> name (from libdrm's amdgpu.ids); /sys has no names."""
 UNTESTED_AMD = "trainspec has never run on an AMD GPU: this path is based only on ROCm's documentation"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
-"""PCI vendors of accelerators in /sys/class/accel for which trainspec can plan but on which it cannot run."""
+"""PCI vendors of accelerators in /sys/class/accel. trainspec can plan for them, but cannot run on them."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
 """PCI devices in the Intel Data Center GPU Max series."""
 
@@ -55,7 +55,7 @@ INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9
 class FoundGpus:
     gpus: tuple[Gpu, ...] = ()
     problem: Problem | None = None
-    """Why the GPUs of this node cannot be used; `gpus` is then empty."""
+    """Why the GPUs of this node cannot be used. If set, `gpus` is empty."""
     notes: tuple[str, ...] = ()
     """Information for the user that does not stop the run."""
 

@@ -1,8 +1,8 @@
-"""What a run changes when it runs out of memory: a smaller micro-batch, then recomputation, then offloading.
+"""The changes that a run makes when it runs out of memory: a smaller micro-batch, then recomputation, then offloading.
 
 The global batch, and with it the loss and the gradients, stay the same up to rounding, because only the number of
 passes and the location of the optimizer state change. Settings are ordered by the memory that they leave free. Each
-shortage leads to a later one, so a run uses each setting at most once."""
+shortage leads to a later setting, so a run uses each setting at most once."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool
 def next_setting(
     ladder: Sequence[MemorySetting], failed: MemorySetting, taken: MemorySetting | None = None
 ) -> MemorySetting | None:
-    """Return the next setting of `ladder` to use. It comes after both `failed`, with which the run ran out of memory,
-    and `taken`, which was used last. None if no setting is left."""
+    """Return the next setting of `ladder` to use. It comes after both `failed` (the run ran out of memory with it) and
+    `taken` (the setting used last). None if no setting is left."""
     last = max(rank_setting(setting) for setting in (failed, taken or failed))
     return next((setting for setting in ladder if rank_setting(setting) > last), None)
 

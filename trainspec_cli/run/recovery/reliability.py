@@ -69,15 +69,15 @@ write only the last checkpoint; restarting them would take longer than this anyw
 MOST_LOST_S = 600.0
 """The maximum time of work, in seconds, between checkpoints of `auto`, if they are cheap."""
 MOST_WAITED = 0.05
-"""The largest fraction of the total time for which checkpoints of `auto` may block training."""
+"""The largest fraction of the total time that checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
-    `checkpoint_s` (C) is the time for which a checkpoint blocks training, and `mtbf_s` (M) is the mean time between
-    failures of the entire job. The result is accurate while C is small compared with M; at C = M/10 the loss is about
-    1% above the minimum.
+    `checkpoint_s` (C) is the time that a checkpoint blocks training, and `mtbf_s` (M) is the mean time between failures
+    of the entire job. The result is accurate while C is small compared with M; at C = M/10 the loss is about 1% above
+    the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
@@ -96,8 +96,8 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval, given the time `blocked_s` for which a checkpoint blocks training. The interval is at
-    least the time needed to write a checkpoint."""
+    """Return Daly's interval, given the time `blocked_s` that a checkpoint blocks training. The interval is at least
+    the time needed to write a checkpoint."""
     return max(daly_interval_s(blocked_s, mtbf_s), written_s)
 
 
@@ -134,7 +134,7 @@ class ConnectedGroup:
 @dataclass(frozen=True)
 class QuorumRules:
     silence_s: float
-    """A replica group that has been silent for this many seconds counts as dead."""
+    """A replica group that has been silent for this many seconds is considered dead."""
     patience_s: float
     """Time in seconds that replica groups wait for a group that is alive but has not asked to take part."""
 

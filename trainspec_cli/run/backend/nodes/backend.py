@@ -50,7 +50,7 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True)
 class Reach:
-    """How the nodes of a job are reached."""
+    """How this process reaches the nodes of a job."""
 
     head: str
     """Name or address of the first node, on which this process runs."""
@@ -91,7 +91,8 @@ class Examination:
     command: tuple[str, ...]
     """Arguments for Python. The check prints its report as JSON on its last line."""
     judge: Callable[[Sequence[NodeReport]], None]
-    """Receives the reports of all nodes, ordered by number. Raises MachineError if a node is unfit."""
+    """A function that receives the reports of all nodes, ordered by node number. Raises MachineError if a node is
+    unfit."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """A job's processes on one node. It reports on each group that it starts in messages to the hub."""
+    """A job's processes on one node. It reports in messages to the hub on each group that it starts."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -405,7 +406,7 @@ class NodesBackend:
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
-        """Make every agent end its processes, then end the command that started the agents."""
+        """Make all agents end their processes, then end the command that started the agents."""
         self._hub.send(messages.EndAgent())
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):

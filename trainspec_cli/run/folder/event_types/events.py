@@ -1,4 +1,4 @@
-"""Events that record what happened in a run, with one dataclass per type.
+"""The events that record what happened in a run, with one dataclass per type.
 
 Each event is a JSON object on one line of its rank's file. A field that is `Absent` has no key on disk. A reader
 ignores fields of later versions; an event of an unknown type becomes an `UnknownEvent`. The leading replica group
@@ -47,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownEvent(Event):
-    """An event whose type is known only to a later version."""
+    """An event of a type that only a later version knows."""
 
 
 # Events about changes to a run between two steps: sample shares, layers, layout, buckets, memory and nodes.
@@ -64,7 +64,7 @@ WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout, section=La
 
 
 ADVICE = "advice: "
-"""Prefix of the reason why a layout was not adopted, if `scheduler.mode` is advise."""
+"""Prefix of the reason for not adopting a layout, if `scheduler.mode` is advise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +74,8 @@ class SchedulerEvent(Event):
     step: Count
     """Number of updates completed before it; a directive takes effect with the next update."""
     number: Count
-    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group. group_shares use
-    the step as their number."""
+    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group. Changes of
+    group_shares use the step as their number."""
     before_s: Seconds
     """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a layout change,
     the step time."""
@@ -130,7 +130,8 @@ class BucketTry:
     bucket_bytes: Count
     """Bucket size; 0 means that each block's gradients are summed separately."""
     waited_s: Seconds
-    """Time per step for which a rank waited for gradients: the mean over the ranks, then the median over the trials."""
+    """Time per step that a rank spent waiting for gradients: the mean over the ranks, then the median over the
+    trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +164,7 @@ class MemoryEvent(Event):
     restarts: bool
     """False if the same processes repeated the step."""
     was_killed: bool = False
-    """True if the kernel killed a process, False if an allocation failed."""
+    """True if the kernel killed a process; False if an allocation failed."""
     reason: str
     lost_steps: Count = 0
     used_bytes: Count | Absent | None = ABSENT
@@ -297,7 +298,7 @@ class LinkRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinksEvent(Event):
-    """The current speeds of the links of each axis."""
+    """The current link speeds of each axis."""
 
     type: Literal["links"] = "links"
     step: Count
@@ -326,7 +327,7 @@ class LinkEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionCounts:
-    """A connection's sent and lost segments in a window, as counted by the sender's kernel."""
+    """The segments that a connection sent and lost in a window, as counted by the sender's kernel."""
 
     local: str
     """Address and port of this end. The other end identifies the connection by the same pair."""
@@ -358,9 +359,10 @@ class CountersEvent(Event):
     queued_s: Seconds
     """Time during exposed communication where the main thread was runnable but did not have a processor."""
     throttled_s: Seconds
-    """Time for which a quota throttled the process's control group, summed over all processors."""
+    """Time during which a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
-    """Steal time: time for which other virtual machines occupied the node's processors, summed over all of them."""
+    """Steal time: time during which other virtual machines occupied the node's processors, summed over all
+    processors."""
     memory_stall_s: Seconds
     """Time during which at least one process on the node waited for memory."""
     major_faults: Count
@@ -391,7 +393,7 @@ class CountersEvent(Event):
     """Time in the passes and the optimizer during which an accelerator waited for the host to queue work; absent on a
     CPU."""
     connections: tuple[ConnectionCounts, ...]
-    """The connections that sent the most data."""
+    """The counts of the connections that sent the most data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -430,7 +432,7 @@ class LateStepEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallEvent(LateStepEvent):
-    """The step is taking far longer than usual and may be hanging; the timeout has not expired yet."""
+    """The step is taking far longer than usual and may be hanging, but the timeout has not expired yet."""
 
     type: Literal["stall"] = "stall"
     usual_s: Seconds
@@ -439,7 +441,7 @@ class StallEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangEvent(LateStepEvent):
-    """This rank has waited for longer than a step may take."""
+    """This rank has waited longer than a step may take."""
 
     type: Literal["hang"] = "hang"
     deadline_s: float | None
@@ -447,7 +449,7 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """The cause of a slowdown was found during training. This is a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training. Also a line of `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
@@ -501,7 +503,7 @@ class StepEvent(Event):
     grad_norm: float | None
     lr: float | Absent | None = ABSENT
     tokens: Count | Absent = ABSENT
-    """Absent for images and volumes, for which samples are counted."""
+    """Number of tokens; absent for images and volumes, whose samples are counted instead."""
     samples: Count | Absent = ABSENT
     steps: Count | Absent = ABSENT
     """1 for a user-defined command, whose tokens and samples are unknown."""
@@ -602,11 +604,11 @@ class CheckpointEvent(Event):
     path: str
     bytes: Count
     seconds: Seconds
-    """Time in seconds for which training waited."""
+    """Time in seconds that training spent waiting."""
     written_s: Seconds | Absent | None = ABSENT
     """Time until the checkpoint was complete on disk, while later steps ran."""
     waited_s: Seconds | Absent | None = ABSENT
-    """Time for which the run waited at its end, outside any step, for the last checkpoint."""
+    """Time that the run spent at its end, outside any step, waiting for the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -624,7 +626,7 @@ class CadenceEvent(Event):
     failures: Count | Absent = ABSENT
     """Number of this run's failures that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
-    """The time for which the run had been running when the failures were counted."""
+    """Total time that the run had been running when the failures were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
