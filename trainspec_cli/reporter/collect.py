@@ -66,9 +66,9 @@ class Report:
     peak_memory_bytes: int | None
     weights_sha256: str | None
     speed: RunSpeed | None
-    """None before the first step."""
+    """The speed of the run; None before the first step."""
     predicted: LocalPrediction | None
-    """The plan's prediction, or None."""
+    """The plan's prediction; None if there is none."""
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]

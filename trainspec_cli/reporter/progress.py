@@ -25,7 +25,7 @@ class Progress:
     """The state of a run in progress. Values are None until they are known."""
 
     max_steps: int | None
-    """None if unknown."""
+    """Number of steps of the run; None if unknown."""
     begin: StartEvent | None = None
     """The start event of rank 0; None until the workers are ready."""
     step: int = 0

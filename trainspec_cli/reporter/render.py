@@ -34,7 +34,7 @@ SHOWN_LINES = 8
 """Number of recent evaluations, checkpoints and warnings to show."""
 
 Section = RenderableType | None
-"""None if there is nothing to show."""
+"""A section of the report; None if there is nothing to show."""
 
 
 def render_summary(report: Report) -> RenderableType:

@@ -161,10 +161,10 @@ class RunSpeed:
     """The range of the middle 80% of the first rank's steps, excluding steps that wrote a checkpoint."""
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
-    """Number of ranks over which the parts are averaged."""
+    """The ranks that the parts are averaged over."""
     unit: str = "tokens"
     exchange: ExchangeShare | None = None
-    """None if no exchange overlapped with computation."""
+    """The exchanges between ranks; None if none overlapped with computation."""
 
 
 class SpeedMeter:

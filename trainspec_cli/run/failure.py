@@ -53,9 +53,9 @@ class WorkerFailure:
     self_reported: bool = False
     """True if the worker itself reported the failure."""
     was_killed: bool = False
-    """True if it was killed by SIGKILL."""
+    """True if the worker was killed by SIGKILL."""
     consequence: bool = False
-    """True if it exited only because another worker had exited."""
+    """True if the worker exited only because another worker had exited."""
     foreseen: bool = False
     """True if the failure would recur if the run were restarted unchanged, such as an invalid input or a missing
     node."""

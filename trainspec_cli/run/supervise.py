@@ -300,7 +300,7 @@ class Ending:
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
-    """Why the supervisor ended the run, if it did (because too few replica groups were left)."""
+    """Why the supervisor ended the run, if it did (for example because too few replica groups were left)."""
     generation: int | None = None
     """The number of the generation that ended."""
 

@@ -54,8 +54,7 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
 
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
-"""How the learning rate scales with the batch, for each optimizer. Other optimizers have no rule for a growing
-batch."""
+"""The scaling of the learning rate with the batch, by optimizer. Other optimizers have no rule for a growing batch."""
 
 
 @dataclass(frozen=True)

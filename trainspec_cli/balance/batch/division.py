@@ -49,7 +49,7 @@ class OwnSamples:
 
 @dataclass(frozen=True)
 class Division:
-    """How a replica group divides its samples over its data-parallel ranks."""
+    """The division of a replica group's samples over its data-parallel ranks."""
 
     weights: tuple[float, ...]
     """Each rank's share of the samples, in arbitrary units."""

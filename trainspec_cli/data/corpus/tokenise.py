@@ -233,7 +233,7 @@ class XzMeter:
         except ImportError:  # Python was built without liblzma; the manifest records null
             self._compressor = None
         else:
-            # This is the strongest setting; a weaker one would make the model look better in the comparison.
+            # Use the strongest setting, because a weaker one would make the model look better in the comparison.
             self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
         self._text_bytes = self._xz_bytes = 0
 

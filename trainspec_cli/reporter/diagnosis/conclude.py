@@ -330,7 +330,7 @@ BOUNDS = {
     "checkpoint": "checkpoints",
     "other": "the host between the passes",
 }
-"""What bounds the other parts of a step (those other than passes, optimizer and transfers)."""
+"""The bounds that are named for the other parts of a step (all except passes, optimizer and transfers)."""
 ALWAYS = (
     PlannedChange("no waiting for data", {"data_wait": 0.0}),
     PlannedChange("ranks that are never late", {WAITING: 0.0}),

@@ -85,7 +85,7 @@ class Slow:
     cause: Cause
     why: str
     is_counted: bool = False
-    """True if the kernel counted the cause, which rules out other load on the machine."""
+    """True if a kernel counter shows the cause, which rules out other load on the machine."""
 
 
 class OwnTimes:

@@ -166,7 +166,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-# What the connections between two ranks show during an episode, and by how much the counters of all ranks rise.
+# Evaluate the connections between two ranks during an episode, and the rise of counters over all ranks.
 
 
 OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
@@ -190,7 +190,7 @@ class Path:
     rate: float
     """Bytes per second while data was in flight; 0 if unknown."""
     usual_rate: float
-    """The same rate at other times."""
+    """The same rate outside the episode."""
     rtt_s: float
     usual_rtt_s: float
 

@@ -34,7 +34,7 @@ class ClockOffset:
     node: int
     offset_s: float
     error_s: float | None
-    """None if no exchange shows the offset, which is then taken as 0."""
+    """Uncertainty of the offset; None if no exchange shows the offset, which is then assumed to be 0."""
     exchanges: int
     """Number of exchanges that show the offset."""
 

@@ -40,7 +40,7 @@ class LineSeries:
     label: str
     points: Sequence[Point]
     marked: bool = True
-    """True if every point is marked with a dot."""
+    """Whether every point is marked with a dot."""
 
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
@@ -144,7 +144,7 @@ class _Frame:
     y_low: float
     y_high: float
     even: bool = False
-    """True if both axes are linear; otherwise they are logarithmic."""
+    """True if both axes are linear; False if both are logarithmic."""
 
     def x(self, value: float) -> float:
         inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT

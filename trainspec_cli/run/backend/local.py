@@ -36,7 +36,7 @@ from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 HERE = 0
-"""This node's number."""
+"""The number of this node, the only one."""
 MOST_PATH_BYTES = 60
 """Maximum length of the folder name for temporary files, because the path of a Unix socket has at most 104 bytes on
 macOS (108 on Linux)."""

@@ -41,7 +41,7 @@ class NodeRefuses:
 
     why: str
     hint: str = ""
-    """What the user can do about it."""
+    """What the user can do to make the node usable."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WorkerExited:
     """The global rank."""
     summary: str
     was_killed: bool = False
-    """True if it was ended by SIGKILL."""
+    """True if the worker was killed by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ProcessSilent:
     host: str
     pid: int
     command: str
-    """The last part of its command line."""
+    """The last part of the process's command line."""
     stopped: bool
     """True if it was stopped by SIGSTOP."""
 

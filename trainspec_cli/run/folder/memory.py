@@ -87,7 +87,7 @@ class Copies:
 
     folder: Path
     run: RunDir | None
-    """None if the run is unknown."""
+    """The run's folder; None if the run is unknown."""
     step: int
     """The step of the newest copy; 0 if none is complete."""
     bytes: int

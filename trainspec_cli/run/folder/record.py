@@ -214,7 +214,7 @@ class RunResult:
     sets: dict[str, SetFigures] | Absent = ABSENT
     heldout_accuracy: float | Absent | None = ABSENT
     heldout_dice: float | Absent | None = ABSENT
-    """Same as in the last `eval` event."""
+    """The fields from `heldout_loss` to this one have the values of the last `eval` event."""
     tokens_per_s: float | Absent | None = ABSENT
     samples_per_s: float | Absent | None = ABSENT
     mfu: float | None = None

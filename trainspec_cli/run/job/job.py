@@ -334,7 +334,7 @@ class GitState:
 
     commit: str
     branch: str | None
-    """None for a detached head."""
+    """The current branch; None for a detached head."""
     dirty: bool | None
     """True if tracked files differ from the commit; None if unknown."""
 

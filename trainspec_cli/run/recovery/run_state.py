@@ -24,24 +24,24 @@ class GroupState(NamedTuple):
     restarts_s: tuple[float, ...] = ()
     """Times of the group's restarts within the last hour."""
     start_at_s: float = -math.inf
-    """While waiting: the earliest time of its next start."""
+    """While waiting: the earliest time for the group's next start."""
     kill_at_s: float = math.inf
     """While running: the deadline by which its workers must exit, because the group has failed."""
     failures_in_a_row: int = 0
-    """Number of failures since it last took a step."""
+    """Number of failures since the group last took a step."""
     needs_generation: bool = False
     """While waiting: True if its next start opens a new generation of the run."""
     checkpoint_step: int = 0
-    """Step of the newest checkpoint when it was last started."""
+    """Step of the newest checkpoint when the group was last started."""
     stepped_s: float = 0.0
-    """Time of its last step; 0 before the first step of this start."""
+    """Time of the group's last step; 0 before the first step of this start."""
     retried_s: float = 0.0
     """Time at which it last retried a step because an exchange had failed."""
     taken: MemorySetting | None = None
     """The setting chosen after its last memory shortage."""
     cause: str = ""
     reached_step: int = 0
-    """Its step at the last failure, and the cause of that failure (`GroupEnded.cause`)."""
+    """The group's step at its last failure, and the cause of that failure (`GroupEnded.cause`)."""
     is_planned: bool = False
     """While waiting: True if it ended because memory ran out or to drop a node. Its next start then does not count as a
     restart after a failure."""
@@ -162,7 +162,7 @@ class GroupEnded:
     exit_code: int | None = None
     """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     own_error: bool = False
-    """True if a worker has reported an error in its own code."""
+    """True if a worker has reported an error in the run's own code."""
     foreseen: bool = False
     """True if the error would recur if the run were restarted unchanged."""
     from_outside: bool = False

@@ -42,7 +42,7 @@ class Whereabouts:
     """The position of a rank in a hanging step."""
 
     waiting: bool
-    """True if it is in a collective, or waiting for the device to finish one."""
+    """True if the rank is in a collective, or is waiting for the device to finish one."""
     collectives: Mapping[str, int] = field(default_factory=dict)
     """Number of the last collective that the rank entered, for each process group."""
 

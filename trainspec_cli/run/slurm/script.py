@@ -43,17 +43,17 @@ KEPT = (CACHE, HUB_MIRROR)
 
 @dataclass(frozen=True)
 class Asked:
-    """What a job requests from Slurm, for a recipe or a user-defined command."""
+    """The resources that a job requests from Slurm, for a recipe or a user-defined command."""
 
     slurm: SlurmSpec
     num_nodes: int
     devices_per_node: int | None
-    """None if the number is unknown."""
+    """Number of devices on each node; None if unknown."""
     uses_gpus: bool
     gpu_vendor: str | None = None
-    """None if the accelerator is unknown."""
+    """Vendor of the GPUs; None if the accelerator is unknown."""
     outlives_nodes: bool = False
-    """True if the run continues when a node fails; then Slurm must not kill the job."""
+    """True if the run continues when a node fails. If so, Slurm must not kill the job."""
     by_hostfile: bool = False
     """True if the nodes are numbered by the hostfile that the job writes (`commands.py`)."""
 

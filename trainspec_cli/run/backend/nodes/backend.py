@@ -58,7 +58,7 @@ class Reach:
     """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended to
     it."""
     rendezvous_port: int | None = None
-    """None for any free port."""
+    """The port to use; None for any free port."""
     return_timeout_s: float = 0.0
     """If too few nodes are left and a lost node's agent may be restarted, the other nodes wait this many seconds for
     it."""

@@ -170,7 +170,7 @@ class MemoryEvent(Event):
     used_bytes: Count | Absent | None = ABSENT
     """Memory used by the process."""
     limit_bytes: Count | Absent | None = ABSENT
-    """Its memory limit."""
+    """The process's memory limit."""
     group: Count | Absent | None = ABSENT
     """The replica group that ran out of memory, if there are several groups."""
 
@@ -423,7 +423,7 @@ class LateStepEvent(Event):
     waited_s: Seconds
     host: str
     waiting: bool
-    """True if it is in a collective."""
+    """True if the rank is in a collective."""
     waits_in: str | None
     collectives: dict[str, int]
     """Number of collectives that this rank has entered, for each process group."""
@@ -520,7 +520,7 @@ class StepEvent(Event):
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None if it
     is infinite."""
     skipped: bool
-    """True if the loss or the gradients were not finite, so that nothing was updated."""
+    """True if nothing was updated, because the loss or the gradients were not finite."""
     h2d_copies: Count | Absent = ABSENT
     h2d_bytes: Count | Absent = ABSENT
     """Bytes of batches copied to the device; 0 if the device is the host."""
@@ -547,7 +547,7 @@ class StepEvent(Event):
 class SetFigures:
     loss: float | None
     bits_per_byte: float | None
-    """None if the number of bytes is unknown."""
+    """Held-out loss in bits per byte; None if the number of bytes is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
