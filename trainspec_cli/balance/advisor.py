@@ -138,12 +138,12 @@ class LayoutAdvisor:
             self._is_over = True
             report(f"the search for other layouts has ended: {type(error).__name__}: {error}")
 
-    # Events of the workers
+    # Process the workers' events
 
     def _process(self, event: Event) -> None:
         match event:
             case StartEvent():
-                if event.world_size != self._plan.world_size:  # a node was dropped
+                if event.world_size != self._plan.world_size:  # because a node was dropped
                     self._plan = self._home = read_plan(self._run)
                     self._layouts.clear()
                 self._begin()
@@ -172,7 +172,7 @@ class LayoutAdvisor:
                     self._lost = event
                     self._timing.refuse(layout)
 
-    # The best layout for the reported speeds
+    # Find the best layout for the reported speeds
 
     def _process_speeds(self, report: SpeedsReport) -> None:
         if self._changed_to not in (None, report.layout):

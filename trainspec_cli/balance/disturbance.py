@@ -25,7 +25,7 @@ class Spell:
     """First step and number of steps of an event; with null, it lasts until the end of the run."""
 
     from_step: PositiveInt = 1
-    """Steps are counted from 1."""
+    """The first step of the event. Steps are counted from 1."""
     steps: PositiveInt | None = None
 
     def holds(self, step: int) -> bool:
@@ -138,7 +138,7 @@ class Disturbance:
         return replace(self, slow_devices=tuple(devices), narrow_links=tuple(links), by_chance=None)
 
 
-# Reading
+# Read a disturbance
 
 
 def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:

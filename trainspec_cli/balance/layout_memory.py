@@ -48,7 +48,7 @@ class LayoutMemory:
             self._known[key] = predict_memory(setup, self.recompute)
         return self._known[key]
 
-    # Micro-batches
+    # The largest micro-batches
 
     def most_samples(self, setup: Setup) -> int:
         """Return the largest micro-batch that the recipe allows, in samples. `auto` allows twice the setup's size."""
@@ -63,7 +63,7 @@ class LayoutMemory:
             usual, self.most_samples(setup), lambda size: self.fits(replace(setup, micro_batch_size=float(size)))
         )
 
-    # Stages
+    # The largest stages
 
     def room(self, setup: Setup) -> Room:
         """Return a rough limit on the number of layers per pipeline rank, based on how much the estimate grows with
@@ -86,7 +86,7 @@ class LayoutMemory:
             )
         return self._stages[setup]
 
-    # The change to another layout
+    # The memory during a change to another layout
 
     def may_move(self, before: Setup, after: Setup) -> bool:
         """Return whether every rank can hold its old and new state at the same time during the change."""

@@ -83,7 +83,7 @@ class Situations:
         if not events:
             return Ideal(even_s, even_s)
         own = _best_step(self._job, events, present, samples)
-        least_s = self.at(0).even_s if self._job.layouts else 0.0  # no event is in effect before the first step
+        least_s = self.at(0).even_s if self._job.layouts else 0.0  # before the first step, no event is in effect
         others = [_best_step(job, events, present, samples) for job in self._others(events)]
         whole_s = min([own.whole_s, *(max(least_s, one.whole_s) for one in others)])
         real_s = min([own.real_s, *(max(least_s, one.real_s) for one in others)])

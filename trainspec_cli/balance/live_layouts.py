@@ -87,7 +87,7 @@ class LiveLayouts:
         assert job.layouts is not None, "a run that keeps its layout has nothing to track"
         self._job = job
         self._due = deque[Moved | None]([None] * (1 + job.late_steps))
-        """The changes that the next steps begin with."""
+        """The changes that will take effect at the start of the next steps."""
         self._layouts = job.layouts
         self._layers = job.layouts.layer_scheduler(job)
         self._timing = LayoutScheduler()
@@ -96,7 +96,7 @@ class LiveLayouts:
         self._undisturbed = cluster.condition(())
         slowed = cluster.paces(self._events) > 1
         self._waiting = (cluster.of_devices(cluster.condition(self._events).compute) > 1) & ~slowed
-        """Devices that no event slows but that wait for a slowed device."""
+        """Devices that no event slows, but that wait for a slowed device."""
 
     def begin_step(self) -> Moved | None:
         """Return the change that takes effect at the start of this step."""

@@ -110,7 +110,7 @@ class PacedSteps:
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        # The linear model has a small error. Without this lower limit, an undisturbed run could seem to gain from a
+        # The linear model has a small error. Without this lower limit, an undisturbed run might seem to gain from a
         # change.
         uncut = replace(setup, layout=replace(layout, stage_layers=None))
         return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)

@@ -79,7 +79,7 @@ class Report:
     sample: SampleEvent | None
     warnings: tuple[WarningEvent, ...]
     missing_ranks: tuple[int, ...]
-    """Ranks without events."""
+    """Ranks that have written no events."""
     directives: tuple[DirectiveEvent, ...] = ()
     """Changes made or advised by the scheduler."""
     achieved: tuple[AchievedEvent, ...] = ()
@@ -101,7 +101,7 @@ class Report:
     goodput: float | None = None
     """The productive fraction of the wall time."""
     verdicts: tuple[RunVerdict, ...] = ()
-    """Verdicts on what slows down the run, most expensive first."""
+    """Verdicts on the causes of slowdowns, most expensive first."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
     """The chosen backend of each operation."""
     kernel_table: KernelTable | None = None

@@ -123,9 +123,9 @@ class History:
 class PartTime:
     name: str
     mean_s: float
-    """Mean over steps and ranks, in seconds."""
+    """Mean time over steps and ranks, in seconds."""
     share: float
-    """Fraction of the full step."""
+    """Fraction of the mean step."""
     min_s: float
     max_s: float
     """Smallest and largest of the ranks' means."""
@@ -219,7 +219,7 @@ class SpeedMeter:
         begin = start.begin
         left_out = self._throughput.left_out
         steady = range(left_out, len(start.steps))
-        # The 10th and 90th percentiles.
+        # These are the 10th and 90th percentiles.
         checkpoint_s = start.steps["checkpoint"]
         step_time_s = start.steps["step_time_s"]
         times = sorted(step_time_s[row] for row in steady if not checkpoint_s[row])

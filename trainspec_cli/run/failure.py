@@ -49,7 +49,7 @@ class WorkerFailure:
     hint: str = ""
     step: int | None = None
     time: float = math.inf
-    """Unix time, if known."""
+    """Unix time of the failure, if known."""
     self_reported: bool = False
     """True if the worker itself reported the failure."""
     was_killed: bool = False

@@ -115,5 +115,5 @@ def _post(address: str, about: JsonObject) -> str:
         request = Request(address, json_text(about).encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=WEB_S):
             return ""
-    except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
+    except (OSError, HTTPException, ValueError) as error:  # this includes URLError
         return str(error) or type(error).__name__

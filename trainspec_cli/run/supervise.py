@@ -57,7 +57,7 @@ from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
 
 SUPERVISOR = -1
-"""The rank recorded in the supervisor's marks."""
+"""The rank that the supervisor's events state."""
 MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
@@ -215,7 +215,7 @@ class SlowNodes:
             return self._plan
         return self._planning.result() if self._planning is not None and self._planning.done() else None
 
-    # Measuring
+    # Measure the steps
 
     def _take_steps(self, events: list[Event]) -> int:
         """Process the new steps, and return their number."""
@@ -256,7 +256,7 @@ class SlowNodes:
         # Earlier step times were measured at other speeds or in another layout.
         self._times_s.clear()
 
-    # directives.jsonl
+    # Write the lines of directives.jsonl
 
     def _write_directive(self, gain: Gain, plan: Plan, *, applied: bool) -> NodesEvent:
         self._number += 1

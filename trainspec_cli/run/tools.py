@@ -160,7 +160,7 @@ def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
 
 
 def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None = None) -> Prepare:
-    """Run the tool on one node in as many processes as `plan` has, with a run's environment."""
+    """Run the tool on one node with the number of processes in `plan` and the environment of a run."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         job = build_job(plan, root, machine, worker=worker)
@@ -356,7 +356,7 @@ def traced_ranks(plan: Plan) -> list[int]:
     return sorted({along_cp, (layout.pp - 1) * per_stage + along_cp})
 
 
-# The cache of measurements
+# The cache in which measurements are stored
 
 
 def probe_path(plan: Plan, machine: Machine) -> Path:

@@ -28,10 +28,10 @@ MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 MIN_VOCAB_SIZE = 257
-"""256 bytes and the end-of-document token."""
+"""The smallest vocabulary: 256 bytes and the end-of-document token."""
 
 WORD_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with the preceding space or sign
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
     r"|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, followed by the line end and the next line's indentation
     r"|[\r\n]+ *"
@@ -80,7 +80,7 @@ def load(file: Path) -> Tokenizer:
     try:
         tokenizer = _read_tokenizer(file)
         empty = not tokenizer.get_vocab_size()
-    except ValueError as error:  # the library does not raise a more specific error
+    except ValueError as error:  # the library raises no more specific error
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")

@@ -60,7 +60,7 @@ class Mistakes:
             # Stop, because a file in another format would be read to its end, with a mistake on each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # the error is not about a single document
+        except RecipeError as error:  # the error concerns no single document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:

@@ -305,7 +305,7 @@ class Documents:
     """The index of a split's documents."""
 
     starts: np.ndarray
-    """(documents + 1,) of int64."""
+    """The first token of each document, and the end of the last: (documents + 1,) of int64."""
     mask: np.ndarray
     """(tokens,) of uint8, memory-mapped; 1 means that the token is trained on."""
 
@@ -390,7 +390,7 @@ def publishing(folder: Path) -> Iterator[Path]:
             raise FileExistsError(error.errno, "was created by another process", str(folder)) from error
         raise cannot_write(folder, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # already renamed on success
+        shutil.rmtree(temporary, ignore_errors=True)  # on success, the folder has been renamed already
 
 
 def _suffix() -> str:

@@ -48,7 +48,7 @@ def find_files(data: DataSpec) -> list[Path]:
                 hint="train on your own text: data=text data.path=FOLDER",
             )
     elif data.path:
-        # The file itself, the files below the folder (except hidden ones), or those that match the glob.
+        # Read the file itself, the files below the folder (except hidden ones), or those that match the glob.
         suffix = _SUFFIXES.get(data.source, "")
         place = expand(data.path)
         if exists(place):

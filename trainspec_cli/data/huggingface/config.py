@@ -157,7 +157,7 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     return {key: value for key, value in flat.items() if key not in _FREE and value is not None}
 
 
-# Reading
+# Read a config.json
 
 
 _EXPECTED: dict[str, tuple[JsonValue, ...]] = {

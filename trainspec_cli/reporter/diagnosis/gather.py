@@ -130,7 +130,7 @@ class RankHistory:
     is_hung: bool = False
     """True if this start ended because of the stall."""
     ended_by: StallEvent | None = None
-    """The hang that ended an earlier start, if any."""
+    """The stall report of a hang that ended an earlier start, if any."""
     most_samples: int = 0
     """The largest number of samples in any step of the rank's group so far. A repeated step does not count as a new
     change."""
@@ -167,7 +167,7 @@ class RankHistory:
                 time=event.time,
                 step=event.step,
                 waited_s=event.waited_s,
-                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang has no usual step time
+                usual_s=self.stall.usual_s if self.stall else 0.0,  # the event does not state a usual step time
                 host=event.host,
                 waiting=event.waiting,
                 waits_in=event.waits_in,
@@ -355,7 +355,7 @@ class RunReader:
 
 
 def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
-    """Return the rows of the steps in a counter window."""
+    """Return the indices of the steps in a counter window."""
     first, last = np.searchsorted(steps, [event.step - event.steps + 1, event.step + 1]).tolist()
     return slice(first, last)
 

@@ -255,7 +255,7 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
     is_loaded = queued_s > LOADED * step_s
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
-    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # in a ring's small all-reduce
+    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # as in a ring's small all-reduce
     shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
     # Round trips are no evidence if a relay sends the acknowledgements instead of the other end, or if accelerators
     # communicate over connections that are not counted.

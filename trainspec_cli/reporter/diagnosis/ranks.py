@@ -302,7 +302,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         why = f"it reads {more('major_faults'):.0f} more pages per step back from disk than its peers"
         return Slow(rank, episode, "memory_pressure", why, is_counted=True)
     if more("allocator_retries") >= RETRIES:
-        # Before `starved_s`: while the allocator frees memory, the host queues nothing.
+        # This is checked before `starved_s`, because the host queues nothing while the allocator frees memory.
         why = f"its allocator releases its cache {more('allocator_retries'):.1f} more times per step than its peers'"
         return Slow(rank, episode, "memory_pressure", why, is_counted=True)
     if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
@@ -365,7 +365,7 @@ def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episo
     return inside - (mean_known(outside) if np.isfinite(outside).any() else 0.0)
 
 
-# Nodes
+# Verdicts on entire nodes
 
 
 def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:

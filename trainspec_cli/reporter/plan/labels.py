@@ -27,7 +27,7 @@ class PlanSection:
     """A plug-in's section of a plan: a table with text below it."""
 
     key: str
-    """Key of these results in the plan's JSON."""
+    """The key of the section's results in the plan's JSON."""
     figures: JsonObject
     title: str
     about: str

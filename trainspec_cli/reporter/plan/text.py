@@ -114,7 +114,7 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
         nearest = plan.capacity.candidates[0]
         needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB per device"
         return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
-    # Use the texts from the run's table, so that both agree.
+    # Use the texts of the run's table, so that the two agree.
     figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
     within = {assumption.key: assumption.known_within for assumption in run.assumptions}
     step = figures.get("step", format_duration(best.step_time_s))

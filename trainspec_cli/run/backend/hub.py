@@ -183,7 +183,7 @@ class Hub:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors are left, or the peer has already closed
+            except OSError:  # no file descriptors are left, or the peer has already closed the connection
                 if not self._pending:
                     return
                 self._pending.popleft().close()
@@ -192,7 +192,7 @@ class Hub:
                 self._pending.popleft().close()
             try:
                 self._pending.append(PendingPeer(connection, self._secret))
-            except OSError:  # the peer has already closed
+            except OSError:  # the peer has already closed the connection
                 connection.close()
 
     def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:

@@ -120,7 +120,7 @@ class PassedThrough(Protocol):
         """Return the file descriptor for the output of one start of the program."""
 
     def look(self) -> None:
-        """Print the output that has appeared since the last call."""
+        """Print the output that the program has written since the last call."""
 
     def begin_line(self) -> None:
         """End an unfinished line of the program before something else is printed."""
@@ -183,7 +183,7 @@ class NodeProcesses:
 
 
 class _GroupProcesses:
-    """One start of a group."""
+    """One start of a replica group on this node."""
 
     def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedThrough | None):
         self._job = job

@@ -1,5 +1,5 @@
-"""Turn the nodes' reports and the content of the run folder into the events on which `run.recovery` bases its
-decisions."""
+"""Turn the nodes' reports and the content of the run folder into the events that `run.recovery` bases its decisions
+on."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class GroupStart:
         failure started there."""
         reported = find_failures(self.job)
         seen = self._failure
-        if seen is not None and seen.whole_node:  # the folder may already contain the failure
+        if seen is not None and seen.whole_node:  # the failure may already be recorded in the folder
             return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:
             return reported

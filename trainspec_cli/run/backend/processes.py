@@ -151,8 +151,8 @@ def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:
-    """Return whether a process may be in the middle of execve: it already has its program but no environment yet.
-    Kernel threads have neither."""
+    """Return whether a process may be in the middle of execve: it already has its program, but no environment yet.
+    (Kernel threads have neither.)"""
     try:
         return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
     except (psutil.Error, OSError):

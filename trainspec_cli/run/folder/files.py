@@ -1,4 +1,4 @@
-"""Write files so that no reader ever sees them half-written; `read_json` and `read_object` read their content."""
+"""Write files so that no reader ever sees a half-written file; `read_json` and `read_object` read them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
             target.flush()
             os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             os.fsync(target.fileno())
-        # A copy left by an interrupted call is used as it is.
+        # If an interrupted call has left a copy, it is used.
         if not (backup.is_file() and filecmp.cmp(path, backup, shallow=False)):
             with path.open("rb") as source, backup.open("xb") as target:
                 os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))

@@ -24,7 +24,7 @@ class Form:
 
     kind: str
     patterns: tuple[str, ...]
-    """Paths in a run folder, where * matches any part of a name."""
+    """The paths of these files in a run folder, where * matches any part of a name."""
     notation: Literal["json", "jsonl", "yaml"]
     about: str
     steps: Mapping[str, Step] = field(default_factory=dict)

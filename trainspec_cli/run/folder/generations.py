@@ -32,8 +32,8 @@ SECRET_BYTES = 32
 
 
 def newest(run: RunDir) -> int:
-    """Return the newest generation; 0 before the first start. Listing the folder makes a network file system query its
-    server."""
+    """Return the newest generation; 0 before the first start. The folder is listed, because this makes a network file
+    system query its server."""
     try:
         numbers = [int(path.stem) for path in run.generations.iterdir() if path.stem.isdigit()]
     except FileNotFoundError:
@@ -77,7 +77,7 @@ class GenerationRecord:
     """The name or address to which the other nodes connect."""
     hub_port: int
     rendezvous: dict[str, str]
-    """Environment variables."""
+    """Environment variables that tell the processes how to rendezvous."""
     num_nodes: int
     launch_id: str
     logs: str
@@ -178,7 +178,7 @@ def _unusable(path: Path, what: str) -> MachineError:
     return MachineError(Problem("secret", f"the job's secret, {path}, {what}", hint=hint, environment=True))
 
 
-# Requests to stop
+# Requests to stop a start's workers
 
 
 def note_stop(run: RunDir, generation: int) -> None:

@@ -22,7 +22,7 @@ from trainspec_cli.run.folder.paths import RunDir
 MEMORY = Path("/dev/shm")
 PREFIX = "trainspec-"
 SECRET = "memory_secret"
-"""The key in run.json for the random word."""
+"""The key in run.json of the random word in the folder's name."""
 OWNER = "run.json"
 """The file that names the run to which the folder belongs."""
 BLOCK_BYTES = 512

@@ -227,7 +227,7 @@ class RunResult:
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
     recoveries: tuple[Recovery, ...] | Absent = ABSENT
-    """Added by the supervisor."""
+    """The cost of each failure, which the supervisor adds."""
 
 
 def read_result(run: RunDir) -> RunResult | None:

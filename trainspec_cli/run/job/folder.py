@@ -229,7 +229,7 @@ class Owner:
     host: str = ""
     launch_id: str
     slurm_job_id: str | Absent | None = ABSENT
-    """The Slurm job where it runs, if any."""
+    """The Slurm job in which the launch runs, if any."""
 
 
 @contextmanager
@@ -337,5 +337,5 @@ def _read(descriptor: int) -> Owner | None:
     try:
         plain = parse_json(os.pread(descriptor, 4096, 0))
         return read_record(Owner, plain) if isinstance(plain, dict) else None
-    except ValueError:  # not JSON, or a FieldError
+    except ValueError:  # the content is not JSON, or not a record of this kind
         return None

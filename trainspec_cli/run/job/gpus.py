@@ -23,14 +23,14 @@ DEV = Path("/dev")
 
 CPU_HINT = "or set cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-"""NVLink generation -> GB/s of one link in one direction (NVIDIA's architecture papers)."""
+"""Maps an NVLink generation to the GB/s of one link in one direction (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES (and of HIP_... and ROCR_...) that hide all GPUs."""
 MOST_NVLINKS = 18
 WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores; all others have 128 (CUDA programming guide)."""
 PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe generation -> GB/s of one lane in one direction."""
+"""Maps a PCIe generation to the GB/s of one lane in one direction."""
 AMD_VENDOR = 0x1002
 AMD_NAMES = {
     0x738C: "AMD Instinct MI100",
@@ -43,7 +43,7 @@ AMD_NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""PCI device -> name (from libdrm's amdgpu.ids); /sys has no names."""
+"""Maps a PCI device to its name (from libdrm's amdgpu.ids), because /sys has no names."""
 UNTESTED_AMD = "trainspec has never run on an AMD GPU: this path is based only on ROCm's documentation"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
 """PCI vendors of accelerators in /sys/class/accel. trainspec can plan for them, but cannot run on them."""
@@ -57,7 +57,7 @@ class FoundGpus:
     problem: Problem | None = None
     """Why the GPUs of this node cannot be used. If set, `gpus` is empty."""
     notes: tuple[str, ...] = ()
-    """Information for the user that does not stop the run."""
+    """Information for the user about conditions that do not stop the run."""
 
 
 def _unusable(message: str, hint: str) -> MachineError:
@@ -371,7 +371,7 @@ def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
     chip = amdsmi.amdsmi_get_gpu_asic_info(handle)
     total = int(amdsmi.amdsmi_get_gpu_memory_total(handle, amdsmi.AmdSmiMemoryType.VRAM))
     used = int(amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))
-    # 942 -> (9, 0x42), 1100 -> (11, 0x00): the last two digits are hexadecimal.
+    # The last two digits are hexadecimal: 942 -> (9, 0x42), 1100 -> (11, 0x00).
     target = str(chip.get("target_graphics_version", "")).removeprefix("gfx")
     try:
         capability = (int(target[:-2]), int(target[-2:], 16))

@@ -59,7 +59,7 @@ class Job:
     program: str = "torchrun"
     """Name of the program started on each node, for messages."""
     log: str = "torchrun.log"
-    """Name of its output file on each node."""
+    """Name of that program's output file on each node."""
     max_restarts: int | None = None
     """Maximum number of restarts after failures over the entire job; None if the plan's resilience settings decide."""
     earlier_steps: int = 0
@@ -170,7 +170,7 @@ def devices_of(plan: Plan, group: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[first : first + plan.group_size])}
 
 
-# The command line
+# The command line of a job
 
 
 def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
@@ -213,7 +213,7 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     options: list[str] = []
     for word in map(shlex.quote, command):
-        # An option and its value stay on one line.
+        # Keep an option and its value on one line.
         if options and options[-1].startswith("-") and not word.startswith("-") and " " not in options[-1]:
             options[-1] += f" {word}"
         else:
@@ -221,7 +221,7 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
     return " \\\n  ".join([f"cd {shlex.quote(str(folder))} && env", *settings, *options]) + "\n"
 
 
-# The environment
+# The environment variables of a job
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
@@ -321,7 +321,7 @@ def versions() -> dict[str, str]:
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # the dependency is for another system, or trainspec runs from a checkout
+            continue  # the dependency is for another system, or trainspec is run from a checkout
         found[name] = distribution.version
         needed = (_REQUIREMENT.match(line) for line in distribution.requires or ())
         wanted += [match.group(1) for match in needed if match and "extra" not in (match.group(3) or "")]

@@ -200,7 +200,7 @@ def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
     return groups_left >= resilience.min_groups
 
 
-# Time passes; groups start and take steps
+# Events: time passes, groups start and take steps
 
 
 def _tick(state: RunState, event: Tick) -> Decision:
@@ -256,7 +256,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     return state, (Launch(number, starts),)
 
 
-# Workers and groups fail
+# Events: workers and groups fail
 
 
 def _kill_within(state: RunState, number: int, seconds: float) -> Decision:
@@ -383,7 +383,7 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
     return state, f"it starts again after {pause:.0f} s" if pause else "it starts again"
 
 
-# Nodes come and go
+# Events: nodes come and go
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
@@ -412,7 +412,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
     return state._replace(killed=True), (Refuse("agents_failed", message),)
 
 
-# The run ends
+# Decisions that end the run
 
 
 def _stop(state: RunState) -> Decision:

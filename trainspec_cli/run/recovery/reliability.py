@@ -1,4 +1,4 @@
-"""A job's failure rate, recovery time and lost work."""
+"""Compute a job's failure rate, recovery time and lost work."""
 
 from __future__ import annotations
 

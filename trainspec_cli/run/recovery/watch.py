@@ -1,4 +1,4 @@
-"""Decide when a step hangs, and which rank the others are waiting for, using plain numbers."""
+"""Decide when a step hangs, and which rank the others are waiting for. All inputs are plain numbers."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Quorums:
         self._requests: dict[str, messages.JoinQuorum] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
-        # A restarted server counts from 0 again; the time distinguishes its quorums from earlier ones.
+        # The start time is part of a quorum's id, because a restarted server counts its quorums from 0 again.
         self._epoch = time.time_ns()
         self._number = 0
 

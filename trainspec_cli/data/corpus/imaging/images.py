@@ -124,7 +124,7 @@ def load_reader(module: str, package: str, what: str, extra: str) -> Any:
         raise MachineError(problem) from error
 
 
-# Cropping and resizing images (C, H, W)
+# Crop and resize images of shape (C, H, W)
 
 
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:

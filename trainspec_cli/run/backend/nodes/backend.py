@@ -128,7 +128,7 @@ NameHang = Callable[[tuple[int, ...]], None]
 
 
 class JobKind(Protocol):
-    """The differences between kinds of multi-node jobs. Nodes look up the kind by name."""
+    """The properties in which kinds of multi-node jobs differ. Nodes look up the kind by name."""
 
     @property
     def name(self) -> str: ...
@@ -210,7 +210,7 @@ class NodesBackend:
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
-        """The port at which the processes of a job without a plan rendezvous."""
+        """For a job without a plan: the port at which its processes rendezvous."""
         if plan:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
@@ -292,7 +292,7 @@ class NodesBackend:
             self._send(group, messages.KillGroup(group, self._starts[group].number))
         return ()
 
-    # Reports of the agents
+    # Process the agents' reports
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
@@ -360,7 +360,7 @@ class NodesBackend:
         node.send(messages.EndAgent())
         return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
 
-    # Opening and closing
+    # Open and close a generation
 
     @property
     def _join_timeout_s(self) -> float:

@@ -94,7 +94,7 @@ class DirectiveEvent(SchedulerEvent):
     """shares: sample shares of the data-parallel ranks. group_shares: sample shares of the participating replica
     groups. layers: layers of the pipeline stages. layout: any other layout change."""
     applied: bool
-    """False if `scheduler.mode` is advise, or if the layout could not be changed."""
+    """Whether the change was made: False if `scheduler.mode` is advise, or if the layout could not be changed."""
     counts: tuple[Count, ...]
     """Number of samples per step for each rank or group."""
     micro_batch_size: Count | Absent = ABSENT
@@ -136,7 +136,7 @@ class BucketTry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """Trials have determined the best bucket size for summing gradients. Also a line of `directives.jsonl`."""
+    """Trials have determined the best bucket size for summing gradients. This is also a line of `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
@@ -162,7 +162,7 @@ class MemoryEvent(Event):
     failed: MemorySetting
     taken: MemorySetting
     restarts: bool
-    """False if the same processes repeated the step."""
+    """Whether the run restarted; False if the same processes repeated the step."""
     was_killed: bool = False
     """True if the kernel killed a process; False if an allocation failed."""
     reason: str
@@ -353,7 +353,7 @@ class CountersEvent(Event):
     steps: Count
     wall_s: Seconds
     own_s: Seconds
-    """Duration of the steps, excluding exchanges."""
+    """Total duration of these steps, excluding exchanges."""
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
@@ -376,7 +376,7 @@ class CountersEvent(Event):
     """Number of times that the GPU's allocator released its cache to satisfy a request."""
     rss_bytes: Count
     swap_bytes: Count
-    """Measured at the end of the window."""
+    """Memory used by the process at the end of the window."""
     available_bytes: Count | Absent = ABSENT
     """Memory that the process can still allocate, given the node's memory and its control groups."""
     samples: Count | Absent = ABSENT
@@ -412,12 +412,12 @@ class UsageEvent(Event):
     gpu_busy: Rate | Absent = ABSENT
     """Fraction of roughly the last second during which its GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
-    """Memory that it uses on its GPUs."""
+    """Memory that the process uses on its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateStepEvent(Event):
-    """The position of this rank in a step that is taking too long."""
+    """The position of this rank within a step that is taking too long."""
 
     step: Count
     waited_s: Seconds
@@ -449,7 +449,7 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """The cause of a slowdown was found during training. Also a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training. This is also a line of `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
@@ -506,7 +506,7 @@ class StepEvent(Event):
     """Number of tokens; absent for images and volumes, whose samples are counted instead."""
     samples: Count | Absent = ABSENT
     steps: Count | Absent = ABSENT
-    """1 for a user-defined command, whose tokens and samples are unknown."""
+    """1 for a step of a user-defined command, whose tokens and samples are unknown."""
     step_time_s: Seconds
     time_s: dict[str, Seconds]
     """Time in seconds of each part (`PARTS`)."""
@@ -592,7 +592,7 @@ class FirstTextEvent(Event):
     tokens: Count
     """Number of tokens that could be targets."""
     trained: Count
-    """Number of tokens that are targets, which means that the loss counts them."""
+    """Number of tokens that are targets, that is, counted in the loss."""
     parts: tuple[TextPart, ...]
     """The text is split where trained tokens start and end; these are its first parts."""
 
@@ -644,7 +644,7 @@ class EndEvent(Event):
     weights_sha256: str | None = None
 
 
-# Parse the event in a line of a file.
+# Parse events from the lines of a file.
 
 
 EVENT_TYPES_OF_WINGS: Point[Mapping[str, type[Event]]] = Point("event_types")
