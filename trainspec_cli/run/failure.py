@@ -183,9 +183,8 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
             for start in ("workers_*", "ranks/*")
             for log in torchrun_log.parent.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
         ]
-        why = describe(
-            int(code), max(logs, default=None), torchrun_log
-        )  # the newest start's log is last in sorted order
+        # The newest start's log is last in sorted order.
+        why = describe(int(code), max(logs, default=None), torchrun_log)
         global_rank = int(rank)
         if job.ranks:
             # torchrun counts a group's ranks; if the group spans several nodes, each node's part has only its own
@@ -264,9 +263,8 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
-        if job.nodes and not any(
-            job.logs.glob("node*/torchrun.log")
-        ):  # the output of the command that started the agents
+        # Without an agent's log, the output is that of the command that started the agents.
+        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):
             headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
             hint = "read its messages above; if it uses a container, the image must be on every node"
             return Explanation(headline, logs, hint, exit_code=MachineError.exit_code)

@@ -31,9 +31,8 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
         begin = max(begin, round(max_steps * (1 - schedule.decay_fraction)))
         if step < begin:
             return peak_lr
-    done = min(
-        1.0, (step - begin) / max(1, max_steps - 1 - begin)
-    )  # progress of the decay: 0 at `begin`, 1 at the last update
+    # Progress of the decay: 0 at `begin`, 1 at the last update.
+    done = min(1.0, (step - begin) / max(1, max_steps - 1 - begin))
     ratio = schedule.final_lr_ratio
     if schedule.kind == "wsd":
         return peak_lr * (1 - (1 - ratio) * done)

@@ -286,10 +286,8 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
-        with (
-            suppress(FileExistsError),
-            publishing(folder) as temporary,
-        ):  # unless another process has created the folder
+        # Write the folder, unless another process has created it.
+        with suppress(FileExistsError), publishing(folder) as temporary:
             (temporary / COLLECTION).write_text(text, encoding="utf-8")
     return folder
 

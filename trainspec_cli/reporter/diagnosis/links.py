@@ -165,9 +165,8 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         return _verdict(evidence, episode, "lossy_link", losing, paths, lambda path: path.resent, text)
     # Transfers may take long because ranks wait for a processor or are throttled. But if data is delayed on its way
     # between nodes, the link is the cause.
-    throttled_s = rise(
-        evidence.counter("throttled_s"), episode, np.nanmax
-    )  # the maximum, because one throttled rank delays all others
+    # Take the maximum, because one throttled rank delays all others.
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
     queued_s = HELD_QUEUED_S if throttled_s > OF_NOISE * episode.excess else QUEUED_S
     waits_no_longer = waiting_s + throttled_s <= OF_NOISE * episode.excess  # False if the value is unknown

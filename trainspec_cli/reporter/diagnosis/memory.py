@@ -120,9 +120,8 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
         if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
             base = float(held[0])
             begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
-            leaking = slice(
-                max(begun, len(held) - count), None
-            )  # readings from before the leak would flatten the slope
+            # Readings from before the leak would flatten the slope.
+            leaking = slice(max(begun, len(held) - count), None)
             if len(held[leaking]) >= LEAST_LEAKING:
                 slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
             before = max(0, leaking.start - 1)

@@ -205,10 +205,8 @@ class RendezvousServer:
 def main() -> None:
     descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
     silence_s, patience_s, pause_s, grace_s = map(float, times_s)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # these signals go to the entire job, whose workers still need this process
+    # Ignore these signals. They go to the entire job, whose workers still need this process.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     allow_connections(MAX_CONNECTIONS)
     quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)

@@ -48,9 +48,8 @@ def show(name: str, kind: str = "job") -> dict[str, str]:
     answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
     # the job's name may contain blanks, and words of the form NAME=VALUE
     words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()
-    return dict(
-        word.split("=", 1) for word in reversed(words) if "=" in word
-    )  # paths may contain such words too; they come last, so the earlier fields win
+    # Paths may contain such words too; they come last, so the earlier fields win.
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)
 
 
 def requeue(job_id: str) -> None:

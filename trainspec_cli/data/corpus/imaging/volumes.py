@@ -61,9 +61,8 @@ class VolumeFolder:
             message = f"{label} has shape {space}, but the model takes {dims} dimensions (model.input_size)"
             raise RecipeError(Problem("wrong_shape", message, "data.path"))
         shape = shape_of(image)
-        full = (
-            shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
-        )  # in NIfTI, the contrasts are the last dimension
+        # In NIfTI, the contrasts are the last dimension.
+        full = shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
         if ((1, *shape) if len(shape) == dims else full) != (channels, *space):
             message = f"{image} has shape {shape}, but its label {space}, with model.in_channels={channels}"
             raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
