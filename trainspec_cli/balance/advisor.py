@@ -76,7 +76,7 @@ class LayoutAdvisor:
         """The latest report that was processed."""
         self._number = 0
         self._home = plan
-        """The plan with the layout that the run returns to."""
+        """The plan whose layout the run returns to when all speeds are usual."""
         self._layouts: dict[Layout, Layouts] = {}
         """The searches for other layouts, keyed by the layout that the run returns to."""
         self._timing = LayoutScheduler(patience_s(plan.spec.scheduler.mode))
@@ -95,7 +95,7 @@ class LayoutAdvisor:
         self._changed_to: Layout | None = None
         """The layout adopted by the latest change since this start."""
         self._wanted: Callable[[], LayoutProposal | None] | None = None
-        """The next search to run."""
+        """The next search to be run in the search thread."""
         self._searching: Future[LayoutProposal | None] | None = None
         self._proposed: Layout | None = None
         """The layout proposed last, until it takes effect or is rejected."""

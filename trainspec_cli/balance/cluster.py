@@ -32,7 +32,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The true durations of a step's parts."""
+    """The true durations of the parts of a step."""
 
     computed_s: Floats
     """(stages, ranks): compute time over all micro-batches as a rank measures it, without exchanges and waits."""
@@ -129,7 +129,9 @@ class Cluster:
         another in each micro-batch. Otherwise they wait only at the end of the step, as if all of a rank's
         micro-batches took the same time."""
         parts = self.parts
-        factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
+        factors = np.stack(
+            [condition.compute, condition.scaleup, condition.network], axis=1
+        )  # shape (stages, 3, ranks)
         computed_s = condition.compute * (self._fixed_s[:, :1] * micro_batches + self._per_sample_s[:, :1] * counts)
         fixed_s = np.einsum("skr,sk->sr", factors, self._fixed_s)
         growing_s = np.einsum("skr,sk->sr", factors, self._per_sample_s)
@@ -137,7 +139,7 @@ class Cluster:
         device_s = self._with_experts(device_s)
         # Kernels cannot run before they are launched, no matter how fast the device is.
         computed_s, passes_s = (np.maximum(own_s, self._launch_s * micro_batches) for own_s in (computed_s, device_s))
-        # An absent rank has 0 micro-batches; avoid dividing by 0.
+        # Avoid a division by 0, because an absent rank has 0 micro-batches.
         turns = np.maximum(micro_batches, 1)
         waits_s = (device_s.sum(0) - device_s.max(0)) / turns * parts.bubble
         sends_s = condition.sends * (parts.sends.fixed_s * micro_batches + parts.sends.per_sample_s * counts)

@@ -129,7 +129,7 @@ class LiveGroup:
             job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
         )
         self.division = self._scheduler.division
-        """The current division."""
+        """The current division of the group's samples."""
         self._due = deque[ShareChange | None]([None] * (1 + job.late_steps))
         """The changes that will take effect at the start of the next steps."""
         self.rate = 0.0
@@ -179,7 +179,7 @@ class LiveGroup:
 
 
 class LiveRun:
-    """The simulated run with the scheduler."""
+    """The simulated run under the live scheduler."""
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: number of steps between two exchanges of the ranks' speeds."""

@@ -34,7 +34,7 @@ class Measures(Protocol):
 
     @property
     def division(self) -> Division:
-        """The current division."""
+        """The current division of the group's samples."""
 
     def stage_speeds(self) -> list[list[Speed | None]]:
         """Return the speed of each stage (inner) of each data-parallel rank (outer)."""
@@ -80,7 +80,7 @@ class LiveLayouts:
         self._paces = PaceTracker(job.change)
         self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
         self._pause_s: float | None = None
-        """Duration of the last change."""
+        """Duration of the last layout change, in seconds."""
         self._begin(job)
 
     def _begin(self, job: DisturbedJob) -> None:

@@ -78,7 +78,7 @@ class OtherLayouts:
     def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
         """Return the layouts of the same run, with the given one as the current layout. The run returns to its planned
         layout when all ranks are equally fast."""
-        changed = copy(self)  # shares the caches
+        changed = copy(self)  # the copy shares the caches
         changed.present = self.setup_of(layout, micro_batch_size)
         return changed
 
@@ -127,7 +127,7 @@ class OtherLayouts:
             reason=reason,
         )
 
-    # The search
+    # The search for the fastest layout
 
     @cached_property
     def others(self) -> tuple[Setup, ...]:

@@ -49,7 +49,8 @@ class Report:
     path: str
     recipe: str
     status: str
-    """done, stopped, failed, running, queued, made (never started), or killed (ended without a result)."""
+    """The run's status: done, stopped, failed, running, queued, made (never started), or killed (ended without a
+    result)."""
     exit_code: int | None
     steps: int
     max_steps: int | None

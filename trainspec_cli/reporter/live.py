@@ -172,7 +172,7 @@ class TerminalScreen:
             BarColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
-            # The final summary replaces the bar.
+            # Remove the bar, because the final summary replaces it.
             transient=True,
             refresh_per_second=REFRESH_PER_S,
         )

@@ -160,7 +160,7 @@ def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
             foreseen=True,
             whole_node=True,
         )
-        # No worker failed there, because the node was not connected or is unfit.
+        # No worker failed on this node, because the node was not connected or is unfit.
         if failure.never_came or failure.self_reported:
             failure = replace(failure, exit_code=MachineError.exit_code)
         failures.append(failure)

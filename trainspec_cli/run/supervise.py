@@ -242,7 +242,8 @@ class SlowNodes:
         """Adopt the speeds that the workers have confirmed. From now on, step times are measured anew."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
-        # The slowest rank's compute time with the best sample shares that the scheduler may assign.
+        # Best case with the node: the slowest rank's compute time with the best sample shares that the scheduler may
+        # assign.
         if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
             best_s = math.inf
         else:
@@ -298,7 +299,7 @@ class Ending:
     stop_requested: bool
     """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
-    """Ids of processes that could not be ended (stuck in the kernel)."""
+    """Ids of processes that could not be ended, because they are stuck in the kernel."""
     given_up: str = ""
     """Why the supervisor ended the run, if it did (for example because too few replica groups were left)."""
     generation: int | None = None

@@ -94,7 +94,7 @@ class ShareScheduler:
         `patience_s`: see SkiRental.
         """
         self.division = even
-        """The current division."""
+        """The current division of the samples."""
         self._even = even
         self._largest = largest_micro_batch
         self._change = change

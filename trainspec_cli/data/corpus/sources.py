@@ -53,7 +53,7 @@ CHOOSE_FIELD = "set data.text_field=NAME to choose one"
 @dataclass(frozen=True)
 class Document:
     name: str
-    """The file, or `file:line`."""
+    """The origin of the document: the file, or `file:line`."""
     text: str
     """The text, which is never empty and can always be encoded as UTF-8."""
     conversation: Conversation | None = None

@@ -27,7 +27,7 @@ LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
 """llm.c's files are like nanoGPT's, but start with a header of 256 int32 values."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Dtype] = {4: "uint32", 8: "uint16"}
-"""Megatron's dtype code -> type on disk (4 is int32; ids are never negative)."""
+"""Maps Megatron's dtype codes to types on disk (4 is int32; ids are never negative)."""
 MAX_INDEX_BYTES = 2**33
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 

@@ -255,7 +255,7 @@ def write_conversations(
 ) -> tuple[dict[Split, SplitSummary], set[ChatFormat]]:
     """Write the shards and document indices of both splits. Return them together with the formats of the conversations.
     Raises RecipeError if there is no token to train on."""
-    tokenizer.encode_special_tokens = False  # keeps the template's own special tokens
+    tokenizer.encode_special_tokens = False  # keeps the special tokens that the template writes
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
     masks: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -271,7 +271,7 @@ def write_conversations(
                     # A special token right after a reply ends the turn, so it is trained on too.
                     is_special = np.array([token in special for token in ids], dtype=bool)
                     learnt = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
-                # Some tokenizers append the end token themselves; two of them would teach the model to end twice.
+                # Some tokenizers append the end token themselves. A second one would teach the model to end twice.
                 elif ids[-1:] != [end_id]:
                     ids.append(end_id)
                     learnt = np.append(learnt, True)

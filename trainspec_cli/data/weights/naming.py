@@ -33,7 +33,7 @@ class RowRange:
     """Consecutive rows of a Hugging Face tensor, and their location in another project's tensor."""
 
     tensor: str
-    """The Hugging Face tensor."""
+    """The name of the Hugging Face tensor."""
     start: int
     """The first row in the Hugging Face tensor."""
     count: int

@@ -31,7 +31,7 @@ class PlanSection:
     figures: JsonObject
     title: str
     about: str
-    """Text after the title."""
+    """Text that follows the title."""
     headings: tuple[str, ...]
     """The first two columns are text, the others are numbers."""
     rows: tuple[tuple[str, ...], ...]

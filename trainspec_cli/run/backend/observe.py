@@ -140,7 +140,7 @@ class GroupStart:
         result = read_result(self.job.run) if self._is_alone else None
         return run_state.GroupEnded(
             group=self.group,
-            # A result with status `stopped` is not final, because the stop may not have been requested.
+            # A result with the status `stopped` does not mean success, because the stop may not have been requested.
             done=bool(result and result.status == "done") if self._is_alone else exit_code == 0,
             headline=headline,
             exit_code=exit_code,

@@ -68,7 +68,7 @@ class WorkersOrphaned:
 
 @dataclass(frozen=True)
 class GroupExited:
-    """No process of a group's start is left on the node."""
+    """All processes of a group's start on the node have ended."""
 
     group: int
     number: int
@@ -233,7 +233,7 @@ class SpeedsReport:
     step_s: Seconds
     """Compute time of the slowest rank in the last step, including the exchanges in its micro-batches."""
     layout: Layout
-    """The layout during the measurement."""
+    """The layout in which the speeds were measured."""
     micro_batches: Count
     """Number of micro-batches per rank per step."""
     samples: tuple[Count, ...]

@@ -248,7 +248,7 @@ class WorkerErrorRecord:
     rank: Count
     host: str
     type: str
-    """The exception's name."""
+    """The name of the exception's class."""
     message: str
     traceback: str
     time: UnixSeconds | None = None

@@ -89,8 +89,8 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
     usual = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         candidate = parent / (usual if number == 1 else f"{usual}-{number}")
-        # Two launches within the same second get different folders, because creating a folder fails for all but the
-        # first.
+        # Two launches within the same second get different folders, because creating the same folder fails for all but
+        # the first.
         with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
             return candidate
@@ -242,7 +242,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
             run.pid_json.unlink()
-    # Links to a file outside the run are not followed, and a pipe with that name does not block opening it.
+    # The flags ensure that a link to a file outside the run is not followed, and that opening a pipe does not block.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not (

@@ -136,8 +136,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             # A single-group run cannot continue after losing a node. With several groups, the groups that ran on it
             # become absent.
             losses = (RecordLosses(),) if state.is_alone else ()
-            # A group that is already waiting or ending stays as it is, because it has no processes there or they are
-            # being killed.
+            # A group that is already waiting or ending stays as it is, because its processes are gone or are being
+            # killed.
             hit = [number for number in event.groups if state.groups[number].phase == "running"]
             groups = list(state.groups)
             for number in hit:

@@ -41,8 +41,8 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
-    """Return an updated mean time between failures if `mtbf_s` was expected and `failures` occurred in `observed_s` of
-    running: a weighted mean of the two logarithms. Without a failure, it stays the same."""
+    """Return the mean time between failures, updated after `failures` failures in `observed_s` of running: the weighted
+    mean of the logarithms of the expected value (`mtbf_s`) and the observed one. Without failures, it is `mtbf_s`."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures

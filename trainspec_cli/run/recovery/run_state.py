@@ -146,14 +146,14 @@ class WorkerFailed:
 
 @dataclass(frozen=True)
 class Orphaned:
-    """A torchrun of the group has exited and left workers behind."""
+    """One of the group's torchruns has exited and left workers behind."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """No process of the group's start is left, except for those stuck in the kernel."""
+    """All processes of the group's start have ended, except for those stuck in the kernel."""
 
     group: int
     done: bool

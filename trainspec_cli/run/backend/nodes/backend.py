@@ -89,7 +89,7 @@ class Examination:
     """The check that each node runs before its workers start."""
 
     command: tuple[str, ...]
-    """Arguments for Python. The check prints its report as JSON on its last line."""
+    """Arguments for Python that run the check, whose last line of output is its report as JSON."""
     judge: Callable[[Sequence[NodeReport]], None]
     """A function that receives the reports of all nodes, ordered by node number. Raises MachineError if a node is
     unfit."""
@@ -140,7 +140,7 @@ class JobKind(Protocol):
     def open_start(
         self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
     ) -> RunningStart:
-        """Return the first node's view of a group's start."""
+        """Return an object that tracks a group's start on the first node."""
 
     def build_job(self, part: NodePart) -> Job:
         """Return the job of one node. Raises MachineError."""
@@ -230,7 +230,7 @@ class NodesBackend:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that a terminal's Ctrl-C reaches only the supervisor
+                start_new_session=True,  # so that Ctrl-C on a terminal reaches only the supervisor
             )
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}

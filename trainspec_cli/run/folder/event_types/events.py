@@ -72,7 +72,7 @@ class SchedulerEvent(Event):
     """A line of `directives.jsonl`: a directive, or its effect."""
 
     step: Count
-    """Number of updates completed before it; a directive takes effect with the next update."""
+    """Number of updates completed before this event; a directive takes effect with the next update."""
     number: Count
     """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group. Changes of
     group_shares use the step as their number."""
@@ -192,7 +192,7 @@ class NodesEvent(Event):
     """The number that the node had when the run started."""
     host: str
     spare: Count | Absent = ABSENT
-    """The node that replaces it."""
+    """The spare node that replaces the dropped one."""
     num_nodes: Count
     """Number of nodes that take part from now on."""
     layout: WrittenLayout
@@ -408,9 +408,9 @@ class UsageEvent(Event):
     """Memory of the process itself."""
     swap_bytes: Count
     available_bytes: Count
-    """Memory that it can still allocate."""
+    """Memory that the process can still allocate."""
     gpu_busy: Rate | Absent = ABSENT
-    """Fraction of roughly the last second during which its GPU ran a kernel; absent without a GPU."""
+    """Fraction of the last second or so during which the process's GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
     """Memory that the process uses on its GPUs."""
 
