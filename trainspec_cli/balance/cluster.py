@@ -129,9 +129,7 @@ class Cluster:
         another in each micro-batch. Otherwise they wait only at the end of the step, as if all of a rank's
         micro-batches took the same time."""
         parts = self.parts
-        factors = np.stack(
-            [condition.compute, condition.scaleup, condition.network], axis=1
-        )  # shape (stages, 3, ranks)
+        factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
         computed_s = condition.compute * (self._fixed_s[:, :1] * micro_batches + self._per_sample_s[:, :1] * counts)
         fixed_s = np.einsum("skr,sk->sr", factors, self._fixed_s)
         growing_s = np.einsum("skr,sk->sr", factors, self._per_sample_s)
