@@ -60,7 +60,7 @@ def test_what_the_cluster_has_not_is_shown_in_its_line(capsys: pytest.CaptureFix
     file.write_text("slow_nodes:\n  - node: 4\n    factor: 2\n")
     assert run(["plan", *GPUS, f"disturb={file}"]) == 2
     printed = capsys.readouterr().err
-    assert f"{file}:2:5" in printed and "`slow_nodes.0.node` is 4, and the cluster has 4 nodes" in printed
+    assert f"{file}:2:5" in printed and "`slow_nodes.0.node` is 4, but the cluster has only 4 nodes" in printed
 
 
 @pytest.mark.parametrize("command", ["launch", "validate", "show"])

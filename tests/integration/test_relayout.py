@@ -73,7 +73,7 @@ def test_a_run_without_the_memory_for_a_change_keeps_its_layout(trainspec, tmp_p
     why = "the layout is unchanged: rank 1: OutOfMemoryError: a fault injected by the recipe: no memory is left"
     assert tried["reason"] == why
     said = " ".join(ended.stdout.split())
-    assert "step 10: the layout is dp_shard=2 zero_stage=3 and could not become pp=2: " in said
+    assert "step 10: the layout is dp_shard=2 zero_stage=3 and could not be changed to pp=2: " in said
     plain = whole_of(*RECIPE)
     assert losses(kept) == losses(plain)
     assert read_json(kept.result_json)["weights_sha256"] == read_json(plain.result_json)["weights_sha256"]

@@ -53,7 +53,7 @@ def test_what_the_terminal_shows(line: str) -> None:
 
 def test_what_never_pays_is_said() -> None:
     shown = render_budget(replace(BUDGET, break_even_months=None, break_even_utilisation=None))
-    assert "buying pays  not in these years" in shown and "at no utilisation" in shown
+    assert "buying pays  not within these years" in shown and "at no utilisation" in shown
 
 
 def test_a_way_that_is_missing_has_no_column() -> None:

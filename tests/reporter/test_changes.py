@@ -37,7 +37,7 @@ REASON = "data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms"
 
 
 def test_a_directive() -> None:
-    shown = f"step 30: shares are now 9, 9, 5, 9 of 32: {REASON}; 38% less computing is expected"
+    shown = f"step 30: shares are now 9, 9, 5, 9 of 32: {REASON}; 38% less compute time is expected"
     assert describe_event(DIRECTIVE) == shown
     achieved = AchievedEvent(step=37, number=1, before_s=0.4, expected_s=0.31, achieved_s=0.3)
     assert describe_directive(DIRECTIVE, achieved).line == f"{shown}, 25% achieved"
@@ -71,24 +71,24 @@ def test_the_size_of_buckets_with_what_the_others_would_cost() -> None:
 
 def test_a_shortage_of_memory() -> None:
     shown = "micro-batches of 4 samples from here on"
-    assert describe_event(MEMORY) == f"step 3: {shown} (after a new start, no step lost): {MEMORY.reason}"
+    assert describe_event(MEMORY) == f"step 3: {shown} (after a restart, no step lost): {MEMORY.reason}"
     killed = replace(MEMORY, lost_steps=2, was_killed=True, group=1, taken=MemorySetting(8, "full", "none"))
-    assert describe_event(killed).startswith("step 3: group 1: recompute=full from here on (after a new start, 2 steps")
+    assert describe_event(killed).startswith("step 3: group 1: recompute=full from here on (after a restart, 2 steps")
     assert "(in place, no step lost)" in describe_event(replace(MEMORY, restarts=False))
 
 
 def test_a_node_that_is_left_out() -> None:
-    pace = "its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take 1.3 s"
-    assert describe_left_out(LEFT_OUT).line == describe_event(LEFT_OUT) == f"step 120: node 3 is left out: {pace}"
-    spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the new start took 31.0 s)"
-    shown = f"step 120: node 3 is left out, node 4 takes its place: {pace}, {restart}"
+    pace = "its ranks compute 4.1 times as long as usual; a step took 2.1 s and is expected to take 1.3 s"
+    assert describe_left_out(LEFT_OUT).line == describe_event(LEFT_OUT) == f"step 120: node 3 is dropped: {pace}"
+    spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the restart took 31.0 s)"
+    shown = f"step 120: node 3 is dropped, node 4 takes its place: {pace}, {restart}"
     assert describe_left_out(spare, LEFT_OUT_ACHIEVED).line == shown
     advice = describe_left_out(replace(LEFT_OUT, applied=False)).line
-    assert advice == f"step 120: advice: scheduler=auto would leave node 3 out: {pace}"
+    assert advice == f"step 120: advice: scheduler=auto would drop node 3: {pace}"
 
 
 def test_a_directive_whose_times_are_damaged() -> None:
-    assert describe_event(replace(DIRECTIVE, before_s=0.0)).endswith("; ? less computing is expected")
+    assert describe_event(replace(DIRECTIVE, before_s=0.0)).endswith("; ? less compute time is expected")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ RELAYOUT = replace(
 
 
 def test_a_change_of_layout_says_what_it_was_and_took() -> None:
-    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process meanwhile"
+    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process during the change"
     layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
     assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
     gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)
@@ -128,11 +128,11 @@ def test_a_change_of_layout_says_what_it_was_and_took() -> None:
     assert describe_directive(gained, achieved).line.endswith("20% shorter steps are expected, 10% achieved")
     advice = replace(gained, applied=False, pause_s=ABSENT, reason="advice: rank 3 is slow")
     assert describe_event(advice) == (
-        "step 30: the layout is dp_shard=4 zero_stage=3; advice: scheduler=auto would make pp=2 dp_shard=2 "
-        "zero_stage=1 of it: rank 3 is slow; 20% shorter steps are expected"
+        "step 30: the layout is dp_shard=4 zero_stage=3; advice: scheduler=auto would change this to pp=2 dp_shard=2 "
+        "zero_stage=1: rank 3 is slow; 20% shorter steps are expected"
     )
     failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout is unchanged: no memory")
-    shown = "the layout is dp_shard=4 zero_stage=3 and could not become pp=2 dp_shard=2 zero_stage=1"
+    shown = "the layout is dp_shard=4 zero_stage=3 and could not be changed to pp=2 dp_shard=2 zero_stage=1"
     assert describe_event(failed) == f"step 30: {shown}: the layout is unchanged: no memory"
 
 
@@ -143,7 +143,7 @@ def test_moved_layers_say_how_they_were_cut() -> None:
 
 
 def test_what_and_why_stand_apart() -> None:
-    why = f"{REASON}; 38% less computing is expected"
+    why = f"{REASON}; 38% less compute time is expected"
     assert describe_directive(DIRECTIVE) == RunChange(30, "shares are now 9, 9, 5, 9 of 32", why)
     lost = RunChange(41, "group 1 left", "1.26 s, 2 steps lost")
     assert describe_recovery(Recovery("left", 1, 41, 1.257, 2)) == lost
@@ -153,7 +153,7 @@ def test_changes_that_no_run_writes_have_a_line_all_the_same() -> None:
     """A stranger's run folder may hold them."""
     assert describe_recovery(Recovery("<b>", None, 4, None, None)).line == "step 4: <b>"
     nowhere = replace(RELAYOUT, before=ABSENT, layout=ABSENT, applied=False)
-    assert describe_event(nowhere).startswith("step 30: the layout is ? and could not become ?: ")
+    assert describe_event(nowhere).startswith("step 30: the layout is ? and could not be changed to ?: ")
     assert describe_event(BucketsEvent(step=1, layout="", bucket_bytes=0, tries=())).endswith(
         ": a step waits ? for them"
     )

@@ -43,7 +43,7 @@ def test_each_backend_has_a_line_and_what_was_not_tried_one_together() -> None:
     assert " halves 0.870 0.83 - 0.93 2.6e-03 compiled is faster\n" in text
     assert " compiled 0.660 0.61 - 0.73 2.6e-03 chosen\n" in text
     assert "wrong: its error against fp64 is 0.5; 0.0078 is allowed for the format" in text
-    assert "not tried, as it runs only on CUDA:\n  rope liger; rms_norm liger" in text
+    assert "not tried, because it runs only on CUDA:\n  rope liger; rms_norm liger" in text
 
 
 def test_an_operation_is_named_once_beside_the_first_of_its_backends() -> None:

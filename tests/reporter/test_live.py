@@ -45,7 +45,7 @@ def test_plain_lines_say_what_goes_on_and_come_at_the_interval(fake_run: Any, ma
     assert output.getvalue().splitlines() == [
         "starting workers",
         "1.5M parameters on 2 processes, a chip",
-        "MFU is against 1 GFLOP/s per process (best matmul measured)",
+        "MFU is relative to 1 GFLOP/s per process (best matmul measured)",
         "compiling",
         "step 5/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 15.0 s left",
         "step 10/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 10.0 s left",
@@ -68,7 +68,7 @@ def test_a_request_to_stop_is_answered_at_once_and_once(fake_run: Any, make_view
     for step in (2, 3):
         fake_run.step(step)
         view.watch(True)
-    assert output.getvalue() == f"{before}stopping, with a checkpoint (Ctrl-C again: at once)\n"
+    assert output.getvalue() == f"{before}stopping after a checkpoint (Ctrl-C again stops at once)\n"
 
 
 def test_what_an_earlier_start_made_is_not_told_again(fake_run: Any, make_view: MakeView) -> None:

@@ -47,7 +47,7 @@ def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
     for step in range(24, 30):
         fake_run.step(step, seconds=3.0)
     shown = text_of(render_report(collect(fake_run.dir.root)))
-    assert "steps took 1.0 s to 3.0 s (eight in ten): other work slowed this machine" in shown
+    assert "steps took 1.0 s to 3.0 s (80% of the steps): other work slowed this machine" in shown
 
 
 def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_computation(fake_run: Any) -> None:
@@ -88,8 +88,8 @@ def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
     assert " ".join(lines[at + 4 : at + 6]).split() == left_out
     assert lines[at + 1 : at + 4] == [
         f"  {describe_event(MEMORY)}",
-        "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected",
-        "  step 4: group 1: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected, 20% achieved",
+        "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less compute time is expected",
+        "  step 4: group 1: shares are now 9, 5 of 14: rank 1 is slow; 25% less compute time is expected, 20% achieved",
     ]
 
 

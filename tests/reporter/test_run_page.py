@@ -107,7 +107,7 @@ def test_verdicts_have_their_evidence_and_advice_on_both_pages(report: Report) -
     assert "What to do: look at its clock" in page
     assert "Loss" not in render_verdicts_page(report).partition("<body>")[2]
     many = replace(report, verdicts=(SLOW,) * (MOST_VERDICTS + 2))
-    assert "2 lighter ones are left out" in render_verdicts_page(many)
+    assert "2 less expensive ones are left out" in render_verdicts_page(many)
     assert "Too few steps for a diagnosis" in render_verdicts_page(replace(report, verdicts=()))
 
 

@@ -105,10 +105,11 @@ EVAL = EvalEvent(step=4, heldout_loss=1.5, heldout_bits_per_byte=2.0)
 @pytest.mark.parametrize(
     ("event", "shown"),
     [
-        (START, "2.5M parameters on 1 process, a chip\nMFU is against 2 TFLOP/s per process (maker)"),
+        (START, "2.5M parameters on 1 process, a chip\nMFU is relative to 2 TFLOP/s per process (maker)"),
         (
             replace(START, adapter_params=500_000),
-            "3M parameters, 500k of them trained on 1 process, a chip\nMFU is against 2 TFLOP/s per process (maker)",
+            "3M parameters, 500k of them trained on 1 process, a chip\n"
+            "MFU is relative to 2 TFLOP/s per process (maker)",
         ),
         (EVAL, "step 4: held out 2.000 bits per byte, loss 1.5000"),
         (
@@ -198,7 +199,7 @@ def backtest(*rows: PredictedRow, **changes: Any) -> BacktestReport:
 
 def test_a_backtest() -> None:
     assert render_backtest(backtest(row("bf16"), row("zero 1", "bf16"))).split("\n") == [
-        "1200 rows, 1000 predicted, 2 refused",
+        "1200 rows, 1000 predicted, 2 rejected",
         "step time: mean error 12.5%, median 10.0%, bias +5.0%, over 900 measured rows",
         "  sources that the planner was fitted to: mean error 12.5%, median 10.0%, bias -5.0%, "
         "nine in ten within x1.00, over 3 rows",
@@ -220,7 +221,7 @@ def test_a_backtest() -> None:
         "refused",
         "      2  no such model",
         "",
-        "assumed if the row does not state it",
+        "assumed where a row does not state it",
         "      2  bf16",
         "      1  zero 1",
     ]
@@ -229,7 +230,7 @@ def test_a_backtest() -> None:
 def test_a_backtest_without_measurements() -> None:
     none = {"step_time_mape": None, "memory_mape": None, "fitted": None, "unseen": None}
     told = backtest(row(), refused=0, sweeps=(), by_source={}, by_gpu={}, **none)
-    assert render_backtest(told) == "1200 rows, 1000 predicted, 0 refused"
+    assert render_backtest(told) == "1200 rows, 1000 predicted, 0 rejected"
 
 
 def clause(name: str, cases: int, failed: int, worst: float | None, bound: float | None) -> ClauseSummary:

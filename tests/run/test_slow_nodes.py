@@ -144,8 +144,8 @@ def test_a_node_is_found_once_as_much_was_lost_as_the_start_took(make_lab, clock
     (found,) = lab.make_steps(1)
     assert (found.node, found.hostname) == (1, "host1")
     assert found.why == (
-        "node 1 (host1) computes 4.0 times as long as usual; a step takes 5.0 s, and 3.0 s are expected without it: "
-        "the run restarts without it"
+        "node 1 (host1) computes 4.0 times as long as usual; a step takes 5.0 s, "
+        "and is expected to take 3.0 s without it: the run restarts without it"
     )
     assert lab.make_steps(100) == [], "that is decided"
     assert (lab.directives, lab.asked) == ([], [2])
@@ -194,7 +194,7 @@ def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
     lab.open()
     lab.slow_nodes.hostnames = ("host0", "host1", "host2", "", "host4")
     lab.become_slow()
-    assert "2.0 s are expected" in lab.until_decided().why
+    assert "expected to take 2.0 s" in lab.until_decided().why
     job, plan = lab.slow_nodes.leave_out(1)
     assert (job.nodes, job.left_out, job.world_size) == ((0, 2, 4, 3), (1,), 3)
     assert plan == lab.plan == read_plan(job.run)
@@ -259,7 +259,7 @@ def test_advice_is_written_and_reported_once(make_lab) -> None:
     assert isinstance(advice, NodesEvent)
     assert (advice.applied, advice.node, advice.number, advice.spare) == (False, 1, 1, ABSENT)
     assert len(lab.reports) == 1
-    assert lab.reports[0].startswith("advice: scheduler=auto would leave a node out: node 1 (host1) computes 4.0 times")
+    assert lab.reports[0].startswith("advice: scheduler=auto would drop a node: node 1 (host1) computes 4.0 times")
     assert read_plan(lab.job.run) == lab.plan
 
 
@@ -321,6 +321,6 @@ def test_a_report_of_other_ranks_decides_nothing_and_what_fails_ends_the_search(
     assert lab.make_steps(100) == []
     lab.mail.speeds = replace(lab.mail.speeds, layout=Layout(dp_replicate=3))  # with the figures of two
     assert lab.make_steps(100) == []
-    assert lab.reports[0].startswith("no further node is left out: ")
+    assert lab.reports[0].startswith("no more nodes will be dropped: ")
     lab.report_speeds(1.0, 4.0, 1.0)
     assert (lab.make_steps(100), len(lab.reports)) == ([], 1)

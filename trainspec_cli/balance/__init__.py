@@ -1,2 +1,2 @@
-"""The live scheduler (outside the engine), and simulations of how much time its decisions recover on a disturbed
-cluster."""
+"""The parts of the live scheduler outside the engine, and simulations of how much time its decisions save on a
+disturbed cluster."""

@@ -1,5 +1,5 @@
-"""The supervisor's part of the scheduler: track the speeds of a run's ranks, and propose another layout if that pays
-off.
+"""The supervisor's part of the scheduler: track the speeds of a run's ranks, and propose another layout if a change
+pays off.
 
 The workers measure and report their speeds. The planner, which runs only here, finds the fastest layout at these
 speeds. The workers switch to it between two steps (messages: `run/channel/messages.py`)."""
@@ -35,26 +35,27 @@ MEASURED_STEPS = 5
 
 
 class Layouts(Protocol):
-    """The layouts available to a run, including the current one and the planned one."""
+    """The layouts that a run may use, including the current one and the planned one."""
 
     def after(self, layout: Layout, micro_batch_size: int) -> Layouts:
         """Return the same layouts with this one as the current layout."""
 
     def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
-        """Return the layout that is worth switching to, given each global rank's pace, or None. If all
-        paces are 1, return the planned layout."""
+        """Return the layout that is worth switching to, given the pace (slowdown) of each global rank; None if there is
+        none. If all paces are 1, return the planned layout."""
 
 
 def decides_layouts(plan: Plan) -> bool:
-    """Return whether the scheduler may change the run's layout. Runs with replica groups or several sites keep
-    theirs."""
+    """Return whether the scheduler may change the run's layout. Runs with replica groups or several sites keep their
+    layout."""
     scheduler = plan.spec.scheduler
     alone = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     return scheduler.mode != "off" and "layout" in scheduler.may_change and alone and plan.world_size > 1
 
 
 class LayoutAdvisor:
-    """Proposes layouts. Call `look` periodically. The search runs in a separate thread, and nothing waits for it."""
+    """Proposes other layouts. Call `look` periodically. The search for layouts runs in a separate thread, and nothing
+    waits for it."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class LayoutAdvisor:
         mail: WorkerMail,
         executor: Executor | None = None,
     ):
-        """`layouts` creates the search for other layouts of a plan; it is called when the first slow rank appears."""
+        """`layouts`: creates the search for other layouts of a plan. It is called when the first slow rank appears."""
         self._run = run
         self._plan = plan
         self._make = layouts
@@ -75,15 +76,16 @@ class LayoutAdvisor:
         """The latest report that was processed."""
         self._number = 0
         self._home = plan
-        """The plan with the layout that the run returns to."""
+        """The plan whose layout the run returns to when all speeds are usual."""
         self._layouts: dict[Layout, Layouts] = {}
-        """Searches for other layouts, keyed by the layout that the run returns to."""
+        """The searches for other layouts, keyed by the layout that the run returns to."""
         self._timing = LayoutScheduler(patience_s(plan.spec.scheduler.mode))
         self._is_over = False
         self._begin()
 
     def _begin(self) -> None:
-        """Reset when the workers start, because they may run on other devices at other speeds."""
+        """Forget everything measured when the workers start again, because they may run on other devices at other
+        speeds."""
         spec = self._plan.spec
         self._paces = PaceTracker(spec.scheduler.change)
         domain_ranks = spec.cluster.scaleup_devices or self._plan.devices_per_node
@@ -91,12 +93,12 @@ class LayoutAdvisor:
         self._in_force: Layout | None = None
         """Layout in the last report; None after a change until the next report."""
         self._changed_to: Layout | None = None
-        """Layout of the latest change since this start."""
+        """The layout adopted by the latest change since this start."""
         self._wanted: Callable[[], LayoutProposal | None] | None = None
-        """The next search to run."""
+        """The next search to be run in the search thread."""
         self._searching: Future[LayoutProposal | None] | None = None
         self._proposed: Layout | None = None
-        """The latest proposed layout, until it takes effect or is rejected."""
+        """The layout proposed last, until it takes effect or is rejected."""
         self._watched: DirectiveEvent | None = None
         """The change whose effect is being measured."""
         self._is_usual = True
@@ -104,7 +106,7 @@ class LayoutAdvisor:
         self._home_s = math.inf
         """Measured step time in the planned layout at usual speeds."""
         self._lost: AchievedEvent | None = None
-        """Effect of the change to the current layout, if that change was not an improvement."""
+        """The measured effect of the change to the current layout, if the change was not an improvement."""
         self._step = 0
         self._new_steps = 0
         self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -112,8 +114,8 @@ class LayoutAdvisor:
         self._timing.want(None)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:
-        """Process new events and reports, and send a proposal if one is due. The run does not depend on this: a failure
-        is passed to `report` once, and no further layouts are proposed."""
+        """Process new events and reports, and send a proposal if one is due. The run does not depend on this: after a
+        failure, which is passed to `report`, no more layouts are proposed."""
         if self._is_over:
             return
         try:
@@ -126,22 +128,22 @@ class LayoutAdvisor:
             if self._searching is not None and self._searching.done():
                 found = self._searching.result()
                 self._searching = None
-                if self._wanted is None:  # otherwise speeds have changed since then, and the next search decides
+                if self._wanted is None:  # otherwise speeds have changed since the search, and the next search decides
                     self._timing.want(found)
             if self._searching is None and self._wanted is not None:
                 self._searching = self._executor.submit(self._wanted)
                 self._wanted = None
             self._propose()
-        except Exception as error:  # no fault, not even a bug in the search, may end the training
+        except Exception as error:  # not even a bug in the search may end the training
             self._is_over = True
             report(f"the search for other layouts has ended: {type(error).__name__}: {error}")
 
-    # Events of the workers
+    # Process the workers' events
 
     def _process(self, event: Event) -> None:
         match event:
             case StartEvent():
-                if event.world_size != self._plan.world_size:  # a node was dropped
+                if event.world_size != self._plan.world_size:  # because a node was dropped
                     self._plan = self._home = read_plan(self._run)
                     self._layouts.clear()
                 self._begin()
@@ -162,22 +164,23 @@ class LayoutAdvisor:
                     self._timing.refuse(_layout(event.layout))
                     self._proposed = None
             case AchievedEvent() if self._watched and event.number == self._watched.number:
-                # A layout that brought no gain is not proposed again, and `_consider_home` returns to the planned one.
+                # A layout without a measured gain is not proposed again, and `_consider_home` returns to the planned
+                # one.
                 layout = _layout(self._watched.layout)
                 self._watched = None
                 if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
                     self._lost = event
                     self._timing.refuse(layout)
 
-    # The best layout for the reported speeds
+    # Find the best layout for the reported speeds
 
     def _process_speeds(self, report: SpeedsReport) -> None:
         if self._changed_to not in (None, report.layout):
-            return  # the report predates the change
+            return  # the report is from before the change
         paces = self._paces.note(report.layout, report.even_s)
         links = self._links.note(report.layout, report.links)
         self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
-        # A layout change that the recipe schedules makes the new layout the planned one.
+        # After a layout change that the recipe schedules, the new layout is the planned one.
         planned = [change for change in self._plan.changes if _is_alike(change.layout, report.layout)]
         if planned and not self._is_home:
             self._home = self._plan.with_layout(planned[-1])
@@ -195,7 +198,7 @@ class LayoutAdvisor:
     def _find(
         self, home: Plan, report: SpeedsReport, paces: Sequence[float], links: LinkPaces
     ) -> LayoutProposal | None:
-        """Return the layout that is worth switching to; called in the search thread."""
+        """Return the layout that is worth switching to. Called in the search thread."""
         layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
         # Assume even sample shares, because the search finds the shares itself.
         even = math.ceil(sum(report.samples) / len(report.samples))
@@ -218,8 +221,8 @@ class LayoutAdvisor:
             self._mail.send(Proposal(self._number, self._in_force, due), rank=0)
 
     def _consider_home(self, step_s: float) -> None:
-        """Request the planned layout if it was measured to be faster than the current one, whose steps take
-        `step_s`."""
+        """Request a return to the planned layout if steps there were measured to be faster than in the current one
+        (`step_s`)."""
         layout = self._in_force
         home = self._home.layout.describe()
         if layout is None or self._is_home:

@@ -1,4 +1,4 @@
-"""The true step times of a disturbed cluster, by data-parallel rank and pipeline stage."""
+"""The true step times of a simulated, disturbed cluster, by data-parallel rank and pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from trainspec_cli.recipe.keys.layout import Layout
 
 Floats = NDArray[np.float64]
 LEAST_S = 1e-12
-"""Lower bound on the time of a sample if kernel launches hide all of its compute time."""
+"""Lower bound on the time of a sample whose compute time is hidden entirely behind kernel launches."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """Slowdown factors for the parts of a step. Arrays have the shape (stages, data-parallel ranks)."""
+    """Slowdown factors for the parts of a step, as arrays with the shape (stages, data-parallel ranks)."""
 
     compute: Floats
     scaleup: Floats
     network: Floats
     sends: Floats
-    """Slowdown factors of the messages in each data-parallel rank's pipeline."""
+    """Slowdown factors for the messages in the pipeline of each data-parallel rank."""
     gradients: float
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The true durations of a step's parts."""
+    """The true durations of the parts of a step."""
 
     computed_s: Floats
-    """(stages, ranks): compute over all micro-batches, as a rank measures it: without exchanges and waits."""
+    """(stages, ranks): compute time over all micro-batches as a rank measures it, without exchanges and waits."""
     passes_s: Floats
-    """The same with the exchanges inside layers."""
+    """The same compute time, including the exchanges inside layers."""
     updates_s: Floats
-    """The rank's update, if no other rank waits for it; otherwise 0."""
+    """Time of the rank's update, if no other rank waits for it; otherwise 0."""
     ranks_s: Floats
-    """Each data-parallel rank's pipeline, including filling and draining, and its update if no rank waits for it."""
+    """Time of each data-parallel rank's pipeline, including filling and draining, plus its update if no other rank
+    waits for it."""
     exchanged_s: float
     """Duration of the exchanges between ranks."""
     total_s: float
 
     def waited_s(self, rows: slice) -> float:
-        """Return the time in exchanges of the rank in `rows` that waits least."""
+        """Return the time that the rank in `rows` that waits least spends in exchanges."""
         return self.exchanged_s + float((self.passes_s - self.computed_s)[:, rows].min())
 
 
 class Cluster:
     def __init__(self, parts: StepParts, layout: Layout, num_nodes: int, devices_per_node: int, replica_groups: int):
-        """`layout`: the layout of all replica groups combined, with devices numbered group by group."""
+        """`layout`: the combined layout of all replica groups, with devices numbered group by group."""
         self.parts = parts
         self._layout = layout
         self.ranks, self._stages = layout.data_parallel_size, len(parts.stages)
@@ -62,19 +63,19 @@ class Cluster:
         self._groups = replica_groups
         apart = layout.ep * layout.etp // (layout.cp * layout.tp)
         self._exchanging_rows = max(1, apart)
-        """Number of neighbouring ranks that exchange tokens of experts in every layer and wait for the slowest of
-        them."""
+        """Number of neighbouring ranks that exchange tokens of experts in every layer, and therefore wait for the
+        slowest of them."""
         speeds = [[stage.compute, stage.scaleup, stage.network] for stage in parts.stages]
         self._fixed_s = np.array([[speed.fixed_s for speed in stage] for stage in speeds])
         self._per_sample_s = np.array([[speed.per_sample_s for speed in stage] for stage in speeds])
         self._launch_s = np.array([[stage.launch_s] for stage in parts.stages])
 
     def with_parts(self, parts: StepParts) -> Cluster:
-        """Return the same cluster with other times of a step."""
+        """Return the same cluster with other planned step times."""
         return Cluster(parts, self._layout, self._num_nodes, self._per_node, self._groups)
 
     def paces(self, events: Sequence[Event]) -> Floats:
-        """Return the slowdown of each device's compute; the factors of overlapping events are multiplied."""
+        """Return the slowdown of each device's compute. The factors of overlapping events are multiplied."""
         paces = np.ones(self._num_nodes * self._per_node)
         for event in events:
             if isinstance(event, SlowDevice):
@@ -84,7 +85,7 @@ class Cluster:
         return paces
 
     def condition(self, events: Sequence[Event]) -> Condition:
-        """Return the combined effect of these events. Devices that compute one micro-batch together wait for the
+        """Return the combined effect of these events. Devices that compute a micro-batch together are as slow as the
         slowest of them."""
         links = self.link_paces(events)
         by_place = self._by_place
@@ -116,7 +117,7 @@ class Cluster:
         return rows.swapaxes(0, 1).reshape(self._stages, self.ranks)
 
     def of_devices(self, of_places: Floats) -> Floats:
-        """Return each device's value, taken from its stage and data-parallel rank."""
+        """Return a value for each device, taken from its stage and data-parallel rank."""
         own = of_places.reshape(self._stages, self._groups, -1).swapaxes(0, 1)
         return np.repeat(own.ravel(), self._layout.cp * self._layout.tp)
 
@@ -124,9 +125,9 @@ class Cluster:
         self, condition: Condition, counts: Floats, micro_batches: Floats, *, in_step: bool = False
     ) -> StepSeconds:
         """Return a step's durations, given each rank's samples and micro-batches; a rank with 0 of both is absent.
-
-        `in_step`: ranks have whole numbers of samples and wait for one another in each micro-batch, the larger ones
-        first. Otherwise they wait at the end of the step, as if each rank's micro-batches all took the same time."""
+        `in_step`: ranks have whole numbers of samples, process their larger micro-batches first, and wait for one
+        another in each micro-batch. Otherwise they wait only at the end of the step, as if all of a rank's
+        micro-batches took the same time."""
         parts = self.parts
         factors = np.stack([condition.compute, condition.scaleup, condition.network], axis=1)  # (stages, 3, ranks)
         computed_s = condition.compute * (self._fixed_s[:, :1] * micro_batches + self._per_sample_s[:, :1] * counts)
@@ -134,16 +135,16 @@ class Cluster:
         growing_s = np.einsum("skr,sk->sr", factors, self._per_sample_s)
         device_s = fixed_s * micro_batches + growing_s * counts
         device_s = self._with_experts(device_s)
-        # Kernels cannot run before they are launched, however fast the device is.
+        # Kernels cannot run before they are launched, no matter how fast the device is.
         computed_s, passes_s = (np.maximum(own_s, self._launch_s * micro_batches) for own_s in (computed_s, device_s))
-        # An absent rank has 0 micro-batches; avoid dividing by 0.
+        # Avoid a division by 0, because an absent rank has 0 micro-batches.
         turns = np.maximum(micro_batches, 1)
         waits_s = (device_s.sum(0) - device_s.max(0)) / turns * parts.bubble
         sends_s = condition.sends * (parts.sends.fixed_s * micro_batches + parts.sends.per_sample_s * counts)
         updates_s = parts.optimizer_s * condition.compute * (micro_batches > 0)
         gathered_s = 0.0
         if in_step or self._layout.dp_shard > 1:
-            # The next step begins with gathering the updated parameters, which waits for the slowest update.
+            # The next step begins by gathering the updated parameters, and therefore waits for the slowest update.
             gathered_s = float(updates_s.max())
             updates_s = np.zeros_like(passes_s)
         ranks_s = (passes_s + updates_s).max(0) + waits_s + sends_s
@@ -154,7 +155,7 @@ class Cluster:
         return StepSeconds(computed_s, passes_s, updates_s, ranks_s, exchanged_s, total_s)
 
     def _in_step_s(self, fixed_s: Floats, growing_s: Floats, counts: Floats, micro_batches: Floats) -> float:
-        """Return the sum of the slowest rank's times over all micro-batches, for a pipeline with one stage."""
+        """For a pipeline with one stage, return the slowest rank's time, summed over all micro-batches."""
         each, larger = np.divmod(counts, np.maximum(micro_batches, 1))
         passes_s = 0.0
         for turn in range(int(micro_batches.max())):
@@ -176,7 +177,7 @@ class Cluster:
         time per sample. The line is exact at `samples`."""
         turns = np.full(self.ranks, float(micro_batches))
         # The true time is not linear, because a stage is never faster than its kernel launches. The line is exact near
-        # the usual number of samples, where the actual shares lie.
+        # the usual number of samples, and the actual shares are close to it.
         empty_s = self.seconds(condition, np.zeros(self.ranks), turns).ranks_s
         full_s = self.seconds(condition, np.full(self.ranks, samples), turns).ranks_s
         return empty_s, np.maximum((full_s - empty_s) / samples, LEAST_S)

@@ -1,4 +1,4 @@
-"""Disturbances of a simulated run: slow devices, slow links and absent nodes, with their first step and duration."""
+"""Disturbances of a simulated run: slow devices, slow links and absent nodes, each with its first step and duration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainspec_cli.recipe.rules.run import forget_out_of_range
 MAX_STEPS = 100_000
 MAX_EVENTS = 1_000
 Slowdown = Annotated[float, Range(1, 1000, includes_low=False)]
-"""Factor on the usual time."""
+"""Factor by which the usual time is multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Spell:
     """First step and number of steps of an event; with null, it lasts until the end of the run."""
 
     from_step: PositiveInt = 1
-    """Steps are counted from 1."""
+    """The first step of the event. Steps are counted from 1."""
     steps: PositiveInt | None = None
 
     def holds(self, step: int) -> bool:
@@ -40,9 +40,9 @@ class Spell:
 @dataclass(frozen=True, kw_only=True)
 class SlowDevice(Spell):
     device: NonNegativeInt
-    """Number of the device in the whole cluster, from 0, node by node."""
+    """Number of the device in the entire cluster, counted from 0, node by node."""
     factor: Slowdown
-    """Factor on its compute times."""
+    """Factor by which the device's compute times are multiplied."""
 
     def describe(self) -> str:
         return f"device {self.device:,} computes {self.factor:g} times as long, {super().describe()}"
@@ -60,10 +60,10 @@ class SlowNode(Spell):
 @dataclass(frozen=True, kw_only=True)
 class NarrowLink(Spell):
     node: NonNegativeInt | None = None
-    """null: every node."""
+    """Number of the node; null means every node."""
     tier: Tier = "network"
     factor: Slowdown
-    """Factor on the times of transfers over these links."""
+    """Factor by which the times of transfers over these links are multiplied."""
 
     def describe(self) -> str:
         where = "every node" if self.node is None else f"node {self.node:,}"
@@ -82,7 +82,7 @@ class Leave(Spell):
 
 @dataclass(frozen=True, kw_only=True)
 class ByChance:
-    """Random fail-slows. Start and place are uniform; durations are log-uniform."""
+    """Random slowdowns. Start and place are distributed uniformly, durations log-uniformly."""
 
     count: Annotated[int, Range(1, MAX_EVENTS)]
     shortest_s: PositiveFloat
@@ -91,7 +91,7 @@ class ByChance:
     most_factor: Slowdown
     """Factors are uniformly distributed between `least_factor` and `most_factor`."""
     network_share: Fraction = 0.0
-    """The fraction of events that slow a node's network; the others slow a device."""
+    """The fraction of events that slow a node's network; all others slow a device."""
 
 
 Event = SlowDevice | SlowNode | NarrowLink | Leave
@@ -116,7 +116,7 @@ class Disturbance:
         return (*self.slow_devices, *self.slow_nodes, *self.narrow_links, *self.leaves)
 
     def drawn(self, step_s: float, num_nodes: int, devices_per_node: int) -> Disturbance:
-        """Return the disturbance with its random events drawn, for a run whose steps take `step_s`."""
+        """Return the disturbance with its random events drawn for a run whose steps take `step_s`."""
         if self.by_chance is None:
             return self
         wanted = self.by_chance
@@ -138,11 +138,12 @@ class Disturbance:
         return replace(self, slow_devices=tuple(devices), narrow_links=tuple(links), by_chance=None)
 
 
-# Reading
+# Read a disturbance
 
 
 def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:
-    """Return a draft, where wrong values are replaced by UNKNOWN, and every problem with its path below `path`."""
+    """Return a draft, in which wrong values are replaced by UNKNOWN, and all problems, each with its path below
+    `path`."""
     draft, problems = build(Disturbance, content, f"{path}.")
     draft, wrong = _forget_out_of_range(draft, f"{path}.")
     return draft, [*problems, *wrong, *(_inside_out(draft, path) if not problems and not wrong else ())]
@@ -177,7 +178,7 @@ def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
 def check_cluster(
     disturbance: Disturbance, path: str, num_nodes: int, devices_per_node: int, replica_groups: int, min_groups: int
 ) -> Iterator[Problem]:
-    """Yield a problem for each event that never takes effect, or whose device or node does not exist in the cluster."""
+    """Yield a problem for each event that never takes effect, or that names a device or node outside the cluster."""
     devices = num_nodes * devices_per_node
     for kind in ("slow_devices", "slow_nodes", "narrow_links", "leaves"):
         for number, event in enumerate(getattr(disturbance, kind)):
@@ -185,12 +186,12 @@ def check_cluster(
             name, there_are = ("device", devices) if kind == "slow_devices" else ("node", num_nodes)
             value = getattr(event, name)
             if value is not None and value >= there_are:
-                message = f"`{place}.{name}` is {value:,}, and the cluster has {there_are:,} {name}s"
+                message = f"`{place}.{name}` is {value:,}, but the cluster has only {there_are:,} {name}s"
                 hint = f"set {place}.{name}={there_are - 1} or less; they are counted from 0"
                 yield Problem("out_of_range", message, f"{place}.{name}", hint)
             if event.from_step > disturbance.steps:
                 message = (
-                    f"`{place}.from_step` is {event.from_step:,}, and the run ends with step {disturbance.steps:,}"
+                    f"`{place}.from_step` is {event.from_step:,}, but the run ends with step {disturbance.steps:,}"
                 )
                 hint = f"set {place}.from_step={disturbance.steps} or less"
                 yield Problem("out_of_range", message, f"{place}.from_step", hint)
@@ -214,15 +215,15 @@ def _check_leaves(
         }
         if replica_groups - len(away) < min_groups:
             there = f"{replica_groups - len(away)} of {replica_groups} replica groups are left at step"
-            message = f"{there} {leave.from_step:,}, and the run waits for {min_groups}"
+            message = f"{there} {leave.from_step:,}, but the run needs {min_groups}"
             yield Problem(
                 "unsupported", message, f"{path}.leaves.{number}", "allow fewer absent nodes at the same time"
             )
 
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:
-    """Return the replica groups that run on a node: one group that spans several complete nodes, or several groups on
-    the node."""
+    """Return the replica groups that run on a node: either one group, which may span several complete nodes, or several
+    groups."""
     first = node * replica_groups // num_nodes
     end = -(-(node + 1) * replica_groups // num_nodes)
     return range(first, end)

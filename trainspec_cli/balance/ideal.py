@@ -14,7 +14,7 @@ from trainspec_cli.balance.decisions.balance import solve_counts, solve_in_step
 from trainspec_cli.balance.decisions.speeds import Speed
 
 TRIED = 64
-"""Maximum number of micro-batch counts to try; the best `ROUNDED` of them are solved again with whole numbers of
+"""Maximum number of micro-batch counts to try. The best `ROUNDED` of them are solved again with whole numbers of
 samples."""
 ROUNDED = 4
 HALVINGS = 60
@@ -79,7 +79,8 @@ def best_step(
 
 
 def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> Iterator[int]:
-    """Yield micro-batch counts that are multiples of `turns`, from the smallest possible to twice the usual count."""
+    """Yield micro-batch counts that are multiples of `turns`, from the smallest possible count to twice the usual
+    one."""
     fewest = math.ceil(math.ceil(samples / (largest * ranks)) / turns) * turns
     most = max(2 * usual, fewest + turns)
     stride = max(1, math.ceil((most - fewest) / turns / TRIED)) * turns
@@ -91,20 +92,20 @@ def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> 
 def _in_reals(
     cluster: Cluster, condition: Condition, group: RankRows, samples: float, number: int, largest: int
 ) -> tuple[float, Floats]:
-    """Return the duration of a step in seconds and the real-valued shares with which all ranks finish at the same
+    """Return the duration of a step in seconds, and the real-valued shares for which all ranks finish at the same
     time."""
     lines = cluster.lines(condition, number, samples / group.size)
     fixed_s, each_s = (part[group.rows] for part in lines)
     low_s = float(fixed_s.min())
     high_s = float((fixed_s + number * largest * each_s).max())
-    # The number of samples that ranks finish by a common time grows with that time, so bisection finds it.
+    # The number of samples that ranks finish by a common time grows with that time, so the time is found by bisection.
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
         held = float(np.clip((middle_s - fixed_s) / each_s, 0, number * largest).sum())
         low_s, high_s = (low_s, middle_s) if held >= samples else (middle_s, high_s)
     counts = np.clip((high_s - fixed_s) / each_s, 0, number * largest)
     if counts.sum() < samples * (1 - 1e-9):
-        return math.inf, counts  # this number of micro-batches cannot hold the samples
+        return math.inf, counts  # the samples do not fit into this number of micro-batches
     return _group_s(cluster, condition, group, counts, number), counts
 
 

@@ -1,4 +1,4 @@
-"""A planned run as seen by the simulation, in each possible layout, and its steps with any division of the samples."""
+"""A planned run as the simulation sees it, in each possible layout, and its steps with any division of the samples."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from trainspec_cli.recipe.keys.training import BatchingSpec
 from trainspec_cli.recipe.results.plan import Candidate, LayoutProposal
 
 READ_S = 1.0
-"""Assumed time to read the text of a step that was not prefetched."""
+"""Assumed time in seconds to read the text of a step that was not prefetched."""
 
 
 @dataclass(frozen=True)
 class DisturbedJob:
-    """A planned run as seen by the simulation, in one layout."""
+    """A planned run as the simulation sees it, in one layout."""
 
     cluster: Cluster
     layout: Layout
@@ -54,12 +54,12 @@ class DisturbedJob:
     shares_change: bool = True
     """True if the scheduler may change the sample shares of ranks and groups."""
     late_steps: int = 0
-    """Steps by which changes apply later than from the next step."""
+    """Number of steps by which changes are delayed beyond the next step."""
     layouts: JobLayouts | None = None
-    """The layer splits and layouts that the run may change to; None if it keeps the current ones."""
+    """The layer splits and layouts that the run may change to; None if it keeps its layout."""
 
     def interval(self, step_s: float) -> int:
-        """Return the number of steps of `step_s` between two exchanges of the ranks' speeds."""
+        """Return how many steps of `step_s` there are between two exchanges of the ranks' speeds."""
         return reporting_interval(self.layout.world_size, step_s)
 
     def portions(self, weights: Sequence[float]) -> list[Portion]:
@@ -70,7 +70,7 @@ class DisturbedJob:
 
 
 def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> DisturbedJob:
-    """Return the job of a candidate planned for this spec."""
+    """Return the job of a candidate that was planned for this spec."""
     setup = setup_of(candidate, spec, machine)
     _, number = one_group(spec, candidate.layout)
     most = largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
@@ -107,7 +107,7 @@ def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> D
         num_nodes=spec.cluster.num_nodes,
         devices_per_node=fabric.devices_per_node,
         shares_change="shares" in spec.scheduler.may_change,
-        # Replica groups wait for one another's results in each step, so a step is recorded before the next one starts.
+        # Replica groups wait for one another in each step, so a step is recorded before the next one starts.
         late_steps=int(spec.cluster.device != "cpu" and replica_groups == 1),
     )
 
@@ -119,7 +119,7 @@ class JobLayouts:
     spec: RunSpec
     others: OtherLayouts
     most_layers: int | None
-    """Maximum number of layers on a pipeline rank; None if no layers move."""
+    """Maximum number of layers on a pipeline rank; None if layers cannot move."""
 
     def layer_scheduler(self, job: DisturbedJob) -> LayerScheduler | None:
         """Return the scheduler that moves layers, for the current layout."""
@@ -151,8 +151,9 @@ class JobLayouts:
         return replace(_job_of(self.spec, setup, 1, largest), layouts=layouts)
 
     def pause_s(self, after: JobLayouts, step_s: float) -> float:
-        """Return the duration in seconds of a change to another layer split or layout: the transfer of a rank's state
-        over the links between all ranks, and an allowance for building the new stages and a slower first step."""
+        """Return the duration in seconds of a change to another layer split or layout: the time to transfer a rank's
+        state over the links between all ranks, plus an allowance for building the new stages and for a slower first
+        step."""
         before = self.others.present
         setup = after.others.present
         fabric = setup.fabric
@@ -163,7 +164,7 @@ class JobLayouts:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """The samples of a present group's data-parallel ranks in a step."""
+    """The samples of the data-parallel ranks of one present group in a step."""
 
     counts: tuple[int, ...]
     micro_batches: int
@@ -179,7 +180,7 @@ def assign_samples(portions: Sequence[Portion], divisions: Sequence[Division]) -
 def seconds_of(
     job: DisturbedJob, condition: Condition, present: Sequence[int], taken: Sequence[RankCounts]
 ) -> StepSeconds:
-    """Return the durations in a step; ranks of absent groups process no samples."""
+    """Return the durations of a step's parts. Ranks of absent groups process no samples."""
     counts, micro_batches = np.zeros((2, job.cluster.ranks))
     for group, own in zip(present, taken, strict=True):
         counts[job.groups[group].rows], micro_batches[job.groups[group].rows] = own.counts, own.micro_batches

@@ -1,5 +1,5 @@
-"""Memory limits for a run's other layouts: in the layout itself, during the change to it, and for the layers of each
-rank."""
+"""Memory limits for the other layouts of a run: in the layout itself, during the change to it, and on the layers of
+each rank."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ class LayoutMemory:
             self._known[key] = predict_memory(setup, self.recompute)
         return self._known[key]
 
-    # Micro-batches
+    # The largest micro-batches
 
     def most_samples(self, setup: Setup) -> int:
-        """Return the largest micro-batch that the recipe allows, in samples; `auto` allows twice the setup's own
-        size."""
+        """Return the largest micro-batch that the recipe allows, in samples. `auto` allows twice the setup's size."""
         usual = int(setup.micro_batch_size)
         wanted = self._scheduler.max_micro_batch_size
         return 2 * usual if wanted == AUTO else max(usual, int(wanted))
@@ -64,10 +63,11 @@ class LayoutMemory:
             usual, self.most_samples(setup), lambda size: self.fits(replace(setup, micro_batch_size=float(size)))
         )
 
-    # Stages
+    # The largest stages
 
     def room(self, setup: Setup) -> Room:
-        """Return a rough limit on the number of layers per pipeline rank, from the growth of the estimate per layer."""
+        """Return a rough limit on the number of layers per pipeline rank, based on how much the estimate grows with
+        each layer."""
         room = room_within(setup, self.of_stages(setup))
         wanted = self._scheduler.max_stage_layers
         layers = setup.model.num_layers
@@ -76,7 +76,7 @@ class LayoutMemory:
         return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
 
     def largest_stage_layers(self, setup: Setup) -> int | None:
-        """Return the maximum number of layers that fits on every pipeline rank; None if no layers can move."""
+        """Return the maximum number of layers that fits on any pipeline rank; None if layers cannot move."""
         if setup not in self._stages:
             self._stages[setup] = largest_stage(
                 setup.layout,
@@ -86,7 +86,7 @@ class LayoutMemory:
             )
         return self._stages[setup]
 
-    # The change to another layout
+    # The memory during a change to another layout
 
     def may_move(self, before: Setup, after: Setup) -> bool:
         """Return whether every rank can hold its old and new state at the same time during the change."""
@@ -104,8 +104,8 @@ class LayoutMemory:
         )
 
     def moved_bytes(self, before: Setup, after: Setup) -> float:
-        """Return the largest number of state bytes that any rank receives. These are its new layers if only the layer
-        split changes, and otherwise its complete state."""
+        """Return the largest number of bytes of state that any rank receives: its new layers if only the layer split
+        changes, and otherwise its complete state."""
         old = before.layout
         new = after.layout
         states = [_state_bytes(stage) for stage in self.of_stages(after)]
@@ -117,7 +117,7 @@ class LayoutMemory:
 
 
 def even_room(num_layers: int, most: Sequence[int]) -> Room:
-    """Return the room of pipeline ranks that hold at most `most` layers each, regardless of which layers these are."""
+    """Return the room of pipeline ranks that may hold at most `most` layers each, whichever layers these are."""
     return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 

@@ -1,8 +1,8 @@
 """Simulate the live run: the decisions of `balance.decisions`, based on noisy measured times.
 
-Every rank's tracker measures the rank's compute times. The scheduler of each replica group reads the confirmed speeds
-as often as the engine exchanges them, and a change applies from the next step, as in the engine's `StepScheduler`. On
-accelerators it applies one step later, because a step is recorded when the next one has been queued.
+For every rank, a tracker measures compute times. The scheduler of each replica group reads the confirmed speeds as
+often as the engine exchanges them. A change applies from the next step, as in the engine's `StepScheduler`. On
+accelerators it applies one step later, because a step is recorded after the next one has been queued.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from trainspec_cli.balance.job import DisturbedJob, RankCounts, assign_samples, 
 from trainspec_cli.balance.live_layouts import LiveLayouts
 from trainspec_cli.recipe.results.forecast import SimulatedDecision
 
-# The conditions in each step of a disturbed run, independent of decisions, and the optimum for them.
+# The conditions in each step of a disturbed run, which do not depend on decisions, and the optimum under these
+# conditions.
 
 
 @dataclass(frozen=True)
 class Situation:
-    """The circumstances of a step, independent of decisions."""
+    """The conditions in a step, which do not depend on decisions."""
 
     events: tuple[Event, ...]
-    """Events that are in effect."""
+    """The events that are in effect."""
     present: tuple[int, ...]
-    """Replica groups that take part."""
+    """The replica groups that take part."""
     samples: int
     even_s: float
     ideal: Ideal
@@ -76,13 +77,13 @@ class Situations:
         return Situation(events, present, samples, even_s, self._ideal(events, present, samples, even_s))
 
     def _ideal(self, events: Sequence[Event], present: Sequence[int], samples: int, even_s: float) -> Ideal:
-        """Return the optimum over sample shares in the planned layout, in its best layer split, and in the layout that
-        is worth a change. The plan is assumed to be good: gains that would make another layout faster than an
-        undisturbed step are not counted."""
+        """Return the optimum over sample shares in the planned layout, in its best layer split, and in the best other
+        layout, if that is worth a change. The plan is assumed to be good, so gains that would make another layout
+        faster than an undisturbed step are not counted."""
         if not events:
             return Ideal(even_s, even_s)
         own = _best_step(self._job, events, present, samples)
-        least_s = self.at(0).even_s if self._job.layouts else 0.0  # no event is in effect before the first step
+        least_s = self.at(0).even_s if self._job.layouts else 0.0  # before the first step, no event is in effect
         others = [_best_step(job, events, present, samples) for job in self._others(events)]
         whole_s = min([own.whole_s, *(max(least_s, one.whole_s) for one in others)])
         real_s = min([own.real_s, *(max(least_s, one.real_s) for one in others)])
@@ -128,9 +129,9 @@ class LiveGroup:
             job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
         )
         self.division = self._scheduler.division
-        """The current division."""
+        """The current division of the group's samples."""
         self._due = deque[ShareChange | None]([None] * (1 + job.late_steps))
-        """The changes that the next steps begin with."""
+        """The changes that will take effect at the start of the next steps."""
         self.rate = 0.0
 
     def begin_step(self) -> ShareChange | None:
@@ -149,8 +150,9 @@ class LiveGroup:
         *,
         reports: bool,
     ) -> None:
-        """Record the times of passes and updates measured by each stage (inner) of each rank (outer). The speeds
-        exchanged in a step are those from before it. `waited_s`: time in exchanges of the rank that waits least."""
+        """Record the times of passes and updates that each stage (inner) of each rank (outer) has measured. The speeds
+        that are exchanged in a step are those from before the step. `waited_s`: time in exchanges of the rank that
+        waits least."""
         stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         due = None
@@ -177,7 +179,7 @@ class LiveGroup:
 
 
 class LiveRun:
-    """The simulated run with the scheduler."""
+    """The simulated run under the live scheduler."""
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: number of steps between two exchanges of the ranks' speeds."""
@@ -217,13 +219,13 @@ class LiveRun:
         return seconds.total_s + paid_s
 
     def _welcome(self, present: tuple[int, ...]) -> None:
-        """Start the groups that have returned, without known speeds."""
+        """Start the groups that have returned. Their speeds are unknown at first."""
         for group in set(present) - set(self._present):
             self._groups[group] = LiveGroup(self._job, group, self._interval)
         self._present = present
 
     def _adopt(self, job: DisturbedJob) -> None:
-        """Continue with another layer split or layout, where speeds are learnt again."""
+        """Continue with another layer split or layout, in which speeds are learnt anew."""
         self._job = job
         self._groups = {0: LiveGroup(job, 0, self._interval)}
         self._conditions = {}
@@ -248,8 +250,8 @@ class LiveRun:
     def _make(
         self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
     ) -> tuple[list[RankCounts], StepSeconds]:
-        """Return the samples of each group and the step's true times. The latest result is cached, because most steps
-        are like the one before."""
+        """Return the samples of each group, and the true times of the step. The latest result is cached, because most
+        steps are like the previous one."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
             if situation.events not in self._conditions:

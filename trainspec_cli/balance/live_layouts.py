@@ -1,8 +1,8 @@
-"""Layout decisions of the simulated live run: layers that move between stages, and other layouts.
+"""Layout decisions of the simulated live run: moving layers between stages, and switching to other layouts.
 
 As in `advisor.py` and the engine, `balance.decisions` and the planner's search decide on measured speeds. Each device
-knows its own compute time, without waits for devices that work on the same samples. A device that no event slows has
-its usual time, and a slowed device has the measured time of its group."""
+is assumed to know its own compute time, without waits for devices that work on the same samples: the usual time for a
+device that no event slows, and the measured time of its group for a slowed device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Measures(Protocol):
 
     @property
     def division(self) -> Division:
-        """The current division."""
+        """The current division of the group's samples."""
 
     def stage_speeds(self) -> list[list[Speed | None]]:
         """Return the speed of each stage (inner) of each data-parallel rank (outer)."""
@@ -42,14 +42,14 @@ class Measures(Protocol):
 
 @dataclass(frozen=True)
 class Moved:
-    """A change to another layer split or layout before the next step."""
+    """A change to another layer split or layout, which takes place before the next step."""
 
     job: DisturbedJob
     change: LayerChange | LayoutProposal
     pause_s: float
 
     def decision(self, step: int, seconds: StepSeconds) -> SimulatedDecision:
-        """Return the decision, including the measured times of the step after it."""
+        """Return the decision, with the measured times of the step after the change."""
         change = self.change
         if isinstance(change, LayerChange):
             layers = ", ".join(map(str, change.stage_layers))
@@ -70,7 +70,7 @@ class Moved:
 
 
 class LiveLayouts:
-    """Track the layout of a live run with one replica group."""
+    """Tracks the layout of a live run with one replica group."""
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: steps between two exchanges of the ranks' speeds."""
@@ -80,14 +80,14 @@ class LiveLayouts:
         self._paces = PaceTracker(job.change)
         self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
         self._pause_s: float | None = None
-        """Duration of the last change."""
+        """Duration of the last layout change, in seconds."""
         self._begin(job)
 
     def _begin(self, job: DisturbedJob) -> None:
-        assert job.layouts is not None, "a run that keeps its layout has nothing to follow"
+        assert job.layouts is not None, "a run that keeps its layout has nothing to track"
         self._job = job
         self._due = deque[Moved | None]([None] * (1 + job.late_steps))
-        """The changes that the next steps begin with."""
+        """The changes that will take effect at the start of the next steps."""
         self._layouts = job.layouts
         self._layers = job.layouts.layer_scheduler(job)
         self._timing = LayoutScheduler()
@@ -96,7 +96,7 @@ class LiveLayouts:
         self._undisturbed = cluster.condition(())
         slowed = cluster.paces(self._events) > 1
         self._waiting = (cluster.of_devices(cluster.condition(self._events).compute) > 1) & ~slowed
-        """Devices that no event slows but that wait for a slowed device."""
+        """Devices that no event slows, but that wait for a slowed device."""
 
     def begin_step(self) -> Moved | None:
         """Return the change that takes effect at the start of this step."""
@@ -140,7 +140,7 @@ class LiveLayouts:
         """Search for the best layout at the current paces of devices and links, if these have changed."""
         cluster = self._job.cluster
         number = taken.micro_batches
-        # A device's own pace shows only in its compute time with even sample shares. Devices that only wait for others
+        # Only the compute time with even sample shares shows a device's own pace. Devices that only wait for others
         # keep their usual time.
         share = sum(taken.counts) / cluster.ranks
         measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T

@@ -1,7 +1,7 @@
 """Measure the links of a simulated run as in a live run: with occasional noisy samples.
 
-Only links that an event slows are tracked. The other links of a tier define its usual speed. If events slow all of
-them, each link is compared with its own past."""
+Only links that an event slows are tracked. The other links of a tier define the tier's usual speed. If events slow all
+links, each is compared with its own past."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class MeasuredLinks:
         self.begin()
 
     def begin(self) -> None:
-        """Start learning, initially and after a change of layout. Known paces are kept until new ones are learnt."""
+        """Start to learn the speeds, initially and after a layout change. Known paces are kept until new ones have been
+        learnt."""
         self._trackers = {place: LinkTracker((node,), self._change) for place in self._places for _, node in [place]}
         self._times = SampleTimes(self._change)
 

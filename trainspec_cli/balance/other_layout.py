@@ -40,13 +40,14 @@ rough."""
 
 
 class OtherLayouts:
-    """The layouts that a run may switch to. One object per run caches everything that does not depend on speeds."""
+    """The layouts that a run may switch to. Each run has one such object, which caches everything that does not depend
+    on speeds."""
 
     def __init__(
         self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
     ):
-        """`setup`: setup of the current layout. `samples`: samples per step; by default the batch size used for most of
-        the run. `is_rough`: planned times describe these devices only roughly, for example on a CPU."""
+        """`setup`: setup of the current layout. `samples`: samples per step; by default, the batch size of most of the
+        run. `is_rough`: planned times are only rough on these devices, for example on a CPU."""
         self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
         self._keeps = spec.model.unit == "samples"
@@ -77,7 +78,7 @@ class OtherLayouts:
     def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
         """Return the layouts of the same run, with the given one as the current layout. The run returns to its planned
         layout when all ranks are equally fast."""
-        changed = copy(self)  # shares the caches
+        changed = copy(self)  # the copy shares the caches
         changed.present = self.setup_of(layout, micro_batch_size)
         return changed
 
@@ -89,14 +90,14 @@ class OtherLayouts:
         usual. `links`: slowdown of exchanges; by default they are as fast as planned. Savings that another layout would
         also bring on equally fast ranks do not count, because the plan has already considered them."""
         if self._spec.resilience.keeps_layout:
-            return None  # replica groups and sites exchange parameters by position, which depends on the layout
+            return None  # replica groups and sites exchange parameters by their position, which depends on the layout
         relative = equalise_paces(paces, self._spec.scheduler.change)
         if set(relative) == {1.0} and (links is None or links.is_usual):
             return self._go_home()
         paced = Paces(relative, links)
         before = self.in_present(paced)
         if self.steps.planned_s(self.present) >= before.step_s * (1 - WORTHWHILE):
-            return None  # even a layout that avoids the whole slowdown saves too little
+            return None  # even a layout that avoids the entire slowdown would save too little
         found = self._fastest(paced, before.step_s)
         if found is None:
             return None
@@ -126,7 +127,7 @@ class OtherLayouts:
             reason=reason,
         )
 
-    # The search
+    # The search for the fastest layout
 
     @cached_property
     def others(self) -> tuple[Setup, ...]:
@@ -160,7 +161,7 @@ class OtherLayouts:
         while queue and queue[0][0] < enough_s:
             bound_s, place, is_planned = heappop(queue)
             setup = others[place]
-            if not is_planned:  # the planned time is a tighter bound, and takes longer to compute
+            if not is_planned:  # the planned time is a tighter bound, but takes longer to compute
                 bound_s = max(bound_s, self.steps.planned_s(setup))
                 if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
                     heappush(queue, (bound_s, place, True))
@@ -170,8 +171,8 @@ class OtherLayouts:
         return best
 
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> PacedStep | None:
-        """Return the step in another layout if it takes less than `enough_s`, is worth a change from steps of
-        `before_s`, and the engine can switch to it."""
+        """Return the step in another layout if it takes less than `enough_s` and is worth a change from steps of
+        `before_s`, and if the engine can switch to the layout."""
         worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
         found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
         return found if found and self.memory.may_move(self.present, found.setup) else None
@@ -182,13 +183,13 @@ class OtherLayouts:
         return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
 
     def _faster_anyhow(self, setup: Setup) -> float:
-        """Return the planned speedup of another layout over the current one on ranks of usual speed, at least 1. It
-        does not count as a gain, because the current layout was chosen despite it."""
+        """Return the planned speedup of another layout over the current one on ranks of usual speed, at least 1. This
+        speedup does not count as a gain, because the current layout was chosen despite it."""
         uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
     def is_legal(self, setup: Setup) -> bool:
-        """Return whether the engine supports the layout and can load the current state in it, by the same rules as for
+        """Return whether the engine supports the layout and can load the current state in it. The rules are those for
         `scheduler.changes`."""
         key = setup.layout, setup.grad_accum
         if key not in self._legal:
@@ -200,12 +201,12 @@ class OtherLayouts:
             )
         return self._legal[key]
 
-    # A layout with its best layer split and sample shares
+    # Step times of a layout with its best layer split and sample shares
 
     def in_present(self, paces: Paces) -> PacedStep:
         """Return the step in the current layout, with the best layer split that the scheduler may choose."""
         found = self._best_cut([self.present, *self._moved(paces)], self.present, paces, inf)
-        assert found is not None, "it is in force, so that its cut fits"
+        assert found is not None, "the layout is in use, so its layer split fits"
         return found
 
     def _moved(self, paces: Paces) -> Iterator[Setup]:
@@ -215,8 +216,8 @@ class OtherLayouts:
             yield from self._cuts(self.present, paces, even_room(layers, [most] * self.present.layout.pp))
 
     def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> PacedStep | None:
-        """Return the step in a layout without a layer split, using the planned split or, if each rank has one stage, a
-        split based on the paces. None if it does not fit or takes `enough_s` or longer."""
+        """Return the step in a layout that specifies no layer split. The split is the planned one or, if each rank has
+        one stage, one based on the paces. None if it does not fit or takes `enough_s` or longer."""
         if setup not in self._cut:
             self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
         planned = self._cut[setup]
@@ -251,7 +252,7 @@ class OtherLayouts:
 
 
 def axes_of(layout: Layout) -> Layout:
-    """Return the layout without its layer split, and without settings that have no effect because an axis is 1."""
+    """Return the layout without its layer split, and without settings that have no effect because their axis is 1."""
     if layout.dp_shard == 1:
         layout = replace(layout, zero_stage=1)
     if layout.pp == 1:

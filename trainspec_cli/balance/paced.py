@@ -31,14 +31,14 @@ class PacedStep:
     division: Division
     step_s: float
     largest_micro_batch: int
-    """Maximum number of samples in a micro-batch of the division."""
+    """Maximum number of samples in a micro-batch, for the division."""
 
 
 class Paces:
     """Slowdown of each global rank's compute and exchanges."""
 
     def __init__(self, paces: Sequence[float], links: LinkPaces | None = None):
-        """Without `links`, exchanges take their usual time."""
+        """`links`: slowdown of exchanges; without it, exchanges take their usual time."""
         usual = (1.0,) * len(paces)
         self.compute, self.links = tuple(paces), links or LinkPaces(usual, usual)
         self._by_part = {
@@ -49,7 +49,7 @@ class Paces:
 
     def grid(self, layout: Layout, part: Literal["compute"] | Tier = "compute") -> Floats:
         """Return the pace of each pipeline and data-parallel rank, as (pp, dp). Ranks that share the work on the same
-        samples (tensor and context parallelism) are as slow as the slowest of them."""
+        samples (in tensor and context parallelism) are as slow as the slowest of them."""
         key = part, layout.pp, layout.tp * layout.cp
         if key not in self._grids:
             self._grids[key] = self._by_part[part].reshape(layout.pp, -1, key[2]).max(2)
@@ -110,7 +110,7 @@ class PacedSteps:
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
-        # The linear model has a small error. Without this lower limit, an undisturbed run could seem to gain from a
+        # The linear model has a small error. Without this lower limit, an undisturbed run might seem to gain from a
         # change.
         uncut = replace(setup, layout=replace(layout, stage_layers=None))
         return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)
@@ -129,7 +129,7 @@ class PacedSteps:
         return planned_times(self._steps.micro_batch(setup), setup)
 
     def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
-        """Return a micro-batch of the setup's size and one of twice that size."""
+        """Return the step times of a micro-batch with the setup's size, and of one with twice that size."""
         twice = replace(setup, micro_batch_size=2 * setup.micro_batch_size)
         return self._steps.micro_batch(setup), self._steps.micro_batch(twice)
 
@@ -142,16 +142,16 @@ class PacedSteps:
         return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._steps.eff))
 
     def planned_s(self, setup: Setup) -> float:
-        """Return the planner's duration of a step in seconds on ranks of usual speed. Unless the setup specifies the
-        layer split, layers are divided as if all were average."""
+        """Return the planner's duration of a step in seconds on ranks of usual speed. If the setup does not specify a
+        layer split, layers are divided as if all took the same time."""
         key = setup.layout, setup.micro_batch_size
         if key not in self._planned_s:
             self._planned_s[key] = self._steps.step_s(setup)
         return self._planned_s[key]
 
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
-        """Return the minimum times of a sample's forward and backward pass through the full model: compute time, and
-        exchanges in layers."""
+        """Return the minimum times of a sample's forward and backward pass through the full model: the compute time,
+        and the time of exchanges in layers."""
         once, twice = self._once_and_twice(setup)
         size = setup.micro_batch_size
         most = max(largest, setup.micro_batch_size)
@@ -180,15 +180,15 @@ def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
 
 
 def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
-    """Explain why another layout is faster, such as `rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2
-    and not 8 ranks wait for it in every layer`."""
+    """Explain why another layout is faster, for example `rank 5 computes 2.1 times as long as usual; as tp=2
+    dp_shard=4, 2 instead of 8 ranks wait for it in every layer`."""
     ways = [
         ("rank {} computes", paces.compute),
         ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
         ("the exchanges of rank {} between scale-up domains take", paces.links.network),
     ]
     odds = [_describe_odd(what, of_ranks) for what, of_ranks in ways if set(of_ranks) != {1.0}]
-    odd = odds[0][0]  # the rank that differs most; compute comes before exchanges
+    odd = odds[0][0]  # name the rank that differs most; compute comes before exchanges
     before_layout = before.setup.layout
     layout = found.setup.layout
     waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)
@@ -196,7 +196,7 @@ def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
     share = found.division.weights[row] * layout.data_parallel_size / sum(found.division.weights)
     effects = []
     if waiting[1] < waiting[0]:
-        effects.append(f"{waiting[1]} and not {waiting[0]} ranks wait for it in every layer")
+        effects.append(f"{waiting[1]} instead of {waiting[0]} ranks wait for it in every layer")
     if share < 1:
         effects.append(f"its share of the samples shrinks to {share:.0%} of an even one")
     if layout.stage_layers and layout.num_stages == layout.pp:

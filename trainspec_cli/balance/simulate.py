@@ -1,4 +1,4 @@
-"""Simulate a disturbed run step by step, using the planner's times: with the live decisions (`live`), with even shares
+"""Simulate a disturbed run step by step with the planner's times: with the live decisions (`live`), with even shares,
 and with the optimum."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from trainspec_cli.balance.live import LiveRun, Situations
 from trainspec_cli.recipe.results.forecast import SimulatedPace, Simulation
 
 WORTH_REPORTING = 1e-3
-"""If less than this fraction of the time can be recovered, no recovered fraction is reported."""
+"""If even the optimum saves less than this fraction of the time, no recovered fraction is reported."""
 
 
 def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:
-    """Run the steps of a disturbance that `check_cluster` has accepted."""
+    """Simulate all steps under a disturbance that `check_cluster` has accepted."""
     usual = Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
     interval = job.interval(usual.even_s)

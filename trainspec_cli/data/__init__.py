@@ -1,2 +1,2 @@
-"""Conversion of text and images to token shards; tokenizers; import and export of weights in the formats of other
+"""Conversion of text to token shards; images; tokenizers; import and export of weights in the formats of other
 tools."""

@@ -1,4 +1,4 @@
-"""Render a backtest: tables for the terminal, and an SVG of predicted against measured step times."""
+"""Render a backtest: tables for the terminal, and an SVG chart of predicted against measured step times."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainspec_cli.recipe.results.tables import BacktestReport, ErrorSummary
 
 
 def render_backtest(report: BacktestReport) -> str:
-    """Render the errors overall and by source, model and chip, then the sweeps, the rejected rows and the
+    """Render the errors (overall, and by source, model and chip), followed by the sweeps, the rejected rows and the
     assumptions."""
     summary = report.summary
-    lines = [f"{summary.rows} rows, {summary.predicted} predicted, {summary.refused} refused"]
+    lines = [f"{summary.rows} rows, {summary.predicted} predicted, {summary.refused} rejected"]
     if summary.step_time_mape is not None:
         lines.append(
             f"step time: mean error {summary.step_time_mape:.1%}, median {summary.step_time_median_ape:.1%}, "
@@ -50,7 +50,7 @@ def render_backtest(report: BacktestReport) -> str:
             counts[what] = counts.get(what, 0) + 1
     assumed = [f"  {count:5d}  {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
     if assumed:
-        blocks.append("\n".join(["assumed if the row does not state it", *assumed]))
+        blocks.append("\n".join(["assumed where a row does not state it", *assumed]))
     return "\n\n".join(blocks)
 
 
@@ -63,7 +63,7 @@ def _errors(title: str, groups: Mapping[str, ErrorSummary]) -> str:
     return "\n".join(lines)
 
 
-# The chart: self-contained, both axes logarithmic
+# The chart, which is self-contained and has two logarithmic axes
 
 SIZE = 560
 MARGIN = 56
@@ -73,7 +73,8 @@ Point = tuple[float, float, str]
 
 
 def render_scatter(points: Sequence[Point]) -> str:
-    """Draw points (measured seconds, predicted seconds, group) as an SVG, with the zero-error line and its 15% band."""
+    """Draw points (measured seconds, predicted seconds, group) as an SVG, with the line of zero error and a band of 15%
+    around it."""
     low = math.floor(math.log10(min(min(p[0], p[1]) for p in points)))
     high = math.ceil(math.log10(max(max(p[0], p[1]) for p in points)))
     scale = _Scale(low, max(high, low + 1))

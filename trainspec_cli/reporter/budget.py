@@ -1,4 +1,4 @@
-"""Render a budget: tables for the terminal, and one page with charts for a finance department."""
+"""Render a budget: tables for the terminal, and a page with charts for a finance department."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sentences(budget: Budget) -> Iterator[str]:
     yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in total"
     months = budget.break_even_months
     use = budget.break_even_utilisation
-    after = "not in these years" if months is None else f"after {months:.1f} months, against rent by the hour"
+    after = "not within these years" if months is None else f"after {months:.1f} months, against rent by the hour"
     yield f"buying pays  {after}"
     above = "at no utilisation" if use is None else f"above a utilisation of {percent(use, 1)} over the machines' life"
     yield f"             {above}"
@@ -85,7 +85,7 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
     )
     yield (
         "Cash a year",
-        "machines are paid when they are bought",
+        "machines are paid for when they are bought",
         [
             ("year", *(NAMES[way] for way in ways)),
             *((str(year.year), *(_money(year.usd[way]) for way in ways)) for year in budget.years),
@@ -110,7 +110,7 @@ def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
         of_runs.append((run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs))
         each_million = (f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
         of_runs.append(("", "", "", f"{format_count(run.tokens)} tokens", "", *each_million))
-    yield "Each run", "a share of all by its device-hours; $ a million tokens below", of_runs
+    yield "Each run", "a share of all costs by its device-hours; below, $ per million tokens", of_runs
     rows: list[Sequence[str]] = [("input", "from", *names, "to", *names)]
     for each in budget.sensitivities:
         low, high = ([_money(usd[way]) for way in ways if way in usd] for usd in (each.low_usd, each.high_usd))
@@ -139,8 +139,8 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
         if way in budget.cumulated_usd
     ]
     legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
-    text = "Cash paid up to each month. Machines are bought in the first month of the year that needs them."
-    # When buying pays off, as (label, value, unit).
+    text = "Cash paid by each month. Machines are bought in the first month of the year that needs them."
+    # The conditions under which buying pays off, as (label, value, unit).
     break_even = []
     months = budget.break_even_months
     use = budget.break_even_utilisation
@@ -153,7 +153,7 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
     else:
         break_even.append(("buying pays above", percent(use, 1), "of the machines' life"))
 
-    # How much each input changes the savings from buying instead of renting by the hour.
+    # The effect of each input on the savings from buying instead of renting by the hour.
     def saved(usd: Mapping[str, float]) -> float:
         return usd["on_demand"] - usd["owned"]
 
@@ -170,13 +170,15 @@ def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
         )
         for each in sorted(budget.sensitivities, key=swing, reverse=True)
     ]
-    swing_text = "What buying saves against rent by the hour, where one input is at its lower and at its upper bound."
+    swing_text = (
+        "The savings from buying instead of renting by the hour, with one input at its lower and at its upper bound."
+    )
     body = [
         heading(title_of(budget)),
         origin_line(origin),
         tiles([*totals, *break_even]),
         section("Cash over time", text, render_curves(lines, "months", "dollars") + legend),
-        section("What the decision rests on", swing_text, bar_rows(swings)),
+        section("What the decision depends on", swing_text, bar_rows(swings)),
     ]
     for title, text, rows in _tables(budget):
         first, *numbers = rows[0]

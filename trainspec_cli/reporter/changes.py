@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 MANY = 8
-"""Above this number of ranks, sample shares are summarised instead of listed."""
+"""With more ranks than this, sample shares are summarised instead of listed."""
 
 RECOVERY_KINDS = {
     "left": "left",
@@ -36,17 +36,17 @@ class RunChange:
     step: int
     what: str
     why: str
-    """The reason, and the time lost or saved; may be empty."""
+    """The reason, and the time lost or saved; empty if there is nothing to add."""
 
     @property
     def line(self) -> str:
-        """`step 30: shares are now 9, 5 of 14: rank 1 is slow; 38% less computing is expected`."""
+        """`step 30: shares are now 9, 5 of 14: rank 1 is slow; 38% less compute time is expected`."""
         return ": ".join(filter(None, (f"step {self.step}", self.what, self.why)))
 
 
 def describe_recovery(recovery: Recovery) -> RunChange:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    # For example `site_left`: something other than a replica group recovered.
+    # For a participant other than a replica group, the kind has a prefix, as in `site_left`.
     noun, _, change = recovery.kind.rpartition("_")
     who = f"{noun or 'group'} {recovery.group} " if recovery.group is not None else ""
     lost = recovery.lost_steps
@@ -58,8 +58,8 @@ def describe_recovery(recovery: Recovery) -> RunChange:
 
 
 def advises_shares(event: DirectiveEvent) -> bool:
-    """Return whether the event only advises sample shares, without changing them. Such advice varies with the machine's
-    load."""
+    """Return whether the event only advises other sample shares, without changing them. Such advice varies with the
+    machine's load."""
     return not event.applied and event.kind in ("shares", "group_shares")
 
 
@@ -80,22 +80,22 @@ def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEv
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> RunChange:
     """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
-    38% less computing is expected`."""
+    38% less compute time is expected`."""
     if event.kind in ("layers", "layout"):
-        # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at
-        # most 90 MiB of the state in a process meanwhile`.
+        # `the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
+        # 90 MiB of the state in a process during the change`.
         what = "the stages' layers are" if event.kind == "layers" else "the layout is"
         now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (event.layout, event.before))
         if not event.applied and event.reason.startswith(ADVICE):
-            advice = f"{what} {was}; {ADVICE}scheduler=auto would make {now} of it"
+            advice = f"{what} {was}; {ADVICE}scheduler=auto would change this to {now}"
             return RunChange(event.step, advice, f"{event.reason.removeprefix(ADVICE)}; {_describe_gain(event, None)}")
         if not event.applied:
-            return RunChange(event.step, f"{what} {was} and could not become {now}", event.reason)
+            return RunChange(event.step, f"{what} {was} and could not be changed to {now}", event.reason)
         parts = [event.reason]
         if not isinstance(event.pause_s, Absent):
             moved, peak = (format_bytes(size or 0) for size in (event.moved_bytes, event.peak_bytes))
             took = f"{moved} moved in {format_duration(event.pause_s)}"
-            parts.append(f"{took}, at most {peak} of the state in a process meanwhile")
+            parts.append(f"{took}, at most {peak} of the state in a process during the change")
         if event.before_s:
             parts.append(_describe_gain(event, achieved))
         changed = f"{what} now {now}, and {'were' if event.kind == 'layers' else 'was'} {was}"
@@ -113,8 +113,8 @@ def _group(group: int | Absent | None) -> str:
 
 
 def _describe_gain(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
-    """`38% less computing is expected, 35% achieved`; for a new layout, full step times are compared."""
-    what = "shorter steps are" if event.kind == "layout" else "less computing is"
+    """`38% less compute time is expected, 35% achieved`; for a new layout, the full step times are compared."""
+    what = "shorter steps are" if event.kind == "layout" else "less compute time is"
     saved = f"{_saving(event.before_s, event.expected_s)} {what} expected"
     return saved if achieved is None else f"{saved}, {_saving(achieved.before_s, achieved.achieved_s)} achieved"
 
@@ -150,26 +150,29 @@ def _size_of_buckets(bucket_bytes: int) -> str:
 def describe_memory(event: MemoryEvent) -> RunChange:
     """`step 30: micro-batches of 4 samples from here on: out of memory: ...; no step lost`."""
     lost = f"{event.lost_steps} step{'s' if event.lost_steps > 1 else ''} lost" if event.lost_steps else "no step lost"
-    how = "after a new start" if event.restarts else "in place"
+    how = "after a restart" if event.restarts else "in place"
     taken = f"{_group(event.group)}{event.taken.describe(event.failed)}"
     return RunChange(event.step, f"{taken} from here on ({how}, {lost})", event.reason)
 
 
 def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> RunChange:
-    """`step 120: node 3 is left out: its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take 1.3
-    s`, followed by the result."""
+    """`step 120: node 3 is dropped: its ranks compute 4.1 times as long as usual; a step took 2.1 s and is expected to
+    take 1.3 s`, followed by the result."""
     spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
     if event.applied:
-        what = f"node {event.node} is left out{spare}"
+        what = f"node {event.node} is dropped{spare}"
     else:
-        what = f"advice: scheduler=auto would leave node {event.node} out{spare}"
+        what = f"advice: scheduler=auto would drop node {event.node}{spare}"
     before = format_duration(event.before_s)
     expected = format_duration(event.expected_s)
-    why = f"its ranks compute {event.pace:.1f} times as long; a step took {before} and is expected to take {expected}"
+    why = (
+        f"its ranks compute {event.pace:.1f} times as long as usual; "
+        f"a step took {before} and is expected to take {expected}"
+    )
     if achieved is not None:
         took = format_duration(achieved.achieved_s)
         restart = format_duration(achieved.restart_s)
-        why += f", takes {took} (the new start took {restart})"
+        why += f", takes {took} (the restart took {restart})"
     return RunChange(event.step, what, why)
 
 

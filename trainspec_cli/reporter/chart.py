@@ -18,13 +18,13 @@ def render_chart(
 ) -> str:
     """Draw `points` (x, y) in `width` x `height` cells plus axes.
 
-    Points in the same dot column are averaged; non-finite points are skipped. Without points, the text is empty.
+    Points in the same dot column are averaged; non-finite points are skipped. Without points, return an empty text.
     """
     first = min((x for x, _ in _finite(points)), default=None)
     last = max((x for x, _ in _finite(points)), default=None)
     if first is None or last is None:
         return ""
-    # Average instead of sampling, so that a single noisy step does not distort a long curve.
+    # Points are averaged instead of sampled, so that a single noisy step does not distort a long curve.
     columns = _column_means(_finite(points), width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
     rows = [row.rstrip(chr(_BLANK)) for row in _draw_braille(columns, low, high, width, height)]
@@ -72,8 +72,8 @@ def _with_axes(
 
 
 def _finite(points: Iterable[tuple[float, float | None]]) -> Iterator[Point]:
-    """Return the finite points lazily. A long curve is iterated over several times instead of being copied into a
-    list."""
+    """Return the finite points lazily, so that a long curve is iterated over several times instead of being copied into
+    a list."""
     return ((float(x), y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y))
 
 
@@ -87,7 +87,7 @@ def _column_means(points: Iterable[Point], columns: int, first: float, last: flo
 
 
 def _padded_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of the y axis; a flat curve is drawn in the middle."""
+    """Return the range of the y axis, widened for a flat curve so that it is drawn in the middle."""
     low = min(values)
     high = max(values)
     # A zero range would lead to a division by 0 when heights are scaled.

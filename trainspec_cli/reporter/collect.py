@@ -39,7 +39,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_result, read_run_record
 
 HELDOUT = ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")
-"""Metrics of an evaluation; which of them exist depends on the data."""
+"""The metrics of evaluations; the kind of data determines which of them exist."""
 Curve = Sequence[tuple[int, float | None]]
 """(step, value); None where the value was not finite."""
 
@@ -49,7 +49,8 @@ class Report:
     path: str
     recipe: str
     status: str
-    """done, stopped, failed, running, queued, made (never started), or killed (ended without a result)."""
+    """The run's status: done, stopped, failed, running, queued, made (never started), or killed (ended without a
+    result)."""
     exit_code: int | None
     steps: int
     max_steps: int | None
@@ -66,9 +67,9 @@ class Report:
     peak_memory_bytes: int | None
     weights_sha256: str | None
     speed: RunSpeed | None
-    """None before the first step."""
+    """The speed of the run; None before the first step."""
     predicted: LocalPrediction | None
-    """The plan's prediction, or None."""
+    """The plan's prediction; None if there is none."""
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]
@@ -79,19 +80,19 @@ class Report:
     sample: SampleEvent | None
     warnings: tuple[WarningEvent, ...]
     missing_ranks: tuple[int, ...]
-    """Ranks without events."""
+    """Ranks that have written no events."""
     directives: tuple[DirectiveEvent, ...] = ()
     """Changes made or advised by the scheduler."""
     achieved: tuple[AchievedEvent, ...] = ()
-    """Effects of these changes, each with its directive's number and replica group."""
+    """Effects of these changes, each with the number of its directive and the replica group."""
     buckets: tuple[BucketsEvent, ...] = ()
-    """Bucket sizes that the run chose."""
+    """Gradient bucket sizes that the run chose."""
     memory: tuple[MemoryEvent, ...] = ()
     """Changes made after running out of memory."""
     left_out: tuple[NodesEvent, ...] = ()
     """Nodes that were dropped, or that the scheduler advises dropping."""
     left_out_achieved: tuple[NodesAchievedEvent, ...] = ()
-    """Effects of dropping nodes, each with its event's number."""
+    """Effects of dropping nodes, each with the number of the event that dropped the node."""
     links: tuple[LinkRate, ...] = ()
     """The slowest link of each axis, as last recorded."""
     link_changes: tuple[LinkEvent, ...] = ()
@@ -101,11 +102,11 @@ class Report:
     goodput: float | None = None
     """The productive fraction of the wall time."""
     verdicts: tuple[RunVerdict, ...] = ()
-    """Verdicts on what slows down the run, most expensive first."""
+    """Verdicts on the causes of slowdowns, most expensive first."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
-    """The backend that computed each operation."""
+    """The chosen backend of each operation."""
     kernel_table: KernelTable | None = None
-    """Measurements of `kernels=auto`; None if nothing was measured."""
+    """Kernel measurements of `kernels=auto`; None if nothing was measured."""
     name: str = ""
     """The recipe's `run.name`."""
     recoveries: tuple[Recovery, ...] = ()
@@ -113,7 +114,7 @@ class Report:
     reason: str = ""
     """Why the run failed; empty if it did not."""
     hint: str = ""
-    """What to do about it, if known."""
+    """What to do about the failure, if known."""
     lr: Curve = ()
     """The learning rate of each step; empty if no step records one."""
 
@@ -184,7 +185,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         recipe=read_run_record(run).recipe if run.run_json.exists() else "",
         status=status_of(run, running=running, queued=queued),
         exit_code=result.exit_code if result else None,
-        # A resumed run without new steps still has the steps up to its checkpoint.
+        # A run that was resumed but has no new steps still has the steps up to its checkpoint.
         steps=loss[-1][0] if loss else begin.step if begin else 0,
         max_steps=plan.total_steps,
         elapsed_s=first.last_time - first.first_time,
@@ -218,7 +219,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
-        # Taken from the plan, because runs of every version have one.
+        # This is taken from the plan, because runs of all versions have a plan.
         name=name_of(plan.spec),
         lr=lr if any(value is not None for _, value in lr) else (),
         reason=_text(result.reason) if result else "",
@@ -251,8 +252,8 @@ class RunLog:
 
 
 def _events_of_ranks(run: RunDir, groups: int, world_size: int) -> dict[int, Path]:
-    """Return the event files by rank. Ranks are numbered across replica groups, as in the diagnosis. Each group has its
-    own folder, and the first group's rank 0 also writes the run's main file."""
+    """Return the event files by rank. Ranks are numbered across replica groups, as in the diagnosis. Each group writes
+    to a separate folder, and the first group's rank 0 also writes the run's main file."""
     if groups < 2:
         names = ((re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.events_folder.glob("rank*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in names if match))

@@ -14,11 +14,11 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline
 
 MOST_RUNS = len(ascii_uppercase)
-"""Largest number of runs, because each run is labelled with a letter."""
+"""Maximum number of runs, because each run is labelled with one letter."""
 
 
 def comparison_as_json(reports: Sequence[Report]) -> list[JsonObject]:
-    """Return the comparison as JSON. `values` are the recipe values that differ; metrics that a run lacks are null."""
+    """Return the comparison as JSON. `values`: the recipe values that differ. Metrics that a run lacks are null."""
     found: list[JsonObject] = []
     for report, values in zip(reports, _differing_values(reports), strict=True):
         heldout = _heldout(report)

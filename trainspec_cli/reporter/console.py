@@ -1,5 +1,5 @@
-"""Rich's console, texts and tables for untrusted text. Such text is never parsed as markup, and control characters are
-escaped before widths are measured, so that columns are wide enough."""
+"""Wrappers around rich's console, texts and tables for untrusted text. Such text is never parsed as markup, and control
+characters are escaped before widths are measured, so that columns are wide enough."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrintableConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """Return the stream wrapped by a `PrintableStream`, because the wrapper would escape rich's own styles."""
+        """Return the stream inside a `PrintableStream`, because the wrapper would escape rich's own styles."""
         file = super().file
         return cast(IO[str], file.rich_proxied_file) if isinstance(file, PrintableStream) else file
 
@@ -56,16 +56,14 @@ class PrintableConsole(Console):
         self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def report_each(self, *parts: Iterable[str]) -> None:
-        """Print the lines of all parts like `report`. If there are no lines, print nothing, not even an empty line."""
+        """Print the lines of all parts, as `report` does. Without lines, print nothing, not even an empty line."""
         if lines := [line for part in parts for line in part]:
             self.report(*lines)
 
 
 class RunConsole(PrintableConsole):
-    """A console whose reader may disappear (`| head`). The command then ends with the exit code that a shell would
-    report.
-
-    The current run is stopped in an orderly way first, even under `nohup`."""
+    """A console whose reader may disappear (`| head`). If so, the current run is stopped in an orderly way, even under
+    `nohup`, and the command ends with the exit code that a shell would report."""
 
     reader_left = False
     _stop_run: Callable[[], None] | None = None
@@ -79,7 +77,7 @@ class RunConsole(PrintableConsole):
 
     @contextmanager
     def stopping_run_without_reader(self, stop_run: Callable[[], None]) -> Iterator[None]:
-        """Stop the run if the reader disappears within the block."""
+        """Stop the run if the reader disappears during the block."""
         self._stop_run = stop_run
         try:
             yield
@@ -93,9 +91,9 @@ def make_console(*, as_json: bool) -> RunConsole:
 
 
 def make_progress_console(progress: bool | None) -> RunConsole:
-    """Create the console for a launch from Python. `progress`: None shows progress only on a terminal or in a
-    notebook."""
-    # A notebook's kernel shows stdout; rich's own output for notebooks would be one widget per line.
+    """Create the console for a launch from Python. `progress`: whether to show progress; None shows it only on a
+    terminal or in a notebook."""
+    # A notebook shows stdout. Rich's own output for notebooks would be one widget per line.
     console = RunConsole(force_jupyter=False)
     in_notebook = "ipykernel" in sys.modules
     console.quiet = not (console.is_terminal or in_notebook) if progress is None else not progress
@@ -104,8 +102,9 @@ def make_progress_console(progress: bool | None) -> RunConsole:
 
 @contextmanager
 def open_run_log(run: RunDir, console: Console) -> Iterator[Console | None]:
-    """Open the log of all starts of the run. The log receives the lines even if a terminal shows a progress bar or is
-    closed. Yields None if the console itself writes to that file. A full disk ends the log, but not the run."""
+    """Open the log of all starts of the run. It receives all lines, even if a terminal shows a progress bar instead or
+    is closed. Yields None if the console itself writes to that file. If the disk is full, the log ends, but the run
+    continues."""
     run.logs.mkdir(parents=True, exist_ok=True)
     with run.run_log.open("a", encoding="utf-8") as file:
         is_same = False
@@ -128,7 +127,7 @@ class Text(text.Text):
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
-    """Return a table; a heading that starts with # marks a column of numbers, as on a page
+    """Return a table. A heading that starts with # marks a column of numbers, as in the tables of pages
     (`page.parts.text_table`)."""
     table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
     for heading in headings:

@@ -14,8 +14,8 @@ STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
 def render_table(table: KernelTable) -> RenderableType:
     """Render each backend's time relative to torch's default, its error and its verdict, followed by the backends that
     were not tried and the reasons."""
-    about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
-    # A single missing package rules out many kernels, so they are grouped by reason.
+    about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, relative to the default"
+    # Kernels are grouped by reason, because a single missing package rules out many of them.
     by_reason: dict[str, dict[str, list[str]]] = {}
     for op, figures in table.figures.items():
         for backend, figure in figures.items():
@@ -24,7 +24,7 @@ def render_table(table: KernelTable) -> RenderableType:
     untried = []
     for reason, ops in by_reason.items():
         names = "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
-        untried.append(Text(f"not tried, as {reason}:\n  {names}", style="dim"))
+        untried.append(Text(f"not tried, because {reason}:\n  {names}", style="dim"))
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column("operation", no_wrap=True)
     grid.add_column("backend", no_wrap=True)
@@ -54,11 +54,11 @@ def render_table(table: KernelTable) -> RenderableType:
 
 
 def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:
-    """`rms_norm compiled (0.32 of the default's time), rope compiled (0.66)`; without a table only the names."""
+    """`rms_norm compiled (0.32 of the default's time), rope compiled (0.66)`; without a table, only the names."""
     chosen = []
     for op, backend in kernels.changed.items():
         figure = table.figures.get(op, {}).get(backend) if table is not None else None
-        # A kernel named in the recipe was not necessarily measured.
+        # A kernel that the recipe names need not have been measured.
         ratio = "" if figure is None or figure.ratio is None else f" ({figure.ratio:.2f} of the default's time)"
         chosen.append(f"{op} {backend}{ratio}")
     measured = "torch's defaults, because nothing was faster" if table is not None else "torch's defaults"

@@ -24,9 +24,9 @@ REFRESH_PER_S = 4
 """Maximum refresh rate, because rendering takes time from the workers on a small machine."""
 LINE_S = 10.0
 QUICK_S = 1.0
-"""Work after the last step gets a separate line if it takes longer than this."""
-XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has learned its language needs fewer bits"
-"""Printed once, with the first evaluation on text."""
+"""Work after the last step gets a separate line if it takes longer than this many seconds."""
+XZ = "xz: size of the same held-out text under `xz -9e`; a model that has learned the language needs fewer bits"
+"""A line that is printed once, with the first evaluation on text."""
 
 
 class ShowProgress(Protocol):
@@ -37,7 +37,7 @@ class ShowProgress(Protocol):
 @contextmanager
 def showing_progress(console: Console) -> Iterator[ShowProgress]:
     """Show the progress of work that reports its phase and completed fraction. Without a terminal, print a line for
-    each phase, and every `LINE_S` one with rows and their rate."""
+    each phase, and a line with the rows and their rate every `LINE_S` seconds."""
     phase_now = ""
     began_s = 0.0
     shown_s = 0.0
@@ -115,12 +115,12 @@ class LiveView:
                 self.show_message(XZ)
                 self._explains_xz = False
             self._show(stop_requested)
-        # The phase changes even without new events, for example when a stop is requested.
+        # The phase may change without new events, for example when a stop is requested.
         self._show(stop_requested)
 
     def _is_due(self, event: Event) -> bool:
-        """Return whether to show an event now. Advice on sample shares is shown immediately the first time, and then at
-        intervals that double each time."""
+        """Return whether to show an event now. The first advice on sample shares is shown immediately, and later advice
+        at intervals that double each time."""
         if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
             return True
         # Advice on sample shares varies with the machine's load.
@@ -150,9 +150,9 @@ class LiveView:
     def _phase(self, stop_requested: bool) -> str:
         """Return the name of the phase; empty while the run is training."""
         if stop_requested and not self._has_plan:
-            return "stopping (Ctrl-C again: at once)"
+            return "stopping (Ctrl-C again stops at once)"
         if stop_requested:
-            return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
+            return "stopping after a checkpoint (Ctrl-C again stops at once)" if self._progress.begin else "stopping"
         if self._progress.has_stepped:
             return self._progress.after_last_step
         if not self._has_plan:
@@ -172,7 +172,7 @@ class TerminalScreen:
             BarColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             console=console,
-            # The final summary replaces the bar.
+            # Remove the bar, because the final summary replaces it.
             transient=True,
             refresh_per_second=REFRESH_PER_S,
         )
@@ -200,7 +200,7 @@ class TerminalScreen:
 
 
 class PlainScreen:
-    """Prints a line every `interval_steps` steps (every `LINE_S` seconds if None), and one when a phase starts."""
+    """Prints a line every `interval_steps` steps (if None: every `LINE_S` seconds), and a line when a phase starts."""
 
     def __init__(self, console: Console, interval_steps: int | None):
         self._console = console
@@ -235,4 +235,4 @@ class PlainScreen:
         return progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
 
     def close(self) -> None:
-        """Do nothing, because printed lines stay."""
+        """Do nothing, because lines that were printed need no clearing."""

@@ -9,9 +9,9 @@ from trainspec_cli.core.printable import Style, on_one_line
 from trainspec_cli.recipe.json_text import json_text
 
 SHOWN_BEFORE, SHOWN = 60, 160
-"""Number of characters of a long line that are shown before the column, and in total."""
+"""How many characters of a long line are shown: before the column, and in total."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
-"""Codes whose column is a single position instead of the start of an entry."""
+"""Codes of problems whose column is a single position, and not the start of an entry."""
 
 
 def render_problems(problems: Sequence[Problem], style: Style, label: str = "error") -> str:
@@ -44,7 +44,7 @@ def render_json(problems: Sequence[Problem]) -> str:
 
 
 def _cut(line: str, column: int) -> tuple[str, str]:
-    """Return the line before and after the column; a long line is truncated to the part around it."""
+    """Return the parts of the line before and after the column; a long line is truncated on both sides."""
     if len(line) <= SHOWN:
         return on_one_line(line[:column]), on_one_line(line[column:])
     start = max(0, column - SHOWN_BEFORE)

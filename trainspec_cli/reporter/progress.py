@@ -1,4 +1,4 @@
-"""The progress of a run, from rank 0's events as they arrive."""
+"""Tracks the progress of a run from rank 0's events as they arrive."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RECENT_STEPS = 20
 
 @dataclass
 class Progress:
-    """The state of a run that is being watched. Values are None until they are known."""
+    """The state of a run in progress. Values are None until they are known."""
 
     max_steps: int | None
-    """None if unknown."""
+    """Number of steps of the run; None if unknown."""
     begin: StartEvent | None = None
     """The start event of rank 0; None until the workers are ready."""
     step: int = 0
@@ -34,10 +34,10 @@ class Progress:
     mfu: float | None = None
     time_left_s: float | None = None
     usage: UsageEvent | None = None
-    """The newest counter event of a user command."""
+    """For a user command: the newest event with counters."""
     evaluated_step: int = -1
     saved_step: int = -1
-    """The steps of the newest evaluation and the newest checkpoint."""
+    """The steps of the newest evaluation and of the newest checkpoint."""
     has_ended: bool = False
     _recent: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=WARMUP_STEPS + RECENT_STEPS))
 
@@ -52,7 +52,7 @@ class Progress:
 
     @property
     def after_last_step(self) -> str:
-        """Return what the workers do after the last step; empty until then."""
+        """Return what the workers are doing after the last step; empty until then."""
         if not self.has_stepped or self.max_steps is None or self.step < self.max_steps:
             return ""
         if self.has_ended:
@@ -78,8 +78,8 @@ class Progress:
             self.step = event.step
             self.loss = event.loss
             self._recent.append(event)
-            # The first steps compile and allocate. Including them would make the displayed speed too low for a long
-            # time.
+            # The first steps compile and allocate. If they were included, the displayed speed would be too low for a
+            # long time.
             if self.begin and len(self._recent) > WARMUP_STEPS:
                 recent = list(self._recent)
                 throughput = measure_throughput(

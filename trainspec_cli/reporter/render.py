@@ -34,11 +34,11 @@ SHOWN_LINES = 8
 """Number of recent evaluations, checkpoints and warnings to show."""
 
 Section = RenderableType | None
-"""None if there is nothing to show."""
+"""A section of the report; None if there is nothing to show."""
 
 
 def render_summary(report: Report) -> RenderableType:
-    """Show how a run ended: curve, held-out text, generated sample, speed."""
+    """Show how a run ended, with its curve, held-out loss, generated sample and speed."""
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),

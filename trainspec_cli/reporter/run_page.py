@@ -48,11 +48,11 @@ from trainspec_cli.run.folder.event_types.events import PARTS
 
 
 LOSS_STRETCHES, HELDOUT_STRETCHES = 400, 40
-"""A longer curve is thinned to the lowest and highest values of this many stretches."""
+"""A long curve is divided into this many stretches, and only the lowest and highest value of each is drawn."""
 MARKED_POINTS = 40
 """With more points than this, a curve is drawn without dots."""
 PART_KINDS = {name: f"c-{name}" for name in PARTS} | {"checkpoint": "c-saving"}
-"""CSS classes. Checkpoints have a different colour in a plan's "time lost"."""
+"""CSS classes of the parts. (In a plan's "time lost", checkpoints have another colour.)"""
 
 
 def curves_section(report: Report) -> str:
@@ -73,7 +73,7 @@ def _points(curve: Sequence[tuple[int, float | None]]) -> list[Point]:
 
 
 def _beside(report: Report) -> str:
-    """Describe what the curve itself does not show."""
+    """Describe what the curve does not show."""
     said = []
     if missing := sum(value is None for _, value in report.loss):
         said.append(f"Steps whose loss was not finite: {missing:,}.")
@@ -85,14 +85,14 @@ def _beside(report: Report) -> str:
 
 
 def step_time_section(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> str:
-    """Draw the parts of the mean step, as measured and as predicted."""
+    """Draw the parts of the mean step as bars, measured and predicted."""
     measured = _segments({part.name: part.mean_s for part in speed.parts})
     bars = [("measured", measured, speed.step_time_s)]
     if predicted:
         bars.append(("predicted", _segments(predicted.time_s), predicted.step_time_s))
     scale = max(math.fsum(segment.value for segment in segments) for _, segments, _ in bars)
     rows = [(name, render_bar(segments, scale), format_duration(seconds)) for name, segments, seconds in bars]
-    text = "The mean over steps and ranks, in parts that sum to it."
+    text = "The mean over steps and ranks, divided into parts."
     drawn = bar_rows(rows) + render_legend(measured) + plain_list(speed_lines(speed, world_size))
     headings = ["part", "#time", "#share", *["#by rank"] * (len(speed.ranks) > 1), *["#predicted"] * bool(predicted)]
     return section("Where the time of a step went", text, drawn + text_table(headings, part_rows(speed, predicted)))
@@ -129,10 +129,10 @@ def wall_time_section(report: Report) -> str:
 MOST_LINES = 100
 """Number of recent changes, evaluations, checkpoints and warnings to show."""
 MOST_CHARACTERS = 600
-"""Longer lines are truncated; trainspec itself does not write such lines."""
+"""Longer lines are truncated. (trainspec itself does not write such lines.)"""
 FOOTER = (
-    "Reported by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak that is named. "
-    "Goodput is the part of the wall time, from the first launch on, in which steps were made that count."
+    "Reported by trainspec. MFU counts model FLOPs, attention over its causal half, relative to the named peak. "
+    "Goodput is the part of the wall time, from the first launch on, spent on steps that were kept."
 )
 
 
@@ -140,7 +140,7 @@ def render_run_page(report: Report, composed: str = "", origin: PageOrigin | Non
     """Return the page of a finished or live run; `composed` is the text of its recipe."""
     goes_on = "; the run is in progress" if report.status in ALIVE else ""
     text = f"{report.recipe}: {status_line(report)}{goes_on}".removeprefix(": ")
-    # The tiles as (name, value, detail).
+    # Each tile is (name, value, detail).
     figures = [("steps", f"{report.steps:,}", f"of {report.max_steps:,}" if report.max_steps is not None else "")]
     if report.loss:
         figures.append(("loss, last", _loss(report.final_loss), _lowest(report.loss)))

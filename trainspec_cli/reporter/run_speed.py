@@ -1,10 +1,11 @@
-"""Where the time of a run's steps went: a rank's events -> starts and steps -> means over steps and ranks -> lines.
+"""Compute where the time of a run's steps went: a rank's events -> starts and steps -> means over steps and ranks ->
+lines.
 
 A step event records the duration in seconds of every part (`PARTS` in run/folder/event_types/events.py), measured by
 the rank's clock (engine/observe/clock.py). This module averages them and builds the rows that the terminal and the page
 show. The plan's prediction for the same step comes from planner/time/step.py and is shown by plan/text.py.
 
-Steps are kept as columns of numbers, using a few hundred bytes per step. The events themselves are dropped after
+Steps are kept as columns of numbers, which take a few hundred bytes per step. The events themselves are dropped after
 reading."""
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from trainspec_cli.run.folder.files import StepColumns
 BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
 Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
 FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
-"""The columns stored for each step. An unknown loss or a missing exchange is NaN."""
+"""The columns of numbers that are kept. An unknown loss or a missing exchange is NaN."""
 
 
 def _row(event: StepEvent) -> tuple[float, ...]:
@@ -64,7 +65,7 @@ class Start:
         self.others = [event for event in self.others if event.step <= step]
 
     def rows_of(self, wanted_steps: Container[int]) -> Sequence[int]:
-        """Return the rows of the wanted steps."""
+        """Return the row indices of the wanted steps."""
         return array("q", (row for row, step in enumerate(self.steps.steps) if step in wanted_steps))
 
 
@@ -83,7 +84,7 @@ class History:
         self.first_time = self.first_time or event.time
         if isinstance(event, StartEvent):
             for earlier in self.starts:
-                # The resumed run repeats these steps, so they would otherwise count twice.
+                # Drop the steps that the resumed run repeats, because they would otherwise count twice.
                 earlier.forget_beyond(event.step)
             self.starts.append(Start(event))
         elif isinstance(event, WarningEvent):
@@ -97,7 +98,7 @@ class History:
                 self.starts[-1].others.append(event)
 
     def column(self, name: str) -> tuple[array[int], array[float]]:
-        """Return one column for all steps, as (steps, values)."""
+        """Return one column for the steps of all starts, as (steps, values)."""
         steps = array("q")
         values = array("d")
         for start in self.starts:
@@ -122,9 +123,9 @@ class History:
 class PartTime:
     name: str
     mean_s: float
-    """Mean over steps and ranks, in seconds."""
+    """Mean time over steps and ranks, in seconds."""
     share: float
-    """Fraction of the full step."""
+    """Fraction of the mean step."""
     min_s: float
     max_s: float
     """Smallest and largest of the ranks' means."""
@@ -135,9 +136,9 @@ class ExchangeShare:
     """Exchanges between ranks that overlap with computation, as means over steps and ranks."""
 
     seconds: float
-    """Seconds per step during which an exchange ran."""
+    """Seconds per step during which an exchange was running."""
     exposed_s: float
-    """Part of these seconds during which nothing was computed."""
+    """The part of this time during which nothing was computed."""
 
 
 @dataclass(frozen=True)
@@ -148,26 +149,26 @@ class RunSpeed:
     """Rate in `unit`: samples per second for images and volumes."""
     mfu: float
     peak_flops: float
-    """Peak FLOP/s of one device; `peak_source` states how it is known."""
+    """Peak FLOP/s of one device; `peak_source` states where the value comes from."""
     peak_source: str
     flops_per_token: float
     first_step: int
     last_step: int
     left_out_steps: tuple[int, ...]
     step_time_s: float
-    """Mean over steps and ranks; equal to the sum of the parts."""
+    """Mean step time over steps and ranks, which is the sum of the parts."""
     usual_s: tuple[float, float]
     """The range of the middle 80% of the first rank's steps, excluding steps that wrote a checkpoint."""
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
-    """Number of ranks over which the parts are averaged."""
+    """The ranks that the parts are averaged over."""
     unit: str = "tokens"
     exchange: ExchangeShare | None = None
-    """None if no exchange overlapped with computation."""
+    """The exchanges between ranks; None if none overlapped with computation."""
 
 
 class SpeedMeter:
-    """Reads one rank after another, starting with the first, and keeps only the means."""
+    """Reads the ranks one after another, starting with the first, and keeps only means."""
 
     def __init__(self, first: History):
         self._start, self._throughput = first.last_working_start, Throughput(0.0, 0.0, 0, 0)
@@ -183,7 +184,7 @@ class SpeedMeter:
                 peak_flops=begin.peak_flops,
                 world_size=begin.world_size,
             )
-            # A range represents the steps of a long run in little memory; only a run with gaps needs a set.
+            # A range takes little memory even for a long run. Only a run with gaps needs a set.
             steps = self._start.steps.steps[self._throughput.left_out :]
             run = range(steps[0], steps[-1] + 1) if steps else range(0)
             self._wanted_steps = run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
@@ -194,7 +195,7 @@ class SpeedMeter:
         rows = start.rows_of(self._wanted_steps) if start else []
         if start is None or not rows:
             return
-        # A plain sum of a million small parts would lose precision.
+        # Naive summation of a million small parts would lose precision.
         self._means_s[rank] = {name: _sum(start.steps[name], rows) / len(rows) for name in PARTS}
         exchange_s = start.steps["exchange_s"]
         exposed_s = start.steps["exposed_s"]
@@ -218,7 +219,7 @@ class SpeedMeter:
         begin = start.begin
         left_out = self._throughput.left_out
         steady = range(left_out, len(start.steps))
-        # The 10th and 90th percentiles.
+        # These are the 10th and 90th percentiles.
         checkpoint_s = start.steps["checkpoint"]
         step_time_s = start.steps["step_time_s"]
         times = sorted(step_time_s[row] for row in steady if not checkpoint_s[row])
@@ -249,15 +250,15 @@ def _sum(column: Sequence[float], rows: Iterable[int]) -> float:
     return math.fsum(column[row] for row in rows)
 
 
-# The speed and step parts, as lines and rows for the terminal and the page.
+# The speed and the parts of a step, as lines and rows for the terminal and the page.
 
 
 STEPS = "steps"
 """The unit for a user command, whose tokens and samples are unknown."""
 UNSTEADY = 1.5
-"""On a machine without other load, the durations of equal steps differ by less than this factor."""
+"""On a machine without other load, the durations of steps with the same work differ by less than this factor."""
 LONG_WAIT = 0.05
-"""Fraction of a step. Waiting for data takes less than this if it is prefetched in time."""
+"""If data is prefetched in time, waiting for data takes less than this fraction of a step."""
 
 
 def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
@@ -269,7 +270,8 @@ def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
 
 
 def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
-    """Return lines with the speed, how MFU is computed, which steps were averaged, and what is unusual about them."""
+    """Return lines that state the speed, how MFU is computed, which steps were averaged, and what is unusual about
+    them."""
     steps = speed.left_out_steps
     left_out = f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out" if steps else ""
     over = f"over steps {speed.first_step}-{speed.last_step}{left_out}"
@@ -283,15 +285,15 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
         over,
     ]
     quick_s, slow_s = speed.usual_s
-    # A prediction includes the load on the machine during the probe, but not any later load.
+    # A prediction takes into account the load on the machine during the probe, but not any later load.
     if slow_s > UNSTEADY * quick_s:
-        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (80% of the steps)"
         lines.append(f"steps took {usual}: other work slowed this machine, which a prediction does not include")
     # Prefetching hides reads that take less than a step.
     waited = next(part.share for part in speed.parts if part.name == "data_wait")
     if waited > LONG_WAIT:
-        disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with"
-        why = "reading a batch takes longer than a step; what helps is"
+        disk = "a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores for reading"
+        why = "reading a batch takes longer than a step, so use"
         lines.append(f"steps waited {waited:.0%} of their time for data: {why} {disk}")
     if speed.exchange and speed.exchange.seconds:
         took = format_duration(speed.exchange.seconds)
@@ -301,8 +303,8 @@ def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
 
 
 def part_rows(speed: RunSpeed, predicted: LocalPrediction | None) -> Iterator[list[str]]:
-    """Yield (part, time, fraction) for each part of the mean step and for the total; with several ranks also the range,
-    and the predicted time if known."""
+    """Yield (part, time, fraction) for each part of the mean step and for the total. With several ranks, the range
+    follows, and so does the predicted time if it is known."""
     by_rank = len(speed.ranks) > 1
     for part in speed.parts:
         row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]

@@ -1,4 +1,4 @@
-"""The status of a run, and a one-line summary of each run below a folder. Only the end of each run's events is read."""
+"""The status of a run, and one-line summaries of the runs below a folder. Only the end of each run's events is read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_run_record
 
 QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
-"""In this order: Slurm will start it, for the first time or again; it is alive; it was created (for Slurm or a sweep)
-but never started; it ended without a result; its files cannot be read."""
+"""Statuses of a run without a result, in this order: Slurm will start it, for the first time or again; it is alive; it
+was created (for Slurm or a sweep) but never started; it was killed; its files cannot be read."""
 
 ALIVE = (QUEUED, RUNNING)
 MOST_DIFFERENCES = 3
@@ -33,7 +33,7 @@ Ask = Callable[[RunDir], bool]
 
 
 def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
-    """Return the result's status (done, stopped or failed) or, without a result, one of the others."""
+    """Return the status in result.json (done, stopped or failed) or, without a result, one of the other statuses."""
     if queued:
         return QUEUED
     if running:
@@ -52,19 +52,19 @@ class RunLine:
     max_steps: int | None
     loss: float | None
     created_at: float
-    """Unix time; for a damaged run, the time when its folder last changed."""
+    """Unix time when the run was created or, for a damaged run, when its folder last changed."""
     damage: str = ""
     """Why the run cannot be read; empty if it can."""
     name: str = ""
     """The recipe's `run.name`."""
     tags: tuple[str, ...] = ()
     differs: JsonObject = field(default_factory=dict)
-    """The values, by key, that differ between the listed runs of this recipe."""
+    """The recipe values, by key, that differ between the listed runs of this recipe."""
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[RunDir] = ()) -> list[RunLine]:
     """Return the runs below a folder and the runs in `others`, newest first. A run that cannot be read is listed as
-    damaged. Runs that this user has no permission to read are left out."""
+    damaged. Runs that this user may not read are left out."""
     lines = []
     for run in (*find_runs(folder), *others):
         try:
@@ -91,7 +91,7 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
             continue
         except (TrainspecError, OSError) as error:
             changed_at = 0.0
-            with suppress(OSError):  # the folder may have been deleted meanwhile
+            with suppress(OSError):  # the folder may have been deleted in the meantime
                 changed_at = run.root.stat().st_mtime
             lines.append(RunLine(str(run.root), "-", DAMAGED, 0, None, None, changed_at, damage=str(error)))
     # Different recipes differ in nearly everything, so only runs of the same recipe are compared.
@@ -103,8 +103,8 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[Ru
 
 
 def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return, for each flat recipe, the values that are not the same in all recipes. Keys of `run` are left out, and so
-    are keys that some recipes lack because they were written by another version."""
+    """Return, for each flat recipe, the values that are not the same in all recipes. Left out are the keys of `run`,
+    and keys that some recipes lack because another version wrote them."""
     shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
     keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
     return [{key: spec[key] for key in keys} for spec in specs]
@@ -122,10 +122,10 @@ def show_differences(line: RunLine) -> str:
 
 
 def find_runs(folder: Path) -> Iterator[RunDir]:
-    """Yield the folders that contain a run.json; folders inside a run are not searched."""
+    """Yield the folders that contain a run.json. Folders inside a run are not searched."""
     for root, subfolders, files in os.walk(folder):
         if "run.json" in files:
-            # A run contains thousands of checkpoints and logs, but no other run.
+            # A run may contain thousands of checkpoints and logs, but never another run.
             subfolders.clear()
             yield RunDir(root)
 

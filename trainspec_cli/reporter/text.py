@@ -49,13 +49,14 @@ from trainspec_cli.run.folder.event_types.events import (
 )
 
 LINE_CHARS, TEXT_CHARS = 72, 240
-"""Number of characters of the first text to show: one line if all of it is trained on, otherwise about three lines."""
+"""Maximum number of characters of the first text to show: one line if the entire text is trained on, otherwise about
+three lines."""
 MANY = 8
-"""Above this number, ranks are summarised instead of listed."""
+"""More ranks than this are summarised instead of listed."""
 
 
 def describe_progress(progress: Progress) -> str:
-    """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
+    """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as these are known."""
     parts = [_loss(progress.loss)] if progress.has_stepped and progress.unit != STEPS else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
@@ -79,7 +80,7 @@ def describe_event(event: Event) -> str:
                 return f"steps are counted of {processes}, {event.device_name}{resumed}"
             return (
                 f"{format_params(event.params, event.adapter_params)} on {processes}, {event.device_name}{resumed}\n"
-                f"MFU is against {format_si(event.peak_flops, 'FLOP/s')} per process ({event.peak_source})"
+                f"MFU is relative to {format_si(event.peak_flops, 'FLOP/s')} per process ({event.peak_source})"
             )
         case FirstTextEvent():
             return "".join(text for text, _ in first_text_parts(event))
@@ -94,7 +95,7 @@ def describe_event(event: Event) -> str:
             size = format_bytes(event.bytes)
             return f"step {event.step}: checkpoint, {size} in {format_duration(written_s)}{held}"
         case CadenceEvent():
-            # Describe the interval chosen by `checkpoint.interval_steps: auto`, and the reason.
+            # State the interval chosen by `checkpoint.interval_steps: auto`, and the reason for it.
             failures = "no failures are expected"
             if event.mtbf_s is not None:
                 failures = f"a failure is expected every {format_duration(event.mtbf_s)}"
@@ -130,8 +131,8 @@ def describe_event(event: Event) -> str:
 
 
 def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
-    """Yield (text, rich style) for one or two lines. Trained tokens are bold and in brackets, the rest is dim. A text
-    whose tokens are all trained on needs no marking."""
+    """Yield (text, rich style) for one or two lines. Trained tokens are bold and in brackets; the others are dim. A
+    text whose tokens are all trained on needs no marks."""
     how_many = f"{event.trained:,} of {event.tokens:,}" if event.trained < event.tokens else f"all {event.tokens:,}"
     yield f"first text of the first batch: {how_many} tokens are trained on", ""
     if event.trained == event.tokens:
@@ -164,10 +165,10 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """Describe the result of planning, one fact per line."""
+    """Describe a plan, one property per line."""
     spec = plan.spec
     unit = plan.spec.data.unit
-    # `8 samples of 64 tokens`; images and volumes are counted without a length. A changing batch is shown with its
+    # `8 samples of 64 tokens`; images and volumes are counted without a length. A batch that changes is shown with its
     # schedule.
     length = f" of {spec.data.seq_len} tokens" if unit == "tokens" else ""
     kind = spec.batching.schedule.kind
@@ -202,7 +203,7 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
 
 
 def describe_evaluation(event: EvalEvent) -> str:
-    """`2.310 bits per byte (xz 2.651), loss 3.123`; for images `accuracy 0.910, loss 0.3121`, for volumes `Dice
+    """`2.310 bits per byte (xz 2.651), loss 3.123`; for images, `accuracy 0.910, loss 0.3121`; for volumes, `Dice
     ...`."""
     for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
         if not isinstance(value, Absent):
@@ -210,14 +211,14 @@ def describe_evaluation(event: EvalEvent) -> str:
     assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
     xz = event.xz_bits_per_byte
     beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
-    # Validation sets follow the recipe's held-out text.
+    # The results of validation sets follow those of the recipe's held-out text.
     sets = {} if isinstance(event.sets, Absent) else event.sets
     of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
     return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
 
 
 def _text_loss(loss: float | None, bits_per_byte: float | None, beside: str = "") -> str:
-    """Format the loss on a text, starting with bits per byte if the number of bytes is known."""
+    """Format the loss on a text, preceded by bits per byte if the number of bytes is known."""
     bits = f"{_figure(bits_per_byte, 3)} bits per byte{beside}, " if bits_per_byte is not None else ""
     return f"{bits}{_loss(loss)}"
 
@@ -227,11 +228,11 @@ def _loss(loss: float | None) -> str:
 
 
 def _figure(value: float | None, digits: int) -> str:
-    """Format a metric; in events, values that are not finite are null."""
+    """Format a metric. (Events store values that are not finite as null.)"""
     return "not finite" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-# Lines and facts from a Report, shared by the terminal and the page.
+# Lines and values from a Report, shared by the terminal and the page.
 
 
 SHOWN_RANKS = 8
@@ -291,7 +292,7 @@ def scheduler_changes(report: Report) -> list[RunChange]:
 
 
 def warning_lines(report: Report) -> list[str]:
-    """Return the warnings; identical warnings from several ranks are merged into one line."""
+    """Return the warnings. Identical warnings from several ranks are merged into one line."""
     # Every rank logs its own warnings, and a thousand identical lines would hide the others.
     by_text: dict[str, list[int]] = {}
     for event in report.warnings:

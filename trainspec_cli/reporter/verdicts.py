@@ -25,7 +25,7 @@ from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
 NO_VERDICTS = "too few steps for a diagnosis"
 NO_VERDICTS_WITHOUT_PLAN = (
-    "no hang, no memory leak and no steps that became twice as slow were detected; a command's steps show no more"
+    "no hang, no memory leak and no twofold slowdown were detected; a command's steps show no more"
 )
 
 
@@ -39,13 +39,13 @@ def describe_verdict(verdict: RunVerdict) -> str:
     if verdict.link is not None:
         places.append(f"link of ranks {', '.join(map(str, verdict.link))}")
     place = ", ".join(places)
-    # No cause was found, but the steps may still take longer than planned.
-    cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
+    # Although no cause was found, the steps may take longer than planned.
+    cause = "no single cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
     words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
     if verdict.until_step is not None:
         words[-1] = f"steps {verdict.since_step} to {verdict.until_step}"
     cost = f"{format_duration(verdict.cost_s)} per step, " if verdict.cost_s and verdict.cause != "hang" else ""
-    full = f", memory ends at about step {verdict.full_step:,}" if verdict.full_step is not None else ""
+    full = f", memory runs out at about step {verdict.full_step:,}" if verdict.full_step is not None else ""
     return f"{', '.join(words)}: {cost}{verdict.confidence:.0%} sure{full}"
 
 
@@ -57,7 +57,7 @@ def describe_event(event: VerdictEvent) -> str:
 
 
 def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
-    """Show verdicts with their evidence and advice, most expensive first."""
+    """Show verdicts with their evidence and advice, the most expensive first."""
     text = Text()
     if not verdicts:
         return text.append(f"{NO_VERDICTS}\n")
@@ -79,7 +79,7 @@ def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
 
 MOST_VERDICTS = 40
 MOST_CHARACTERS = 4000
-"""Number of characters of a text to show; the stack of a hanging rank is shorter."""
+"""Maximum number of characters of a text to show. The stack of a hanging rank is shorter."""
 FOOTER = "Diagnosed by trainspec. The cost of a cause is the time that it adds to a step."
 
 
@@ -90,10 +90,10 @@ def render_verdicts_page(report: Report, origin: PageOrigin | None = None) -> st
 
 
 def verdicts_section(verdicts: Sequence[RunVerdict]) -> str:
-    """Draw each verdict with its evidence and advice, most expensive first."""
+    """Render each verdict with its evidence and advice, the most expensive first."""
     left = len(verdicts) - MOST_VERDICTS
     text = "Heaviest first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
-    more = f" {left:,} lighter ones are left out." if left > 0 else ""
+    more = f" {left:,} less expensive ones are left out." if left > 0 else ""
     return section("Diagnosis", text + more, "".join(map(_verdict, verdicts[:MOST_VERDICTS])))
 
 

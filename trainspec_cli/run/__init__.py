@@ -1,2 +1,2 @@
-"""Plan -> processes: write the run folder, start torchrun, and supervise it until no process is left. Does not import
-torch."""
+"""Turn a plan into processes: write the run folder, start torchrun, and supervise it until no process is left. Does not
+import torch."""

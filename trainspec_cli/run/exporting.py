@@ -1,4 +1,5 @@
-"""Export a run's weights as a Hugging Face folder: the engine writes the tensors, this module the other files."""
+"""Export a run's weights as a Hugging Face folder: the engine writes the tensors, and this module writes the other
+files."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ from trainspec_cli.run.folder.record import read_data_dir, read_plan
 from trainspec_cli.run.tools import EXPORT, run_tool
 
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
-"""A format's names in safetensors and in config.json."""
+"""The names of number formats in safetensors files and in config.json."""
 BASE = "base"
-"""Folder below the adapters for the base model's weights, if no other folder has them."""
+"""Subfolder of the adapters' folder for the base model's weights, if no other folder contains them."""
 CARD = "README.md"
 """The model card for adapters whose base model was quantised."""
 OtherFormat = Literal["dcp", "megatron", "litgpt"]
@@ -60,9 +61,9 @@ _MEGATRON_BACKENDS: JsonObject = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Files that Megatron's loader requires in a folder."""
+"""Files that Megatron's loader requires in a checkpoint folder."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Keys copied from the config.json with which a run started."""
+"""Keys copied from the config.json of the run's initial weights."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ def _config(plan: Plan, wanted: Export) -> JsonObject:
 
 
 def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> None:
-    """Write config.json, tokenizer, chat template and generation config: those with which the run started, or new ones
-    derived from its data's tokenizer."""
+    """Write config.json, tokenizer, chat template and generation config: copies of those that the run started from, or
+    new ones derived from the tokenizer of its data."""
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
@@ -138,7 +139,7 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
     kept = (folder / TOKENIZER).is_file()
     token_folder = Collection.open(data_dir).tokenizer_folder if data_dir is not None and not kept else None
     if token_folder is not None:
-        # A text ends with the end of a document, preceded in ChatML by the end of a message.
+        # Generation stops at the end-of-document token and, with ChatML, at the end-of-message token.
         document_end = read_manifest(token_folder).end_of_document_id
         shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
         template = folder / CHAT_TEMPLATE
@@ -163,8 +164,8 @@ def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> 
 def write_adapters(wanted: Export, output: Path) -> str:
     """Write a run's LoRA adapters in PEFT's format, and the tokenizer, to the new folder `output`.
 
-    Their base is the folder whose weights the run started from. For any other run, its frozen weights are also written,
-    to `output`/base. Raises RecipeError if the run did not train adapters."""
+    The base model is the folder whose weights the run started from. If the run did not start from a folder, its frozen
+    weights are also written, to `output`/base. Raises RecipeError if the run did not train adapters."""
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained full weights, not adapters"
@@ -178,14 +179,14 @@ def write_adapters(wanted: Export, output: Path) -> str:
             (temporary / BASE).mkdir()
             _write_beside(plan, wanted.run, config, temporary / BASE)
             _write_tensors(wanted, temporary / BASE, "base")
-        for name in (CONFIG, GENERATION):  # these are the base's files
+        for name in (CONFIG, GENERATION):  # they belong to the base model
             (temporary / name).unlink()
         named = plan.spec.init.hub_name
         by_name = named.name if named and named.revision == "main" else None
         above = by_name or str((base or output / BASE).absolute())
         write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
         if plan.spec.lora.is_quantised:
-            # The model card describes the base of the adapters.
+            # The model card states how the base model was quantised.
             lines = ["---", "library_name: peft", f"base_model: {json.dumps(above, allow_nan=False)}", "---", ""]
             lines += [
                 "LoRA adapters that were trained on a base in 4-bit NormalFloat (nf4, blocks of 64, double",

@@ -1,4 +1,4 @@
-"""Find out why a worker failed, from its own report, torchrun's list of exit codes, and its log."""
+"""Determine why a worker failed, from the worker's report, torchrun's list of exit codes, and the worker's log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ peer with SIGABRT."""
 @dataclass(frozen=True)
 class WorkerFailure:
     rank: int
-    """The rank, or the node's number if an entire node has failed."""
+    """The worker's rank or, if an entire node has failed, the node's number."""
     host: str
     summary: str
     """One line, such as `ValueError: boo` or `killed by SIGKILL`."""
@@ -49,13 +49,13 @@ class WorkerFailure:
     hint: str = ""
     step: int | None = None
     time: float = math.inf
-    """Unix time, if known."""
+    """Unix time of the failure, if known."""
     self_reported: bool = False
     """True if the worker itself reported the failure."""
     was_killed: bool = False
-    """True if it was killed by SIGKILL."""
+    """True if the worker was killed by SIGKILL."""
     consequence: bool = False
-    """True if it exited only because another worker had exited."""
+    """True if the worker exited only because another worker had exited."""
     foreseen: bool = False
     """True if the failure would recur if the run were restarted unchanged, such as an invalid input or a missing
     node."""
@@ -74,7 +74,7 @@ class WorkerFailure:
 
     @property
     def never_came(self) -> bool:
-        """Return whether this is a node that never joined. The hostname of a node that joined is known."""
+        """Return whether this is a node that never joined, and whose hostname is therefore unknown."""
         return self.whole_node and not self.self_reported and not self.host
 
 
@@ -90,11 +90,11 @@ class Explanation:
     exit_code: int = WorkerError.exit_code
     """Same as in WorkerFailure."""
     node: WorkerFailure | None = None
-    """The node where the failure started; the advice depends on how the nodes were started."""
+    """The node where the failure started, for advice that depends on how the nodes were started."""
 
 
 DescribeExit = Callable[[int, Path | None, Path], Explanation]
-"""Explains the exit code of a worker without a report, from its own log (if there is one) and the log of the program
+"""Explains the exit code of a worker that left no report, from the worker's log (if any) and the log of the program
 that started it."""
 
 
@@ -146,8 +146,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
 
 
 def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
-    """Return the nodes that were lost, did not join or could not start. They are the cause of their workers'
-    failures."""
+    """Return the nodes that were lost, did not join or could not start, and thereby made their workers fail."""
     failures = []
     for path in sorted(run.errors_folder.glob("node*.json")):
         error = read_error(path, NodeErrorRecord)
@@ -161,7 +160,7 @@ def find_failed_nodes(run: RunDir) -> list[WorkerFailure]:
             foreseen=True,
             whole_node=True,
         )
-        # No worker failed there, because the node was not connected or is unfit.
+        # No worker failed on this node, because the node was not connected or is unfit.
         if failure.never_came or failure.self_reported:
             failure = replace(failure, exit_code=MachineError.exit_code)
         failures.append(failure)
@@ -184,7 +183,8 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
             for start in ("workers_*", "ranks/*")
             for log in torchrun_log.parent.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
         ]
-        why = describe(int(code), max(logs, default=None), torchrun_log)  # the log of the newest start sorts last
+        # The newest start's log is last in sorted order.
+        why = describe(int(code), max(logs, default=None), torchrun_log)
         global_rank = int(rank)
         if job.ranks:
             # torchrun counts a group's ranks; if the group spans several nodes, each node's part has only its own
@@ -196,7 +196,7 @@ def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[Wo
             summary=why.headline,
             detail=why.detail,
             hint=why.hint,
-            # SIGKILL comes from outside, so it is the start of a failure.
+            # SIGKILL comes from outside, so a worker killed by it is the root cause.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             was_killed=int(code) == -signal.SIGKILL,
             consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
@@ -228,7 +228,7 @@ def end_of(log: Path) -> str:
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
-    """Describe the first failure as reported, and the others on one line."""
+    """Describe the first failure with its report, and all others on one line."""
     first, *others = failures
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
@@ -263,9 +263,10 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
-        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # the output of what started the agents
+        # Without an agent's log, the output is that of the command that started the agents.
+        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):
             headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
-            hint = "read its messages above; a container's image must be on every node"
+            hint = "read its messages above; if it uses a container, the image must be on every node"
             return Explanation(headline, logs, hint, exit_code=MachineError.exit_code)
         return Explanation(f"torchrun ended with exit code {code}", logs)
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):

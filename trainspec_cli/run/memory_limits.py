@@ -1,4 +1,4 @@
-"""Settings with which a run has run out of memory on this machine, recorded for later launches.
+"""Record the settings that made runs on this machine run out of memory, for later launches.
 
 There is one file per plan in the cache. Its name depends on everything that determines a plan's memory except the
 settings themselves: the machine, the model, the layout, formats and versions."""
@@ -27,7 +27,7 @@ KIND = "memory"
 
 @dataclass(frozen=True)
 class Learned:
-    """One shortage."""
+    """One memory shortage."""
 
     relief: Relief
     run: str
@@ -42,7 +42,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """All shortages of one plan, oldest first."""
+    """All memory shortages of one plan, oldest first."""
 
     model: str
     device: str
@@ -55,7 +55,7 @@ class MemoryLimits:
 
 
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
-    """Return what is known about `plan` on `machine`, which may be nothing."""
+    """Return the shortages of `plan` on `machine` so far; there may be none."""
     known = read_figures(MemoryLimits, _path(plan, machine))
     return known or MemoryLimits(
         plan.spec.model.name or plan.spec.model.family, _device(machine), plan.as_one_group.layout.describe()
@@ -63,7 +63,7 @@ def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
 
 
 def list_limits() -> list[tuple[Path, MemoryLimits]]:
-    """List what this user's runs have learned on this machine, newest first."""
+    """List the shortages of this user's runs on this machine, newest first."""
     found = ((path, read_figures(MemoryLimits, path)) for path in (cache_dir() / "machine").glob(f"{KIND}-*.json"))
     known = [(path, limits) for path, limits in found if limits is not None and limits.learned]
     return sorted(known, key=lambda pair: -pair[1].learned[-1].at)
@@ -84,7 +84,7 @@ class LimitsWatch:
         self._run = run
         self._machine = machine
         self._now = now
-        # A scheduled layout change contains the prediction for the initial layout, not for its own.
+        # A plan after a scheduled layout change still contains the initial layout's prediction, so drop it.
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
         """The plans, keyed by the axes of their layouts."""
@@ -109,7 +109,7 @@ class LimitsWatch:
                     used_bytes=_known(event.used_bytes),
                     limit_bytes=_known(event.limit_bytes),
                 )
-                # The newer run's choice after the same setting is more reliable.
+                # If the same setting has failed before, the newer run's record is more reliable.
                 others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
                 make_cache()
                 write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))

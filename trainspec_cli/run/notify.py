@@ -1,4 +1,4 @@
-"""Report how a run has ended, to a command or to a web address. A failed report only leads to a warning."""
+"""Report how a run has ended, to a command or to a web address. If reporting fails, there is only a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainspec_cli.run.folder.record import RunResult
 COMMAND_S, WEB_S = 30.0, 10.0
 """Time in seconds after which a command or a server is abandoned."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://\S+")
-"""Matches a lone address. A shell line that mentions an address contains other words too."""
+"""Matches an address and nothing else. A shell line that mentions an address contains other words too."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class Notify:
     def __post_init__(self) -> None:
         found = _ADDRESS.fullmatch(self.whom)
         if found and found[1].lower() not in ("http", "https"):
-            message = f"--notify is `{self.whom}`; expected a command, or an address of https:// or http://"
+            message = (
+                f"--notify is `{self.whom}`; expected a command, or an address that starts with https:// or http://"
+            )
             raise RecipeError(Problem("usage", message, "--notify", "such as --notify https://hooks.example.org/T0/B0"))
 
     @property
     def options(self) -> list[str]:
-        """Return the command-line options that specify the same recipient."""
+        """Return the command-line options that specify this recipient."""
         return ["--notify", self.whom] if self.whom else []
 
 
@@ -69,8 +71,8 @@ def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: 
 
 
 def _call(command: str, about: JsonObject) -> str:
-    """Run a shell line with the JSON on its standard input; return why it failed, or "". Its input and output are
-    files, so that its background processes do not block anything."""
+    """Run a shell line with the JSON on its standard input; return why it failed, or "". Input and output are files,
+    not pipes, so that background processes of the command do not block this process."""
     facts = {RUN: str(about["run"]), STATUS: str(about["status"]), MESSAGE: str(about["text"])}
     try:
         with TemporaryFile() as given, TemporaryFile() as said:
@@ -105,13 +107,13 @@ def _await(shell: subprocess.Popen[bytes]) -> int | None:
 
 
 def _post(address: str, about: JsonObject) -> str:
-    """Post the JSON; return why that failed, or ""."""
+    """Post the JSON to the address; return why that failed, or ""."""
     from http.client import HTTPException
-    from urllib.request import Request, urlopen  # it is slow to import and rarely needed
+    from urllib.request import Request, urlopen  # imported here because it is slow to import and rarely needed
 
     try:
         request = Request(address, json_text(about).encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=WEB_S):
             return ""
-    except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
+    except (OSError, HTTPException, ValueError) as error:  # this includes URLError
         return str(error) or type(error).__name__

@@ -25,8 +25,7 @@ class RunOutcome:
     explanation: Explanation | None = None
     """The explanation of a failure, or None."""
     command_code: int | None = None
-    """The exit code of this command. None means to use that of the result, which may come from a user-defined
-    command."""
+    """The exit code of this command. None: use the result's exit code, which may come from a user-defined command."""
 
     @property
     def exit_code(self) -> int:
@@ -45,7 +44,7 @@ def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
     failures = find_failures(job)
     if ending.given_up:
         nodes = [failure for failure in failures if failure.whole_node]
-        # A lost node had workers. If none of the missing nodes ever joined, no worker has failed.
+        # Only a node that had joined had workers that could fail.
         had_workers = not nodes or any(not node.never_came for node in nodes)
         code = WorkerError.exit_code if had_workers else MachineError.exit_code
         result = result_from_events(job.run, "failed", code)

@@ -1,5 +1,4 @@
-"""Run a program other than the engine to its end, supervised like a run's processes, so that no process is left
-behind."""
+"""Run another program than the engine to its end. It is supervised like a run, so that no process is left behind."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ class Program:
     folder: Path
     """The folder for its log and the supervisor's records."""
     what: str
-    """Its name in messages."""
+    """The program's name in messages."""
     timeout_s: float
 
 
 @dataclass(frozen=True)
 class ProgramEnd:
     exit_code: int | None
-    """None if it exceeded its time limit and was killed."""
+    """The exit code; None if the program exceeded its time limit and was killed."""
     output: str
     """The last lines that it printed."""
 

@@ -15,10 +15,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
     """Call `act` for each stop signal during the block. If `nohup` ignores SIGHUP, it stays ignored.
 
-    A terminal closes only once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
-    ignored, even after the block, because a second request would mean an immediate end.
-
-    Only the main thread gets signals: in another thread the block runs without them.
+    When a terminal closes, its shell, its multiplexer and the kernel each send a SIGHUP. All but the first are ignored,
+    even after the block, because a second request would mean an immediate end. Only the main thread gets signals; in
+    any other thread, `act` is never called.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +45,7 @@ def interrupt() -> None:
 
 
 class StopRequests:
-    """Counts the stop requests, for work that has to end in an orderly way."""
+    """Counts stop requests, for work that must end in an orderly way."""
 
     def __init__(self) -> None:
         self.count = 0

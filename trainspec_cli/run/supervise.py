@@ -57,18 +57,18 @@ from trainspec_cli.run.signals import StopRequests, on_stop_signal
 
 
 SUPERVISOR = -1
-"""The rank recorded in the supervisor's marks."""
+"""The rank that the supervisor's events state."""
 MEASURED_STEPS = 5
 """Minimum number of steps for a median step time."""
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
-"""Returns the plan of a run on the given number of nodes, or None."""
+"""Returns the plan of a run on the given number of nodes; None if there is none."""
 
 
 @dataclass(frozen=True)
 class _Learnt:
-    """The content of the workers' latest report."""
+    """The latest report of the workers."""
 
     report: SpeedsReport
     times: RankTimes
@@ -77,7 +77,8 @@ class _Learnt:
 
 
 class SlowNodes:
-    """Watches one run over its generations. Call `open` before each generation, then call `poll` repeatedly."""
+    """Watches for a slow node in all generations of one run. Call `open` before each generation, then call `poll`
+    repeatedly."""
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class SlowNodes:
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
 
     def poll(self) -> list[NodeSlow]:
-        """Return the node to drop now, if any; advice is recorded and reported. The run does not depend on this: after
-        an error, which is reported, no more nodes are dropped."""
+        """Return the node to drop now, if any; advice is recorded and reported. The run does not depend on this: if an
+        error occurs, it is reported, and no more nodes are dropped."""
         if not (self._is_on or self._given):
             return []
         made = self._take_steps(self._events.read())
@@ -157,23 +158,23 @@ class SlowNodes:
             why = (
                 f"{name} computes {gain.pace:.1f} times as long as usual; "
                 f"a step takes {format_duration(gain.before_s)}, "
-                f"and {format_duration(gain.expected_s)} are expected without it"
+                f"and is expected to take {format_duration(gain.expected_s)} without it"
             )
             if self._mode != "auto":
                 self._write_directive(gain, plan, applied=False)
-                self._report(f"advice: scheduler=auto would leave a node out: {why}")
+                self._report(f"advice: scheduler=auto would drop a node: {why}")
                 return []
             self._decided = gain
             self._asked_s = time.monotonic()
             return [NodeSlow(node, host, f"{why}: the run restarts without it")]
         except Exception as error:  # for example a damaged file
-            self._report(f"no further node is left out: {type(error).__name__}: {error}")
+            self._report(f"no more nodes will be dropped: {type(error).__name__}: {error}")
             self._is_on = False
             return []
 
     def leave_out(self, node: int) -> tuple[Job, Plan]:
         """Return the job and the plan of the next start, without this node. If a spare is connected, it replaces the
-        node; otherwise the run continues with fewer nodes. Both are recorded."""
+        node; otherwise the run continues with fewer nodes. The new job and plan are recorded."""
         self._take_steps(self._events.read())
         spare = self._spare
         plan = self._plan_without
@@ -192,7 +193,8 @@ class SlowNodes:
         return job, plan
 
     def _plan_fewer(self, replan: Replan, plan: Plan) -> Plan | None:
-        """Return the plan of the run with one node fewer. An error in the planner does not end training."""
+        """Return the plan of the run with one node fewer. If the planner fails, the error is reported, and training
+        continues."""
         try:
             return replan(plan, plan.num_nodes - 1)
         except Exception as error:
@@ -201,7 +203,7 @@ class SlowNodes:
 
     @property
     def _spare(self) -> int | None:
-        """Return the number of a spare node; nodes that were dropped do not count."""
+        """Return the number of a spare node that was not dropped."""
         places = range(self._plan.num_nodes, len(self._job.nodes))
         return next((self._job.nodes[place] for place in places if self.hostnames[place]), None)
 
@@ -213,10 +215,10 @@ class SlowNodes:
             return self._plan
         return self._planning.result() if self._planning is not None and self._planning.done() else None
 
-    # Measuring
+    # Measure the steps
 
     def _take_steps(self, events: list[Event]) -> int:
-        """Process the new steps; return how many there were."""
+        """Process the new steps, and return their number."""
         steps = [event for event in events if isinstance(event, StepEvent)]
         # The first step of a generation ends the restart, whose duration is the cost of dropping a node.
         if steps and not self._step:
@@ -237,10 +239,11 @@ class SlowNodes:
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
-        """Use the speeds confirmed by the workers; from now on, step times are measured anew."""
+        """Adopt the speeds that the workers have confirmed. From now on, step times are measured anew."""
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
-        # The slowest rank's compute time with the best sample shares that the scheduler may assign.
+        # Best case with the node: the slowest rank's compute time with the best sample shares that the scheduler may
+        # assign.
         if "shares" not in self._may_change or report.layout.data_parallel_size == 1:
             best_s = math.inf
         else:
@@ -251,10 +254,10 @@ class SlowNodes:
             largest = max(micro_batch, self._plan.largest_micro_batch_size or 0)
             best_s = best_shares_s(report.layout, even, samples, speeds, largest)
         self._learnt = _Learnt(report, times, best_s, samples)
-        # Earlier times belong to other speeds or another layout.
+        # Earlier step times were measured at other speeds or in another layout.
         self._times_s.clear()
 
-    # directives.jsonl
+    # Write the lines of directives.jsonl
 
     def _write_directive(self, gain: Gain, plan: Plan, *, applied: bool) -> NodesEvent:
         self._number += 1
@@ -282,12 +285,12 @@ class SlowNodes:
 
 
 TOOL = ResilienceSpec(mode="none")
-"""The resilience of a job without a plan."""
+"""The resilience settings of a job without a plan."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes ended; `outcome.conclude` decides what that means for the run."""
+    """How the processes ended; `outcome.conclude` derives from this how the run ended."""
 
     job: Job
     """The job of the last generation."""
@@ -296,9 +299,9 @@ class Ending:
     stop_requested: bool
     """True if a user or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
-    """Ids of processes that could not be ended (stuck in the kernel)."""
+    """Ids of processes that could not be ended, because they are stuck in the kernel."""
     given_up: str = ""
-    """Why the supervisor ended the run, if it did (because too few replica groups were left)."""
+    """Why the supervisor ended the run, if it did (for example because too few replica groups were left)."""
     generation: int | None = None
     """The number of the generation that ended."""
 
@@ -315,11 +318,11 @@ def supervise(
 ) -> Ending:
     """Run `job` until all of its processes have ended, and restart what fails as `plan` allows.
 
-    `watch` is called about ten times per second, with whether a stop was requested. `report` is called for every
-    failure that does not end the run, and states what happens next. Without a plan, the job is restarted after failures
-    up to its `max_restarts`; a tool's job is never restarted. `replan` finds the plan for a run that drops a slow node.
-    Without it, the node can only be replaced by a spare. `mail` passes messages between the workers and other code in
-    this process.
+    `watch` is called about ten times per second; its argument is True if a stop was requested. `report` is called for
+    every failure that does not end the run, with a message that states what happens next. Without a plan, the job is
+    restarted after failures, up to `max_restarts` times; a tool's job is never restarted. `replan` finds the plan for a
+    run that drops a slow node. Without `replan`, a slow node can only be replaced by a spare. `mail` passes messages
+    between the workers and other code in this process.
 
     After a first stop request, the workers are asked to write a checkpoint and exit within the job's `stop_grace_s`. If
     they have not written an event, there is nothing to save, and they are killed. A second request kills them
@@ -456,7 +459,7 @@ class Supervisor:
             case run_state.BeginGeneration():
                 self._begin_generation()
             case run_state.TakeSetting():
-                # Record the setting with which the next start uses less memory, so that its workers can read it.
+                # Record the setting that uses less memory, so that the next start's workers can read it.
                 shortage = action.shortage
                 alone = self.state.is_alone
                 step = newest_step(read_sound(self._job.run.events(0)))
@@ -494,7 +497,7 @@ class Supervisor:
                     if path.exists():
                         path.rename(logs / path.name)
             case run_state.RecordLosses():
-                # Record the lost or unfit nodes, unless a newer start of the run has its own nodes.
+                # Record the lost or unfit nodes, unless a newer start of the run has already begun with other nodes.
                 run = self._job.run
                 for node, event in self._losses.items():
                     if run.node_error(node).exists() or Fence(run, self._generation).is_closed():
@@ -518,9 +521,9 @@ class Supervisor:
 
     def _begin_generation(self) -> None:
         run = self._job.run
-        run.result_json.unlink(missing_ok=True)  # other nodes take part until the new generation starts
+        run.result_json.unlink(missing_ok=True)  # its presence would make the other nodes' agents exit
         self.close()
-        # The failed start's error reports are moved to its logs, and the lost work is recorded in the run's events.
+        # Move the failed start's error reports to its logs, and record the lost work in the run's events.
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))

@@ -1,4 +1,4 @@
-"""The only way to run an engine tool: a request is sent to separate processes, and their result comes back.
+"""The only way to run an engine tool: separate processes receive a request and return their result.
 
     result = run_tool(TRACE, TraceRequest(plan, rank=3))
 
@@ -67,7 +67,7 @@ class Tool(Generic[RequestT, ResultT]):
     hint: str = ""
     """The advice given when the tool fails."""
     timeout_s: float | None = None
-    """Time limit of the tool; None if its duration depends on the request."""
+    """Time limit of the tool in seconds; None if the tool's duration depends on the request."""
     program: tuple[str, ...] = ("-m", "trainspec_cli.engine.tools")
     """Arguments for Python, followed by the tool's name and the folder."""
 
@@ -144,8 +144,8 @@ TOOLS: tuple[Tool[Any, Any], ...] = (
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]
-"""Takes a folder and Python's arguments (to be followed by the folder), and returns the job and the backend that starts
-it."""
+"""Takes a folder and the arguments for Python (which the folder follows), and returns the job and the backend that
+starts it."""
 
 
 def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
@@ -160,7 +160,7 @@ def one_process(environment: Mapping[str, str] | None = None) -> Prepare:
 
 
 def torchrun(plan: Plan, machine: Machine, environment: Mapping[str, str] | None = None) -> Prepare:
-    """Run the tool on one node in as many processes as `plan` has, with a run's environment."""
+    """Run the tool on one node with the number of processes in `plan` and the environment of a run."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         job = build_job(plan, root, machine, worker=worker)
@@ -173,9 +173,9 @@ def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
     """Run the tool in all processes of `plan` on several nodes, after checking each node."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
-        write_plan(RunDir(root), plan)  # it is read by the nodes' agents
+        write_plan(RunDir(root), plan)  # the nodes' agents read it
 
-        # The backend receives this plan; `supervise` receives None, which means never to restart the job.
+        # The backend receives this plan, but `supervise` receives None, so that the job is never restarted.
         return build_nodes_job(plan, root, reach), lambda job, _: NodesBackend(
             job, plan, reach=reach, worker=worker, examination=examination
         )
@@ -194,9 +194,9 @@ def run_tool(
 ) -> ResultT:
     """Run `tool` (in one process, unless `prepare` specifies otherwise) and return its result.
 
-    `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, where the
-    temporary folder is created. `requests` counts requests to stop, for a tool that runs in another thread than the
-    main one, which gets no signals. Raises MachineError if the tool cannot be run, fails or exceeds its time limit,
+    `on_tick` is called about 10 times per second. `shared` is a folder, visible to several nodes, where the temporary
+    folder is created. `requests` counts requests to stop; pass it if the tool runs in another thread than the main one,
+    because that thread gets no signals. Raises MachineError if the tool cannot be run, fails or exceeds its time limit,
     Interrupted if a stop was requested."""
     try:
         with tempfile.TemporaryDirectory(prefix=f"trainspec-{tool.name}-", dir=shared) as folder:
@@ -217,7 +217,7 @@ def _supervise(
     on_tick: Callable[[], None],
     requests: StopRequests | None,
 ) -> None:
-    """Return when the tool has written its result."""
+    """Wait until the tool has written its result."""
     deadline = time.monotonic() + (tool.timeout_s or math.inf)
 
     def watch(_: bool) -> None:
@@ -235,7 +235,7 @@ def _supervise(
 
 
 def _problem(tool: Tool[Any, Any], job: Job, ending: str) -> Problem:
-    """Describe how the tool ended, and show the end of the log of the process that failed first."""
+    """Describe how the tool ended, with the last lines of the log of the process that failed first."""
     lines = tail(job.torchrun_log, TAIL_LINES) if job.torchrun_log.is_file() else ""
     if failures := find_failures(job):
         last = failures[0].detail.splitlines()[-TAIL_LINES:]
@@ -243,7 +243,7 @@ def _problem(tool: Tool[Any, Any], job: Job, ending: str) -> Problem:
     return Problem(tool.code, f"{tool.what} {ending}\n\n{lines}".rstrip(), hint=tool.hint, environment=True)
 
 
-# Choose the backend of an operation: it must be correct and clearly faster than torch's default.
+# Choose the backend that computes an operation: it must be correct, and clearly faster than torch's default.
 
 
 MARGIN = 0.03
@@ -298,18 +298,17 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
 
 
 DISTURBED_HOLDS_S = 86_400.0
-"""Validity in seconds of a probe that was disturbed by other programs. It shows the speed that a run gets alongside
-them, and they may be gone a day later. With 15 minutes, a machine that is always in use was probed before most
-launches."""
+"""Validity in seconds of a probe that was disturbed by other programs. The probe shows the speed of a run alongside
+these programs, which may be gone a day later. A validity of 15 minutes would mean that a machine that is always in use
+is probed before most launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 Figures = TypeVar("Figures")
 
 
 def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
-    """Return the cached probe, or measure now; `on_start` is called before the measurement.
-
-    A probe that was disturbed by other programs is valid for `DISTURBED_HOLDS_S`. Raises MachineError if the probe
-    fails, and Interrupted if a stop was requested."""
+    """Return the cached probe, or measure now. `on_start` is called before a measurement. A probe that was disturbed by
+    other programs is valid for `DISTURBED_HOLDS_S`. Raises MachineError if the probe fails, and Interrupted if a stop
+    was requested."""
     path = probe_path(plan, machine)
     cached = read_probe(path)
     if cached is not None and (not cached.is_disturbed or time.time() - path.stat().st_mtime < DISTURBED_HOLDS_S):
@@ -321,8 +320,8 @@ def probe_machine(plan: Plan, machine: Machine, on_start: Callable[[], None]) ->
 
 
 def measure_kernels(plan: Plan, machine: Machine, on_start: Callable[[], None], *, again: bool = False) -> KernelTable:
-    """Return the cached table, or measure now; `on_start` is called before the measurement. In a multi-node run, this
-    node measures for all. Raises the errors of `probe_machine`."""
+    """Return the cached table, or measure now. `on_start` is called before a measurement. In a multi-node run, this
+    node measures for all nodes. Raises the errors of `probe_machine`."""
     path = table_path(plan, machine)
     cached = None if again else read_table(path)
     if cached is not None:
@@ -349,15 +348,15 @@ def trace_plan(plan: Plan) -> TraceResult:
 
 
 def traced_ranks(plan: Plan) -> list[int]:
-    """Return a rank of the first pipeline stage and one of the last, because each stage in between holds less than one
-    of these. Along cp, it is the last rank, whose queries attend to every part of the keys."""
+    """Return a rank of the first pipeline stage and one of the last, because every stage in between holds less than one
+    of these two. Along cp, the last rank is chosen, because its queries attend to every part of the keys."""
     layout = plan.layout
     per_stage = plan.world_size // layout.pp
     along_cp = (layout.cp - 1) * layout.tp
     return sorted({along_cp, (layout.pp - 1) * per_stage + along_cp})
 
 
-# The cache of measurements
+# The cache in which measurements are stored
 
 
 def probe_path(plan: Plan, machine: Machine) -> Path:
@@ -369,7 +368,7 @@ def read_probe(path: Path) -> MachineProbe | None:
 
 
 def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
-    """Return this machine's probe for such a plan; None if the machine has not been probed."""
+    """Return this machine's cached probe for plans of this kind; None if the machine has not been probed."""
     return read_probe(probe_path(plan, machine))
 
 
@@ -392,8 +391,8 @@ def read_table(path: Path) -> KernelTable | None:
 
 
 def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, object]) -> Path:
-    """Return a file whose name depends on everything that determines the measurements: the machine, the versions, and
-    `others`."""
+    """Return the path of a cache file. Its name depends on everything that determines the measurements: the machine,
+    the versions, and `others`."""
     facts = {
         "machine": asdict(machine),
         "cpu": cpu_name(),

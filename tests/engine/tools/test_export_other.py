@@ -198,7 +198,7 @@ def test_tensors_that_are_not_the_models_are_named(write: Any, tmp_path: Path) -
     assert "lacks: model.layers.1." in told[1]
     assert "mlp.gate_proj.weight is 24 x 16 but should be 32 x 16" in told[2]
     dcp.save({"some": torch.zeros(2)}, checkpoint_id=tmp_path / "other", no_dist=True)
-    with pytest.raises(RecipeError, match=r"holds none of model\.embed_tokens\.weight, .*, but some"):
+    with pytest.raises(RecipeError, match=r"contains none of model\.embed_tokens\.weight, .*, but some"):
         open_other(tmp_path / "other", MODELS["llama"])
 
 

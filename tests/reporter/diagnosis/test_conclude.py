@@ -32,11 +32,11 @@ def longer(seconds: float) -> dict[str, float]:
     ("counters", "cause", "why"),
     [
         ({"cpu_s": 0.1}, "slow_device", "more processor time"),
-        ({}, "slow_device", "no counter of the system shows a reason"),
+        ({}, "slow_device", "no system counter shows a reason"),
         ({"throttled_s": 0.1, "queued_s": 0.1}, "slow_device", "a quota"),
         ({"queued_s": 0.1}, "stolen_cores", "other processes"),
         ({"starved_s": 0.1}, "host_bound", "to queue work"),
-        ({"major_faults": 300.0}, "memory_pressure", "pages back from disk"),
+        ({"major_faults": 300.0}, "memory_pressure", "more pages per step back from disk"),
         ({"starved_s": 0.1, "allocator_retries": 2.0}, "memory_pressure", "releases its cache 2.0 more times"),
         ({"tokens": 2048.0, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
         ({"attended": 2048.0 * 512, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),

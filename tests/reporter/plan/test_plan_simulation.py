@@ -63,8 +63,8 @@ def test_each_pace_is_against_the_undisturbed_one(simulation: Simulation) -> Non
     ("won", "of_real", "said"),
     [
         (0.94, 0.75, "94% of what whole samples allow is recovered (75% of what the speeds allow)"),
-        (None, 0.5, "whole samples allow nothing to be recovered; a larger batch has finer shares"),
-        (None, None, "other shares would recover nothing: 0 of 0"),
+        (None, 0.5, "with whole samples, nothing can be recovered; a larger batch allows finer shares"),
+        (None, None, "other shares would not recover anything: 0 of 0"),
     ],
 )
 def test_what_is_won_back(simulation: Simulation, won: float | None, of_real: float | None, said: str) -> None:

@@ -140,9 +140,9 @@ def test_the_whole_text(which: str, width: int, request: pytest.FixtureRequest) 
     ("changes", "detail"),
     [
         ({}, ""),
-        ({"optimal_interval_s": 320.0}, "; least is lost at one every 5 min 20 s"),
+        ({"optimal_interval_s": 320.0}, "; the optimum is one every 5 min 20 s"),
         ({"optimal_interval_s": 330.0}, ""),
-        ({"optimal_interval_s": 500.0}, "; least is lost at one every 8 min 20 s"),
+        ({"optimal_interval_s": 500.0}, "; the optimum is one every 8 min 20 s"),
         ({"optimal_interval_s": math.inf}, ""),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_plan_that_was_altered_anywhere_is_refused(run: RunDir, path: tuple[st
         section = section[key]
     section[path[-1]] = "0" if path == ("sha256",) else section[path[-1]] * 2
     run.plan_json.write_text(json.dumps(content))
-    with pytest.raises(UnreadableFileError, match=r"plan\.json was altered: its digest does not match its content"):
+    with pytest.raises(UnreadableFileError, match=r"plan\.json was altered: its content does not match its digest"):
         read_plan(run)
 
 

@@ -55,7 +55,7 @@ def test_the_gpus_that_cuda_would_show(
         ("lost", "GPU 3 does not answer"),
         ("lost_handle", "GPU 1 does not answer"),
         ("forbidden", "GPU 0 does not answer"),
-        ("mig_without_slices", "has no slice"),
+        ("mig_without_slices", "no slice exists"),
         ("amd_visible_unknown", "9 names none of the 8 AMD GPUs"),
     ],
 )

@@ -341,7 +341,7 @@ def test_nothing_has_happened_to_a_run_that_begins() -> None:
         has_stepped=False,
         expected_groups=0,
         given_up="",
-        last_failure="their nodes did not come",
+        last_failure="their nodes did not connect",
         exit_code=None,
     )
     assert begin(RESTART) == begin(RESTART, 1, 0.0, 0, "awaited")

@@ -114,7 +114,7 @@ def test_a_server_that_keeps_ending_at_once_is_given_up(rendezvous: Rendezvous, 
     assert rendezvous.keep_alive(), "it lived for a while: the count begins anew"
     end_soon(address.MAX_FAILURES)
     server.live(1.5 * RESTART_INTERVAL_S)
-    with pytest.raises(MachineError, match="ends as soon as it is started"):
+    with pytest.raises(MachineError, match="exits as soon as it is started"):
         rendezvous.keep_alive()
 
 

@@ -215,7 +215,7 @@ def test_a_server_that_cannot_start_is_given_up(rendezvous: Rendezvous, monkeypa
     monkeypatch.setattr("trainspec_cli.run.rendezvous.address.RESTART_INTERVAL_S", 0.2)
     rendezvous._secret_file.chmod(0o644)
     rendezvous.kill()
-    with pytest.raises(MachineError, match="ends as soon as it is started"):
+    with pytest.raises(MachineError, match="exits as soon as it is started"):
         wait_for(lambda: rendezvous.keep_alive() and False)
 
 

@@ -198,7 +198,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_has_changed_since_it_was_read_is_not_written(run: RunDir) -> None:
     found = find_migrations([str(run.result_json)])
     write_json(run.result_json, {"status": "failed"})
-    with pytest.raises(MachineError, match="has changed meanwhile"):
+    with pytest.raises(MachineError, match="has changed in the meantime"):
         apply(found)
     assert json.loads(run.result_json.read_text()) == {"status": "failed"}
     assert sorted(path.name for path in run.root.iterdir()) == ["result.json", "run.json"]

@@ -1,1 +1,1 @@
-"""The samples of each step: batch size over the run, distribution over ranks, gradient noise and learning rate."""
+"""The samples of each step: batch size over the run, gradient noise, learning rate, and distribution over ranks."""

@@ -1,7 +1,7 @@
 """The number of samples and the learning rate of each step, set by a schedule or by the gradient noise.
 
-All functions are pure: they depend on the step, the samples trained so far, and averages stored in checkpoints.
-Resuming a run needs no other state."""
+All functions are pure: they depend only on the step, the samples trained so far, and averages stored in checkpoints, so
+that a resumed run needs no other state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
         begin = max(begin, round(max_steps * (1 - schedule.decay_fraction)))
         if step < begin:
             return peak_lr
-    done = min(1.0, (step - begin) / max(1, max_steps - 1 - begin))  # 0 at `begin`, 1 at the last update
+    # Progress of the decay: 0 at `begin`, 1 at the last update.
+    done = min(1.0, (step - begin) / max(1, max_steps - 1 - begin))
     ratio = schedule.final_lr_ratio
     if schedule.kind == "wsd":
         return peak_lr * (1 - (1 - ratio) * done)
@@ -39,7 +40,7 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
     return peak_lr * (ratio + (1 - ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-# The number of samples and the learning rate of each step, as pure functions of the samples trained so far.
+# The number of samples and the learning rate of each step, as pure functions of the number of samples trained so far.
 #
 # A run trains `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step
 # that trains on the last sample. A step of B samples counts as B / B0 steps of the starting size B0. Its learning rate
@@ -52,16 +53,15 @@ def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps
 
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
-"""How the learning rate scales with the batch, for each optimizer. Other optimizers have no rule for a growing
-batch."""
+"""The scaling of the learning rate with the batch, by optimizer. Other optimizers have no rule for a growing batch."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Size and learning rate of one step."""
+    """The size and learning rate of one step."""
 
     samples: int
-    """Samples of a step, over all ranks and replica groups."""
+    """Number of samples over all ranks and replica groups."""
     lr: float
 
 
@@ -70,7 +70,7 @@ class BatchStage:
     """A batch size and the progress at which it starts."""
 
     from_samples: int
-    """Samples trained before the first step of this size."""
+    """Number of samples trained before the first step of this size."""
     step_samples: int
 
 
@@ -79,7 +79,7 @@ class BatchPhase:
     """Consecutive steps of the same size."""
 
     step_samples: int
-    """Samples per step; only the last step of the run may have fewer or more."""
+    """Number of samples per step; only the last step of the run may have fewer or more."""
     steps: int
 
 
@@ -91,11 +91,11 @@ class BatchSchedule:
     max_steps: int
     """Number of steps that the run would take at the starting size."""
     start_samples: int
-    """Samples of the first step, which is the smallest."""
+    """Number of samples in the first step, which is the smallest."""
     lr_rule: ShrinkRule
     stages: tuple[BatchStage, ...]
-    """The first stage starts at 0. A `noise` schedule has only one stage, because it chooses batch sizes during the
-    run."""
+    """The batch sizes in order; the first one starts at 0 samples. A `noise` schedule has only one stage, because it
+    chooses batch sizes during the run."""
 
     @property
     def run_samples(self) -> int:
@@ -130,8 +130,8 @@ def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -
     """Return the step that starts after `samples` have been trained.
 
     `size`: the current batch size of a schedule that is decided during the run (`noise`). The last step takes all
-    remaining samples, including those that would otherwise form a step below the starting size. Raises ValueError if no
-    samples remain.
+    remaining samples, even those that would otherwise form another step below the starting size. Raises ValueError if
+    no samples remain.
     """
     left = schedule.run_samples - samples
     if left <= 0:
@@ -156,7 +156,7 @@ def count_steps(schedule: BatchSchedule) -> int:
 
 
 def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
-    """Yield the phases. Steps are counted in complete stages, because a run may have 10^12 steps."""
+    """Yield the phases. The steps of a stage are counted at once, because a run may have 10^12 steps."""
     trained = 0
     total = schedule.run_samples
     start = schedule.start_samples
@@ -175,7 +175,8 @@ def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
 
 
 def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
-    """Return the stages: each size starts once the schedule has reduced the rate to B0 / size of its peak or less."""
+    """Return the stages: each size starts once the schedule has reduced the learning rate to B0 / size of its peak or
+    less."""
     start = spec.batching.global_batch_size
     lr = spec.optim.schedule
     after_warmup = range(lr.warmup_steps, spec.train.max_steps)
@@ -190,8 +191,8 @@ def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
     return stages
 
 
-# The gradient noise scale, measured from data that data-parallel ranks exchange anyway, and the batch size that
-# follows.
+# The gradient noise scale, measured from data that data-parallel ranks exchange anyway, and the batch size derived from
+# it.
 #
 # The gradient of one sample has the mean mu and the covariance S. Suppose n ranks share B samples, and rank i has the
 # fraction w_i of them (the w_i sum to 1). Its mean gradient g_i has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g
@@ -203,7 +204,7 @@ def _seesaw_stages(spec: RunSpec) -> list[BatchStage]:
 
 @dataclass(frozen=True)
 class NoiseMeasurement:
-    """Unbiased estimates from one step; either may be far off, or negative."""
+    """Unbiased estimates from one step. Each may be far off, and even negative."""
 
     trace: float
     """tr S: variance of one sample's gradient, summed over the parameters."""
@@ -213,7 +214,7 @@ class NoiseMeasurement:
 
 @dataclass(frozen=True)
 class PartSquares:
-    """Squared norms of one step's gradient before clipping, for parameters whose samples are divided into the same
+    """Squared norms of one step's gradient before clipping, for parameters with the same division of the samples into
     parts."""
 
     weighted_square: float
@@ -225,12 +226,13 @@ class PartSquares:
 
 
 def measure_noise(samples: int, squares: Sequence[PartSquares]) -> NoiseMeasurement:
-    """Estimate the noise of one step's gradient.
-
-    Raises ValueError for fewer than two parts, because noise shows only in the differences between parts.
+    """Estimate the noise of one step's gradient. Raises ValueError for fewer than two parts, because noise is measured
+    from the differences between parts.
     """
     if (fewest := min(of.parts for of in squares)) < 2:
-        raise ValueError(f"gradient noise is measured between parts, but only {fewest} had samples")
+        raise ValueError(
+            f"gradient noise is measured from the differences between parts, but only {fewest} had samples"
+        )
     trace = sum(samples * (of.weighted_square - of.square) / (of.parts - 1) for of in squares)
     return NoiseMeasurement(trace, sum(of.square for of in squares) - trace / samples)
 
@@ -242,13 +244,13 @@ class NoiseAverage:
     trace: float = 0.0
     square: float = 0.0
     weight: float = 0.0
-    """Sum of the measurements' weights, which approaches 1. It corrects the bias that results from starting the
-    averages at 0."""
+    """Sum of the measurements' weights, which approaches 1. It is used to correct the bias of averages that start at
+    0."""
 
     def updated(self, measured: NoiseMeasurement, smoothing_steps: int) -> NoiseAverage:
         """Return the averages after one more step, which has a weight of 1 / `smoothing_steps`.
 
-        A non-finite measurement is skipped, as is the optimizer update of its step.
+        A measurement that is not finite is skipped, like the optimizer update of that step.
         """
         if not (math.isfinite(measured.trace) and math.isfinite(measured.square)):
             return self
@@ -274,7 +276,7 @@ class NoiseAverage:
 
     @property
     def noise_scale(self) -> float | None:
-        """Return B_noise in samples; None before the first measurement, infinite if noise hides |mu|^2.
+        """Return B_noise in samples; None before the first measurement; infinite if noise hides |mu|^2.
 
         It is a ratio of averages, because an average of ratios would be biased.
         """
@@ -294,10 +296,9 @@ class BatchPace:
 
 
 def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> int:
-    """Return the next batch size of the `noise` schedule, after `size`. Called every `interval_steps` steps.
-
-    The size goes up by one stage when the target (`noise_fraction` of the noise scale) reaches the next size, and down
-    by one when the target falls below the previous size. Otherwise, or without a measurement, the size stays the same.
+    """Return the batch size that follows `size` in the `noise` schedule. Called every `interval_steps` steps. The
+    target is `noise_fraction` of the noise scale. The size goes up by one stage when the target reaches the next size,
+    and down by one when it falls below the previous size. Otherwise, or without a measurement, the size stays the same.
     This hysteresis absorbs measurement noise."""
     sizes = batching.sizes_up_to(batching.schedule.max_global_batch_size or batching.global_batch_size)
     place = max(0, bisect_right(sizes, size) - 1)
@@ -310,13 +311,13 @@ def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> i
 
 
 GROWS_BY_ITSELF = ("ramp", "seesaw")
-"""Schedules whose batch grows regardless of the noise."""
+"""Schedules in which the batch grows regardless of the noise."""
 EQUIVALENT_FRACTION = 0.5
-"""Up to this fraction of the noise scale B_n, a larger batch at a larger rate trains nearly as well as the starting
-size.
+"""Up to this fraction of the noise scale B_n, a larger batch at a larger learning rate trains nearly as well as the
+starting size.
 
 Scaling the rate with the square root of the batch is exact if noise dominates the gradient. Otherwise AdamW's
-normaliser shrinks less: for equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B
+normaliser shrinks less. For equal progress, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B
 than at B0, by up to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1%
 at two thirds."""
 

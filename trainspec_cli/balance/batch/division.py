@@ -1,9 +1,7 @@
 """Divide a step's samples over replica groups, data-parallel ranks and micro-batches, as pure functions of the
-position.
-
-A step's samples follow those of the previous step. Every sample is therefore used exactly once, regardless of failures
-and however unevenly samples are divided. Any number of samples can be divided over any number of ranks. By default,
-parts differ by at most one sample; a part may be empty."""
+position. A step's samples follow those of the previous step, so every sample is used exactly once, regardless of
+failures and of how unevenly samples are divided. Any number of samples can be divided over any number of ranks. By
+default, parts differ by at most one sample; a part may be empty."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from trainspec_cli.recipe.keys.training import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.results.plan import Plan
 
 ROUNDING = 1e-9
-"""A share that falls short of an integer number of samples by less than this is rounded up to it."""
+"""A share that is below a whole number of samples by less than this is rounded up to it."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +25,10 @@ class Portion:
     """The samples of one replica group in a step."""
 
     start: int
-    """Position of its first sample in the run."""
+    """Position of the group's first sample in the run."""
     samples: int
     step_samples: int
-    """Total samples of all replica groups."""
+    """Total number of samples of all replica groups."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,16 @@ class OwnSamples:
         return sum(self.sizes)
 
     def moved(self, positions: int) -> OwnSamples:
-        """Return the same samples, shifted by `positions`."""
+        """Return the same division, shifted by `positions`."""
         return OwnSamples(tuple(start + positions for start in self.starts), self.sizes)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a replica group divides its samples over its data-parallel ranks."""
+    """The division of a replica group's samples over its data-parallel ranks."""
 
     weights: tuple[float, ...]
-    """Each rank's share of the samples, in any unit."""
+    """Each rank's share of the samples, in arbitrary units."""
     micro_batch_size: int
     """Maximum number of samples that a rank processes at a time."""
     turns: int = 1
@@ -62,10 +60,10 @@ class Division:
     micro_batches: int = 1
     """Minimum number of micro-batches, a multiple of `turns`."""
     in_step: bool = False
-    """True if ranks wait for one another in each micro-batch. If so, all ranks process their larger micro-batches in
-    the same turns."""
+    """True if ranks wait for one another in each micro-batch. If so, all ranks process their larger micro-batches at
+    the same time."""
     bubble: float = 0.0
-    """Time to fill and drain the pipeline, in micro-batches."""
+    """Time to fill and drain the pipeline, in units of micro-batches."""
 
     def of_rank(self, rank: int, start: int, samples: int) -> OwnSamples:
         """Return one rank's part of the `samples` samples that start at position `start`.
@@ -96,8 +94,8 @@ def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
 def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches: bool) -> Division:
     """Return the division over equally fast ranks.
 
-    `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm). The ranks
-    together then form the same micro-batches as a single rank would."""
+    `keeps_micro_batches`: the result of a step depends on which samples share a micro-batch (batch norm), so the ranks
+    together must form the same micro-batches as a single rank would."""
     in_step = waits_in_micro_batches(layout) and not keeps_micro_batches
     bubble = (layout.pp - 1) * layout.bubble_part
     return Division((1.0,) * layout.data_parallel_size, micro_batch_size, turns_of(layout), 1, in_step, bubble)
@@ -110,16 +108,16 @@ def even_division_of(plan: Plan) -> Division:
 
 
 def waits_in_micro_batches(layout: Layout) -> bool:
-    """Return whether data-parallel ranks wait for one another in every micro-batch. They do if they gather parameters,
-    reduce gradients or exchange tokens of experts in each one; in a pipeline they do not, because the stages
+    """Return whether data-parallel ranks wait for one another in every micro-batch. They do if each micro-batch gathers
+    parameters, reduces gradients or exchanges tokens of experts. In a pipeline they do not, because the stages
     overlap."""
     experts = layout.ep * layout.etp > layout.cp * layout.tp
     return layout.pp == 1 and (layout.shards_parameters or layout.exchanges_every_backward or experts)
 
 
 def turns_of(layout: Layout) -> int:
-    """Return the divisor of the number of micro-batches: pp for interleaved schedules (arXiv:2104.04473, section 2.2),
-    otherwise 1."""
+    """Return the number that the count of micro-batches must be a multiple of: pp for interleaved schedules
+    (arXiv:2104.04473, section 2.2), otherwise 1."""
     return layout.pp if layout.pipeline_schedule == "interleaved" else 1
 
 
@@ -129,8 +127,8 @@ def count_micro_batches(samples: int, micro_batch_size: float, turns: int) -> in
 
 
 def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Return integers proportional to `weights` that sum to `samples`. They are rounded by largest remainder; ties go
-    to lower ranks.
+    """Return integers that are proportional to `weights` and sum to `samples`. They are rounded by the
+    largest-remainder method; ties go to lower ranks.
 
     If there are enough samples, every rank gets at least one, because the speed of an idle rank cannot be measured. The
     other ranks share the rest in proportion to their weights."""
@@ -146,7 +144,7 @@ def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
-    """Return the ranks that get exactly one sample because their proportional share of the rest is below one."""
+    """Return the ranks whose proportional share is below one sample, and which therefore get exactly one."""
     total = sum(weights)
     given = set[int]()
     for rank in sorted(range(len(weights)), key=weights.__getitem__):
@@ -169,11 +167,10 @@ def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> i
 
 
 def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) -> tuple[OwnSamples, ...]:
-    """Divide `sum(counts)` samples, starting at position 0; rank i gets `counts[i]` of them.
-
-    Each micro-batch consists of contiguous samples over all ranks. The sizes of a rank's micro-batches differ by at
-    most one sample. So do those of the group, unless `in_step` is set, which places every rank's larger micro-batches
-    first."""
+    """Divide `sum(counts)` samples, starting at position 0; rank i gets `counts[i]` of them. Each micro-batch consists
+    of contiguous samples over all ranks. The sizes of a rank's micro-batches differ by at most one sample. The same is
+    true of the micro-batches of all ranks together, unless `in_step` is set, which places every rank's larger
+    micro-batches first."""
     sizes = []
     spare_before = 0
     for count in counts:
@@ -192,10 +189,9 @@ def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) 
 def take_portion(
     batching: BatchingSpec, samples: int, weights: Sequence[float], replica_groups: int, position: int, rank: int
 ) -> Portion:
-    """Return the portion of group number `rank` in the step of `samples` that starts at `position`.
-
-    `weights`: one share for each participating group, out of `replica_groups`. A batch that shrinks with the number of
-    groups keeps at least one sample per group, if it had that many."""
+    """Return the samples of group number `rank` in the step of `samples` samples that starts at `position`. `weights`:
+    the shares of the participating groups, out of `replica_groups` groups. If the batch shrinks with the number of
+    groups, it keeps at least one sample per group, provided that it had that many."""
     present = len(weights)
     if batching.on_loss == "shrink":
         samples = max(min(present, samples), samples * present // replica_groups)

@@ -18,27 +18,27 @@ from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.layout import Layout
 
 EVEN_ENOUGH = 0.02
-"""The even division is kept or restored unless the best one is faster by more than this fraction."""
+"""The even division is kept or restored unless the best division is faster by more than this fraction."""
 SAME = 1e-9
 """Relative tolerance when comparing times, which are sums of rounded numbers."""
 TRIED = 8
-"""Maximum number of other micro-batch counts to try."""
+"""Maximum number of micro-batch counts to try besides the usual one."""
 MORE_TURNS = 4
-"""Number of additional turns to try if a fast rank's samples do not fit into memory with the usual number of
+"""Number of additional micro-batches to try if a fast rank's samples do not fit into memory with the usual number of
 micro-batches."""
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A division and its expected time."""
+    """A division of the samples and its expected time."""
 
     division: Division
     compute_s: float
-    """Compute time of the slowest rank in a step, plus the exchanges of all micro-batches."""
+    """Compute time of the slowest rank in a step, plus the time of the exchanges in all micro-batches."""
 
 
 def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchange_s: float) -> float:
-    """Return the time of the slowest rank's passes and update in a step of `samples`, plus the exchanges of its
+    """Return the time of the slowest rank's passes and update in a step of `samples`, plus that of the exchanges in its
     micro-batches.
 
     `exchange_s`: duration of the exchanges in one micro-batch, such as gathering sharded parameters.
@@ -54,10 +54,8 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
 
 
 def _with_bubble(compute_s: float, update_s: float, division: Division, micro_batches: int) -> float:
-    """Return `compute_s`, of which `update_s` is for the update, plus the time to fill and drain a pipeline of equally
-    long stages.
-
-    Fewer and larger micro-batches leave the pipeline idle for longer."""
+    """Return `compute_s`, which includes `update_s` for the update, plus the time to fill and drain a pipeline of
+    equally long stages. The fewer and larger the micro-batches are, the longer the pipeline is idle."""
     return compute_s + (compute_s - update_s) * division.bubble / micro_batches
 
 
@@ -66,11 +64,12 @@ def _line(speed: Speed) -> tuple[float, float]:
 
 
 def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) -> float:
-    """Return the total time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest one in each
-    micro-batch: the sum of the slowest rank's time over all turns. Every rank's larger micro-batches come first."""
+    """Return the total time of ranks that wait for the slowest one in each micro-batch: the slowest rank's time, summed
+    over all micro-batches. Each rank is (fixed_s, per_sample_s, samples), and processes its larger micro-batches
+    first."""
     # Even thousands of ranks have only a few distinct counts of larger micro-batches, so each turn reads two running
-    # maxima instead of all ranks. Both lists hold the slowest rank's time in seconds, for a larger and a smaller
-    # micro-batch, indexed by the number of larger micro-batches on the rank.
+    # maxima instead of all ranks. The two lists contain the slowest rank's time in seconds for a larger and for a
+    # smaller micro-batch, indexed by the number of larger micro-batches on a rank.
     larger_s = [0.0] * (micro_batches + 1)
     smaller_s = [0.0] * (micro_batches + 1)
     for fixed_s, sample_s, samples in ranks:
@@ -78,26 +77,29 @@ def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) ->
         own_s = fixed_s + each * sample_s
         smaller_s[larger] = max(smaller_s[larger], own_s)
         larger_s[larger] = max(larger_s[larger], own_s + sample_s)
-    in_larger_s = list(accumulate(reversed(larger_s), max))[-2::-1]  # of ranks with more larger ones than the index
+    in_larger_s = list(accumulate(reversed(larger_s), max))[
+        -2::-1
+    ]  # of the ranks with more larger micro-batches than the index
     in_smaller_s = list(accumulate(smaller_s, max))
     return sum(max(in_larger_s[turn], in_smaller_s[turn]) for turn in range(micro_batches))
 
 
 def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> tuple[int, ...]:
-    """Return each rank's number of samples that minimises the time of the slowest rank; exact for whole samples.
+    """Return the number of samples of each rank that minimises the slowest rank's time. The result is exact for whole
+    samples.
 
     Each rank gets at most `most` samples, and at least one if there are enough. Raises ValueError if the ranks cannot
     hold all samples.
 
-    In the real-valued optimum, all ranks take the same time. Rounding down loses less than one sample per rank, and
-    each missing sample goes to the rank that would finish it first."""
+    In the real-valued optimum, all ranks take the same time. Its counts are rounded down, which leaves less than one
+    sample per rank, and each remaining sample goes to the rank that would finish it first."""
     kinds = _Kinds.of(speeds)
     return kinds.of_ranks(_solve(samples, micro_batches, kinds, most))
 
 
 def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
-    """Return each rank's number of samples that keeps the sum of the slowest micro-batches small. The ranks wait for
-    one another in each micro-batch, which has at most `largest` samples. The result is optimal in 97 of 100 small
+    """Return the number of samples of each rank that keeps the sum of the slowest micro-batches small, if the ranks
+    wait for one another in each micro-batch of at most `largest` samples. The result is optimal in 97 of 100 small
     cases, and at most 25% above the optimum in the others.
 
     Each rank gets at least one sample if there are enough. Raises ValueError if the micro-batches cannot hold all
@@ -107,7 +109,7 @@ def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], lar
 
 
 class _Solved(NamedTuple):
-    """The number of samples for each kind of rank; the first `ahead` ranks of the kind `odd` have one more."""
+    """The number of samples for each kind of rank. The first `ahead` ranks of the kind `odd` have one more sample."""
 
     counts: list[int]
     odd: int
@@ -153,7 +155,7 @@ class _Kinds(NamedTuple):
         return max(last_s, lines[solved.odd].end_s(solved.counts[solved.odd] + (solved.ahead > 0)))
 
     def lines(self, micro_batches: int) -> list[_Line]:
-        """Return each kind's time: for a fixed number of micro-batches, it is linear in the samples."""
+        """Return the time of each kind of rank, which is linear in the samples for a fixed number of micro-batches."""
         return [
             _Line(micro_batches * fixed_s + update_s, sample_s, size)
             for fixed_s, sample_s, update_s, size in zip(
@@ -162,7 +164,7 @@ class _Kinds(NamedTuple):
         ]
 
     def in_step_s(self, solved: _Solved, micro_batches: int) -> float:
-        """Return the time at which the ranks finish if they wait for one another in each micro-batch."""
+        """Return the time at which the last rank finishes if ranks wait for one another in each micro-batch."""
         odd = self.fixed_s[solved.odd], self.sample_s[solved.odd], solved.counts[solved.odd] + (solved.ahead > 0)
         whole = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
         return _in_step_s((*whole, odd), micro_batches)
@@ -173,16 +175,16 @@ class _Kinds(NamedTuple):
 
 
 def _solve_in_step(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Solve `solve_in_step` per kind of rank, either with equally filled turns or with shares by speed, whichever is
-    faster."""
+    """Solve `solve_in_step` per kind of rank. Of two solutions (filled turns and shares proportional to speed), return
+    the faster one."""
     filled = _leave_out_idle(samples, micro_batches, kinds, largest)
     shared = _solve(samples, micro_batches, kinds, micro_batches * largest)
     return min(filled, shared, key=lambda solved: kinds.in_step_s(solved, micro_batches))
 
 
 def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Return filled turns; ranks that are too slow for a proportional share get one sample each, and the others get the
-    rest."""
+    """Return the solution with filled turns. Ranks that are too slow for a proportional share get one sample each, and
+    the others get the rest."""
     solved = _fill_turns(samples, micro_batches, kinds, largest)
     idle = {kind for kind, count in enumerate(solved.counts) if not count}
     if not idle or samples < sum(kinds.sizes):
@@ -199,8 +201,8 @@ def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: in
 
 
 def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
-    """Fill each turn with the samples that all ranks finish in the shortest time. As many turns as possible omit the
-    samples that would finish last."""
+    """Fill each turn (one micro-batch on every rank) with samples such that all ranks finish in the shortest time. As
+    many turns as possible omit the samples that would finish last."""
     turn = _solve(math.ceil(samples / micro_batches), 1, kinds, largest, least=0)
     limit_s = kinds.slowest_s(turn, 1)
     lines = list(zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True))
@@ -241,7 +243,7 @@ def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: in
 
 
 class _Line(NamedTuple):
-    """The time of one kind of rank as a linear function of its samples."""
+    """The time of one kind of rank, as a linear function of the number of samples."""
 
     start_s: float
     sample_s: float
@@ -254,7 +256,8 @@ class _Line(NamedTuple):
 def _shift(
     counts: list[int], sizes: Sequence[int], samples: int, limit: int, change: int, key: Callable[[int], float]
 ) -> _Solved:
-    """Add (`change` = 1) or remove (-1) samples one by one, each at the rank with the smallest key, up to `limit`."""
+    """Add (`change` = 1) or remove (`change` = -1) samples one by one, each on the rank with the smallest key among
+    those not at `limit`."""
     queue = [(key(kind), kind) for kind in range(len(counts)) if counts[kind] != limit] if samples else []
     heapq.heapify(queue)
     while samples:
@@ -272,10 +275,9 @@ def _shift(
 
 
 def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
-    """Return the time that all ranks together need for `samples`, with 0 to `most` samples on each rank.
-
-    The number of finished samples grows piecewise linearly with the time. Each round removes the ranks at either end of
-    their range, until the common time keeps all other ranks within theirs."""
+    """Return the time that all ranks together need for `samples`, with 0 to `most` samples on each rank. The number of
+    finished samples grows piecewise linearly with the time. Each round sets aside the ranks that are at a limit (0 or
+    `most`), until the common time keeps all other ranks within their limits."""
     free = list(lines)
     left = float(samples)
     while free:
@@ -303,7 +305,7 @@ def best_division(
     keeps_micro_batches: bool = False,
 ) -> Balanced:
     """Return the fastest division of `samples` over ranks with these speeds, in micro-batches of at most
-    `largest_micro_batch` samples. If no other division is clearly faster, return the even one.
+    `largest_micro_batch` samples. If none is clearly faster than the even division, return the even one.
 
     `exchange_s`: see `compute_s`. `keeps_micro_batches`: keep the number of micro-batches.
     """
@@ -329,7 +331,7 @@ def best_division(
             found = (solved, micro_batches)
             best_s = filled_s
         if solved.most < most and not even.in_step and not even.bubble:
-            break  # no rank is limited by memory, so more micro-batches cannot help
+            break  # no rank is limited by memory, so more micro-batches do not help
     if found is None:
         return best
     weights = tuple(map(float, kinds.of_ranks(found[0])))
@@ -339,8 +341,8 @@ def best_division(
 
 
 def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the micro-batch counts to try: the usual one, a few more, and the count that the fastest rank needs for
-    its share. In a pipeline, also try counts in between, with smaller micro-batches."""
+    """Return the micro-batch counts to try: the usual count, slightly larger counts, and the count that the fastest
+    rank needs for its share. In a pipeline, also return counts in between, with smaller micro-batches."""
     if even.in_step:
         return _numbers_in_step(usual, even.turns, samples, kinds, largest_micro_batch)
     if not even.bubble and largest_micro_batch * usual >= samples:
@@ -356,9 +358,9 @@ def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_mi
 
 
 def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
-    """Return the counts to try if ranks wait for one another in each micro-batch. This includes counts with fewer,
-    larger micro-batches, where a slow rank can have smaller ones, and the counts that the faster ranks need by
-    themselves."""
+    """Return the counts to try if ranks wait for one another in each micro-batch. These include smaller counts, whose
+    larger micro-batches allow a slow rank to have smaller ones, and the counts that the faster ranks would need without
+    the slow ones."""
     ranks = sum(kinds.sizes)
     fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
     stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns
@@ -370,20 +372,20 @@ def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, larges
     return sorted(numbers)
 
 
-# Decide when to move layers between pipeline stages, by weighing the time saved against the cost of a change.
+# Decide when to move layers between pipeline stages, by weighing the time saved against the cost of the change.
 
 
 WORTHWHILE = 0.05
-"""Layers move if that saves at least this fraction of the compute time. The margin is needed because the layers'
-planned times are rough."""
+"""Layers are moved if that saves at least this fraction of the compute time. The margin is needed because the planned
+times of layers are rough."""
 PAUSE_STEPS = 0.5
 PAUSE_S = 2.0
 """Assumed pause for a change of layout until one has been measured: a number of steps plus this many seconds. On CPUs,
 changes took 0.03 to 0.08 of a step, and the first step after them took at most 0.2 of a step longer
-(`tests/bench/relayout.py`). Connecting many ranks and a GPU's allocator take longer."""
+(`tests/bench/relayout.py`). With many ranks to connect, or a GPU's allocator, they take longer."""
 
 PipelineSpeeds = Sequence[Sequence[Speed | None]]
-"""Speed of each pipeline rank, for each data-parallel rank; None if not known yet."""
+"""Speed of each pipeline rank, for each data-parallel rank; None while unknown."""
 
 
 def expected_pause_s(step_s: float) -> float:
@@ -404,7 +406,7 @@ class LayerChange:
 
 
 class LayerScheduler:
-    """Track the speeds of the pipeline ranks, and decide how many layers each gets."""
+    """Tracks the speeds of the pipeline ranks, and decides how many layers each of them gets."""
 
     def __init__(
         self,
@@ -440,10 +442,9 @@ class LayerScheduler:
         pause_s: float | None = None,
         steps: int = 1,
     ) -> LayerChange | None:
-        """Record a step of `samples` samples in this division, at these speeds. `pause_s`: measured pause of the last
-        layout change; `steps`: number of steps since the last call.
-
-        Return the change to make, once a SkiRental decides that it pays off."""
+        """Record a step of `samples` samples with this division and these speeds. Return the change to make, once a
+        SkiRental decides that it pays off. `pause_s`: measured pause of the last layout change. `steps`: number of
+        steps since the last call."""
         known = samples, division, tuple(map(tuple, speeds))
         if any(speed is None for row in speeds for speed in row):
             return None
@@ -462,11 +463,11 @@ class LayerScheduler:
         return wanted if pays else None
 
     def _consider(self, samples: int, division: Division, speeds: Sequence[Sequence[Speed]]) -> LayerChange | None:
-        """Return the best layer split, judged by each stage's slowest rank or by its mean, if it is worth the
-        change."""
+        """Return the best layer split if it is worth the change. Splits are derived from each stage's slowest rank and
+        from each stage's mean."""
         before_s = compute_s(division, samples, [_slowest(row, samples) for row in speeds], 0.0)
         found: dict[Counts, float] = {}
-        # A stage waits for its slowest data-parallel rank, but samples can move between those ranks: try the mean as
+        # A stage waits for its slowest data-parallel rank, but samples can move between these ranks, so try the mean as
         # well.
         paces = self._paces(speeds, samples)
         for of_stages in (list(map(max, paces)), list(map(mean, paces))):
@@ -483,7 +484,8 @@ class LayerScheduler:
         return LayerChange(best, before_s, found[best], self._describe(speeds, samples))
 
     def _paces(self, speeds: Sequence[Sequence[Speed]], samples: int) -> list[list[float]]:
-        """Return the ratio of measured to planned times, by pipeline rank (outer) and data-parallel rank (inner)."""
+        """Return the ratio of measured to planned times, indexed by pipeline rank (outer) and data-parallel rank
+        (inner)."""
         planned = rank_times_s(self._times, self._counts, self._layout)
         share = samples / len(speeds)
         return [[row[rank].time_s(share, 1) / planned[rank] for row in speeds] for rank in range(self._layout.pp)]
@@ -510,7 +512,7 @@ def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callab
     """Return the largest number of layers on any pipeline rank where `fits` is true, up to `wanted`
     (`scheduler.max_stage_layers`).
 
-    None if no layers can move, because there is only one pipeline rank or each rank has several stages."""
+    None if no layers can move: with one pipeline rank, or with several stages per rank."""
     if layout.pp == 1 or layout.num_stages > layout.pp:
         return None
     most = num_layers - layout.pp + 1
@@ -525,12 +527,12 @@ def largest_stage(layout: Layout, num_layers: int, wanted: AutoInt, fits: Callab
 
 
 def with_stages(layout: Layout, counts: Counts) -> Layout:
-    """Return the layout with another layer split. As in the planner, the even split is represented without a list of
+    """Return the layout with another layer split. As in the planner, the even split is represented by no list of
     layers."""
     even = counts == cut_evenly(sum(counts), layout.num_stages)
     return replace(layout, stage_layers=None if even else counts)
 
 
 def _slowest(row: Sequence[Speed], samples: int) -> Speed:
-    """Return the slowest speed among the ranks of one pipeline, which all work on the same samples."""
+    """Return the slowest speed among the ranks of one pipeline, because all of them work on the same samples."""
     return max(row, key=lambda speed: speed.time_s(samples, 1))

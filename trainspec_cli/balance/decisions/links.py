@@ -1,9 +1,9 @@
-"""Measure how fast the links of each mesh axis are from a run's own exchanges, and detect changes.
+"""Measure the speed of the links of each mesh axis from a run's own exchanges, and detect changes.
 
-A link is a group of ranks that exchange along one axis; in a pipeline, two neighbours. To take a sample, one step puts
-a barrier before every exchange, which separates the transfer from the wait for the last rank. As with a rank's speed
+A link is a group of ranks that exchange along one axis or, in a pipeline, two neighbours. To take a sample, a step has
+a barrier before every exchange, which separates the transfer from the wait for the last rank. As for a rank's speed
 (`speeds.py`), a change is confirmed by more consecutive samples than chance would explain. Samples are fewer and
-noisier than steps, and their logarithms are compared."""
+noisier than steps, so their logarithms are compared."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.verdict import MeasuredLink
 
 FIRST_SAMPLES = 8
-"""Number of samples needed to learn a link's speed, initially and after a change."""
+"""Number of samples that are needed to learn a link's speed, initially and after a change."""
 CONFIRMING_SAMPLES = 3
 """Number of consecutive samples that confirm a change."""
 REMEMBERED_SAMPLES = 50
 RECENT_SAMPLES = 25
 """A drift that no single sample reveals is found by comparing two medians: that of the recent samples, and that of the
-first `REMEMBERED_SAMPLES` since the last change."""
+first `REMEMBERED_SAMPLES` samples since the last change."""
 DRIFT_FACTOR = 5.0
-"""A difference of this many standard errors counts as a drift; a median's standard error is 1.2533 deviations /
+"""A difference of this many standard errors counts as a drift. The standard error of a median is 1.2533 deviations /
 sqrt(n)."""
 TIMED_EXCHANGES = 4
-"""Maximum number of an axis's exchanges that are timed in a sampled step, spread over the step."""
+"""Maximum number of exchanges per axis that are timed in a sampled step. They are spread over the step."""
 COST_SHARE = 1e-3
 """Fraction of the run's time that sampling may take."""
 FIRST_SAMPLE_STEPS = 3
-"""Number of first steps after a start, which are spent compiling, warming up and connecting."""
+"""Number of steps after a start in which no sample is taken, because they compile, warm up and connect."""
 LEAST_INTERVAL_STEPS = 10
 TOLD_STEPS = 2
 """Number of steps until all ranks know when the next sample is taken. A sample's results are sent with the next step,
 and the decision with the step after that."""
 REMEMBERED_STEPS = 20
 DEPARTED_STEPS = 2
-"""Number of consecutive steps with an unusual duration that trigger a sample."""
+"""This many consecutive steps with an unusual duration trigger a sample."""
 OTHER_SIZE = 0.25
-"""If the bytes of an exchange change by this fraction, the speed is learnt again, because it depends on the size."""
+"""If the size of an exchange changes by this fraction, the speed is learnt again, because it depends on the size."""
 LARGE = 0.5
-"""Exchanges smaller than this fraction of the largest one measure latency rather than bandwidth, and are ignored."""
+"""Exchanges smaller than this fraction of the largest one are ignored, because they measure latency rather than
+bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Transfer:
     sent_bytes: float = 0.0
     """Bytes that the rank sends in the largest exchange, assuming a ring algorithm."""
     seconds: float = 0.0
-    """Time to transfer these bytes, counted from the arrival of the last rank."""
+    """Time to transfer these bytes, starting when the last rank has arrived."""
     waited_s: float = 0.0
-    """This rank's median wait for the last rank of an exchange."""
+    """This rank's median wait for the last rank to arrive at an exchange."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class LinkSpeed:
     noise: float
     """Standard deviation of the samples (median absolute deviation x 1.4826), as a fraction."""
     sent_bytes: float
-    """Bytes that a rank sends in one exchange."""
+    """Number of bytes that a rank sends in one exchange."""
     waited_s: float
-    """Median time that the first rank waits for the last one in an exchange."""
+    """Median time per exchange that the first rank to arrive waits for the last one."""
     last_rank: int
     """The rank that arrived last in most samples."""
     samples: int
@@ -98,8 +99,8 @@ class LinkChange:
 
 
 def transfer_of(exchanges: Sequence[tuple[float, float, float]]) -> Transfer:
-    """Summarise a rank's timed exchanges (bytes, seconds, waiting seconds). The result uses the median pace of the
-    large exchanges, because the operating system may pause a rank during one of them."""
+    """Summarise a rank's timed exchanges, each with (bytes, seconds, waiting seconds). The median over the large
+    exchanges is used, because the operating system may pause a rank during one of them."""
     largest_bytes = max((sent_bytes for sent_bytes, *_ in exchanges), default=0.0)
     if largest_bytes <= 0:
         return Transfer()
@@ -108,7 +109,7 @@ def transfer_of(exchanges: Sequence[tuple[float, float, float]]) -> Transfer:
 
 
 class LinkTracker:
-    """Track the speed of one link from its samples."""
+    """Tracks the speed of one link from its samples."""
 
     def __init__(self, ranks: tuple[int, ...], change: float):
         """`change`: the smallest relative change that is confirmed."""
@@ -118,26 +119,24 @@ class LinkTracker:
         self._forget(0.0)
 
     def _forget(self, sent_bytes: float) -> None:
-        """Start again with exchanges of a different size."""
+        """Forget all samples, because the exchanges now have another size."""
         self._sent_bytes = sent_bytes
         self._departed: list[Sample] = []
-        """Latest consecutive samples outside the noise, all on the same side."""
+        """The latest consecutive samples that are outside the noise, all on the same side."""
         self.confirmed: LinkSpeed | None = None
-        """The speed as last learnt or changed."""
+        """The speed that was learnt, or confirmed by a change, most recently."""
         self._begin([])
 
     def _begin(self, samples: Sequence[Sample]) -> None:
-        """Start again from the speed measured in `samples`."""
+        """Continue from the speed measured in `samples`."""
         self._samples = deque(samples, maxlen=REMEMBERED_SAMPLES)
         """Samples since the last change."""
         self._settled: float | None = None
         """Median of the first `REMEMBERED_SAMPLES` samples, once that many exist."""
 
     def note(self, step: int, transfers: Sequence[Transfer]) -> LinkChange | None:
-        """Record a sample with a transfer for each rank; return the change that it confirms, if any.
-
-        An exchange ends with its slowest rank, because a rank with a slow outgoing link has handed over its data long
-        before the data arrives."""
+        """Record a sample with a transfer for each rank; return the change that it confirms, if any. The slowest rank's
+        time counts, because a rank with a slow outgoing link has handed over its data long before the data arrives."""
         sent_bytes = max(transfer.sent_bytes for transfer in transfers)
         seconds = max(transfer.seconds for transfer in transfers)
         if sent_bytes <= 0 or seconds <= 0:
@@ -165,7 +164,7 @@ class LinkTracker:
         return self._changed(usual, self._departed) if len(self._departed) >= CONFIRMING_SAMPLES else None
 
     def _drifted(self, noise: float) -> LinkChange | None:
-        """Return the drift that the recent samples show in combination."""
+        """Return the drift that the recent samples show when taken together."""
         if len(self._samples) < REMEMBERED_SAMPLES:
             return None
         if self._settled is None:
@@ -208,7 +207,7 @@ class LinkTracker:
 
 
 class Sample(NamedTuple):
-    """A link's speed in one step."""
+    """A sample: a link's speed in one step."""
 
     step: int
     log_rate: float
@@ -249,7 +248,7 @@ class AxisLinks:
 
     @property
     def confirmed(self) -> list[LinkSpeed]:
-        """Return the links' known speeds, which remain valid until a change is confirmed."""
+        """Return the known speeds of the links. They remain valid until a change is confirmed."""
         return [tracker.confirmed for tracker in self._trackers if tracker.confirmed is not None]
 
     @property
@@ -260,26 +259,25 @@ class AxisLinks:
 
 
 def sampling_interval(costs_s: Sequence[float], step_s: float) -> int:
-    """Return the number of steps until the next sample. `costs_s`: extra seconds that each of the latest samples cost
-    the slowest rank. `step_s`: duration of a step."""
+    """Return the number of steps until the next sample. `costs_s`: additional time in seconds that each of the latest
+    samples cost the slowest rank. `step_s`: duration of a step."""
     if not costs_s or step_s <= 0:
         return LEAST_INTERVAL_STEPS
     return max(LEAST_INTERVAL_STEPS, math.ceil(median(costs_s) / (COST_SHARE * step_s)))
 
 
 class SampleTimes:
-    """Schedule the samples: immediately after the step duration changes, in quick succession while links are undecided,
-    and otherwise as rarely as their cost requires.
-
-    The number of extra samples is limited to those needed to learn a link, plus one per regular sample. Noise that
-    looks like a change therefore at most doubles the sampling cost."""
+    """Schedules the samples: immediately after the step duration changes, in quick succession while links are
+    undecided, and otherwise as rarely as their cost requires. The number of additional samples is limited to those
+    needed to learn a link, plus one per regular sample. Noise that looks like a change therefore at most doubles the
+    cost of sampling."""
 
     def __init__(self, change: float) -> None:
         """`change`: the smallest relative change in step duration that triggers a sample."""
         self._least = math.log1p(change)
         self._spare = FIRST_SAMPLES
         self._steps = deque[float](maxlen=REMEMBERED_STEPS)
-        """Logarithms of the durations in seconds of steps that took the usual time."""
+        """Logarithms of the durations, in seconds, of steps that took the usual time."""
         self._departed = 0
         """Number of latest consecutive steps with an unusual duration."""
 
@@ -305,8 +303,8 @@ class SampleTimes:
         return True
 
     def steps_to_next(self, usual: int, least: int, *, is_undecided: bool) -> int:
-        """Return the number of steps until the next sample. It is `usual`, which depends on the cost of a sample, but
-        not less than `least`."""
+        """Return the number of steps until the next sample: `usual`, which depends on the cost of a sample, but at
+        least `least`."""
         if is_undecided and self._spare > 0:
             self._spare -= 1
             return max(1, least)
@@ -314,12 +312,13 @@ class SampleTimes:
         return max(usual, least)
 
 
-# Track the ratio of each rank's exchange times to the usual ones, both inside scale-up domains and between them.
+# Track the ratio of each rank's exchange times to the usual exchange times, both inside and between scale-up domains.
 
 
 @dataclass(frozen=True)
 class LinkPaces:
-    """Ratio of the times of each global rank's exchanges to the usual ones; 1 if usual or unknown."""
+    """Slowdown of each global rank's exchanges: the ratio of their times to the usual times, or 1 if usual or
+    unknown."""
 
     scaleup: tuple[float, ...]
     """Slowdown of exchanges inside a scale-up domain."""
@@ -333,18 +332,18 @@ class LinkPaces:
 
 class LinkPaceTracker:
     def __init__(self, change: float, domain_ranks: int):
-        """`change`: a link that is slower than usual by at most this fraction counts as usual. `domain_ranks`: number
-        of neighbouring ranks in a scale-up domain."""
+        """`change`: a link that is slower than usual by at most this fraction is considered usual. `domain_ranks`:
+        number of neighbouring ranks in a scale-up domain."""
         self._change = change
         self._domain_ranks = domain_ranks
         self._layout: Layout | None = None
         self._usual: dict[tuple[str, int], Usual] = {}
         """Usual speed of the links, by axis and pipeline stage."""
         self._paces: dict[tuple[bool, int], float] = {}
-        """Paces by (whether the exchange crosses domains, rank)."""
+        """The paces (slowdowns), keyed by (whether the exchange crosses domains, rank)."""
 
     def note(self, layout: Layout, links: Sequence[MeasuredLink]) -> LinkPaces:
-        """Record the speeds of links and return the paces. Ranks on none of these links keep their paces."""
+        """Record the speeds of links, and return the paces. Ranks that are on none of these links keep their paces."""
         if layout != self._layout:
             self._layout = layout
             self._usual = {}
@@ -358,7 +357,7 @@ class LinkPaceTracker:
                 for rank in link.ranks:
                     shown[self._is_between(link), rank].append((link.sent_bytes, self._pace(link, usual)))
         for place, of_rank in shown.items():
-            # A rank's actual pace is its smallest one, because its other exchanges may be slowed by other ranks.
+            # The smallest of a rank's paces is its own, because other ranks may slow its other exchanges.
             largest_bytes = max(sent_bytes for sent_bytes, _ in of_rank)
             self._paces[place] = min(pace for sent_bytes, pace in of_rank if sent_bytes >= LARGE * largest_bytes)
         scaleup, network = (
@@ -374,7 +373,7 @@ class LinkPaceTracker:
         middle = sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
-            # A link that is known to be slow is counted at the speed that it would usually have.
+            # Count a link that is known to be slow at its usual speed.
             known = (
                 (link, max(self._paces.get((self._is_between(link), rank), 1.0) for rank in link.ranks))
                 for link in alike

@@ -1,6 +1,5 @@
-"""Decide when a run switches to another layout, by weighing the time saved against the cost of the change.
-
-The planner finds the best layout for the ranks' measured speeds."""
+"""Decide when a run switches to another layout, by weighing the time saved against the cost of the change. (The planner
+finds the best layout for the ranks' measured speeds.)"""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from trainspec_cli.recipe.results.plan import LayoutProposal
 
 
 class LayoutScheduler:
-    """Track the layout that is expected to be fastest at the current speeds."""
+    """Tracks the layout that is expected to be the fastest at the current speeds."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
         """`patience_s`: see SkiRental."""
@@ -22,7 +21,7 @@ class LayoutScheduler:
         self._rental = SkiRental[Layout](patience_s)
 
     def want(self, proposal: LayoutProposal | None) -> None:
-        """Set the layout that is worth switching to at the current speeds, or None."""
+        """Set the layout that is worth switching to at the current speeds; None if there is none."""
         self._wanted = None if proposal is None or proposal.layout in self._refused else proposal
         if self._wanted is None:
             self._rental.forget()
@@ -36,11 +35,9 @@ class LayoutScheduler:
     def note_steps(
         self, steps: int, step_s: float, remaining_steps: int, pause_s: float | None = None
     ) -> LayoutProposal | None:
-        """Record `steps` steps of `step_s` seconds. `remaining_steps` are left, and the last layout change took
-        `pause_s`.
-
-        Return the layout to switch to, with the measured and the expected step times in seconds, once a SkiRental
-        decides that the change pays off."""
+        """Record `steps` steps of `step_s` seconds. Return the layout to switch to, with the measured and the expected
+        step time in seconds, once a SkiRental decides that the change pays off. `remaining_steps`: steps left in the
+        run. `pause_s`: duration of the last layout change."""
         wanted = self._wanted
         if wanted is None:
             return None

@@ -1,4 +1,4 @@
-"""Decide when to change the ranks' shares of the samples, by weighing the time saved against the cost of a change.
+"""Decide when to change the ranks' sample shares, by weighing the time saved against the cost of a change.
 
 The decision is a pure function of data known to all ranks, so every rank reaches the same decision without a further
 exchange."""
@@ -21,12 +21,12 @@ from trainspec_cli.recipe.keys.layout import Layout
 WORTHWHILE = 0.03
 """Samples are divided unevenly if that saves at least this fraction of the compute time."""
 COST_STEPS = 1.0
-"""Upper bound on the cost of changing shares, in compute steps. The cost consists of reading prefetched batches again
-and letting reading catch up with the steps."""
+"""Upper bound on the cost of changing shares, in multiples of a step's compute time. Prefetched batches must be read
+again, and reading must catch up with the steps."""
 LEAST_COST_STEPS = 0.1
-"""Lower bound on the same cost, so that speeds measured over few steps do not trigger a change."""
+"""Lower bound on the same cost, so that speeds measured over only a few steps do not trigger a change."""
 RANKS_A_STEP = 512
-"""Above this number of ranks, speeds are not exchanged in every step, unless the exchange takes at most `SHARE` of a
+"""With more ranks than this, speeds are exchanged in every step only if the exchange takes at most `SHARE` of a
 step."""
 SHARE = 1e-3
 RANK_S = 1e-5
@@ -35,7 +35,7 @@ RANK_S = 1e-5
 
 @dataclass(frozen=True)
 class ShareChange:
-    """A different division of the samples, and its expected effect."""
+    """Another division of the samples, and its expected effect."""
 
     division: Division
     before_s: float
@@ -50,17 +50,17 @@ class ShareChange:
 
 
 class ChangeCost:
-    """The cost to a rank of changing its sample share, measured from its own steps. The first step after a start also
-    counts: like the first step with a new share, it reads its batch, compiles and warms up."""
+    """Measures what a change of its sample share costs a rank. The first step after a start is also used, because it
+    reads its batch, compiles and warms up, like the first step with a new share."""
 
     def __init__(self) -> None:
         self.seconds = inf
-        """How much longer the last such step took than the step after it; infinite if unknown."""
+        """The additional time of the last such step, compared with the step after it; infinite if unknown."""
         self._shape = StepShape(0, 0)
         self._first_s = inf
 
     def note(self, samples: int, micro_batches: int, seconds: float) -> None:
-        """Record that this rank took `seconds` to read its batch and compute."""
+        """Record a step in which this rank took `seconds` to read its batch and compute."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._shape = shape
@@ -71,13 +71,13 @@ class ChangeCost:
 
 
 def cost_s(step_s: float, change_s: float) -> float:
-    """Return the assumed cost of a change if a step computes for `step_s` and a change was measured to take `change_s`
-    (infinite if unknown)."""
+    """Return the assumed cost of a change. `step_s`: compute time of a step. `change_s`: the measured cost of a change,
+    infinite if unknown."""
     return min(COST_STEPS * step_s, max(LEAST_COST_STEPS * step_s, change_s))
 
 
 class ShareScheduler:
-    """Track the speeds of the data-parallel ranks and decide their sample shares."""
+    """Tracks the speeds of the data-parallel ranks, and decides their sample shares."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ShareScheduler:
         `patience_s`: see SkiRental.
         """
         self.division = even
-        """The current division."""
+        """The current division of the samples."""
         self._even = even
         self._largest = largest_micro_batch
         self._change = change
@@ -113,7 +113,8 @@ class ShareScheduler:
         self._rental.forget()
 
     def limit(self, micro_batch_size: int) -> None:
-        """Limit the samples that a rank holds at a time. The shares stay the same, spread over more micro-batches."""
+        """Limit the number of samples that a rank processes at a time. The shares stay the same, but are spread over
+        more micro-batches."""
         self._even = _limited(self._even, micro_batch_size)
         self._largest = min(self._largest, micro_batch_size)
         self.follow(_limited(self.division, micro_batch_size))
@@ -121,17 +122,15 @@ class ShareScheduler:
     def note_step(
         self, samples: int, speeds: Sequence[Speed | None], exchange_s: float, steps: int = 1, change_s: float = inf
     ) -> ShareChange | None:
-        """Record a step of `samples` samples at these rank speeds (None if not known yet), in which each micro-batch
-        exchanges for `exchange_s`. `steps` is the number of steps since the last call, and `change_s` is the measured
-        time of a change.
-
-        Return the change to make, which then takes effect. A SkiRental decides when it pays off."""
+        """Record a step of `samples` samples at these rank speeds (None while unknown). Return the change to make, once
+        a SkiRental decides that it pays off; the change then takes effect. `exchange_s`: time of the exchanges in each
+        micro-batch. `steps`: number of steps since the last call. `change_s`: the measured cost of a change."""
         known = samples, tuple(speed for speed in speeds if speed is not None)
         if len(known[1]) < len(speeds):
             return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
-            # The steps that confirmed a change of speed were also slow, so the time lost in them counts.
+            # The steps that confirmed a change of speed were slow too, so the time lost in them counts.
             steps += max((speed.shown_steps for speed in set(known[1]) - self._counted), default=0)
             self._counted = set(known[1])
         wanted = self._wanted
@@ -145,7 +144,8 @@ class ShareScheduler:
         return wanted
 
     def _consider(self, samples: int, measured: Sequence[Speed], exchange_s: float) -> ShareChange | None:
-        """Return the change that pays off in the long run. Any gain is enough to return to the even division."""
+        """Return the change that would pay off in the long run. For a return to the even division, any gain is
+        enough."""
         speeds = equalise(measured, self._even.count_micro_batches(samples), samples / len(measured), self._change)
         before_s = compute_s(self.division, samples, speeds, exchange_s)
         best = best_division(self._even, samples, speeds, self._largest, exchange_s, keeps_micro_batches=self._keeps)
@@ -160,8 +160,8 @@ def _limited(division: Division, micro_batch_size: int) -> Division:
 
 
 def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change: float) -> tuple[Speed, ...]:
-    """Return `speeds`, replaced by the median speed for all ranks whose time for `samples` differs from the median time
-    by at most the fraction `change`, or by no more than noise explains."""
+    """Return `speeds`, with the median speed for all ranks whose time for `samples` differs from the median time by at
+    most the fraction `change`, or by no more than noise explains."""
     times_s = [speed.step_s(samples, micro_batches) for speed in speeds]
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
@@ -174,21 +174,21 @@ def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change
 
 
 def reporting_interval(ranks: int, step_s: float = 0.0) -> int:
-    """Return the number of steps between two exchanges of the speeds of `ranks` ranks, if a step takes `step_s` (0 if
-    unknown)."""
+    """Return how many steps to take between two exchanges of the speeds of `ranks` ranks, if a step takes `step_s` (0
+    if unknown)."""
     usual = 1 + ranks // RANKS_A_STEP
     return min(usual, math.ceil(ranks * RANK_S / (SHARE * step_s))) if step_s > 0 else usual
 
 
 def exchange_each_s(layout: Layout, least_waited_s: float) -> float:
-    """Return the cost of a micro-batch's exchanges: the wait of the rank that waits least. It is 0 if ranks exchange
-    only once per step."""
+    """Return the time of the exchanges in a micro-batch, which is that of the rank that waits least; 0 if ranks
+    exchange only once per step."""
     return least_waited_s if layout.shards_parameters or layout.exchanges_every_backward else 0.0
 
 
 def counts_updates(layout: Layout, even: Division) -> bool:
-    """Return whether a rank's update delays only its own next passes. Otherwise every rank waits for the slowest one,
-    because it then gathers the parameters."""
+    """Return whether a rank's update delays only its own next passes. Otherwise every rank waits for the slowest
+    update, because the parameters are gathered next."""
     return layout.dp_shard == 1 and not even.in_step
 
 
@@ -198,10 +198,8 @@ def samples_per_s(speeds: Sequence[Speed | None]) -> float:
 
 
 def group_weights(rates: Sequence[float], change: float) -> tuple[float, ...]:
-    """Return each replica group's share of the samples, based on its samples per second.
-
-    Groups that differ by at most the fraction `change` count as equally fast. A rate of 0 is unknown and counts as the
-    median.
+    """Return each replica group's share of the samples, based on its samples per second. Groups that differ by at most
+    the fraction `change` count as equally fast. A rate of 0 means unknown, and counts as the median rate.
     """
     known = [rate for rate in rates if rate > 0]
     usual = median(known) if known else 1.0
@@ -231,13 +229,13 @@ def describe_speeds(speeds: Sequence[Speed]) -> str:
 
 # Decide when to drop a node, by weighing the time saved against the cost of a restart.
 #
-# This is the scheduler's last resort: sample shares, layers and layouts change without a restart, and still leave a
-# slow node some work. A node is dropped if even that work delays the other nodes longer than doing it themselves would,
-# or if a spare node can replace it. The decision is a pure function of measured times.
+# This is the scheduler's last resort: sample shares, layers and layouts can change without a restart, but they leave a
+# slow node some work. A node is dropped if it would be faster for the other nodes to do even that work themselves, or
+# if a spare node can replace it. The decision is a pure function of measured times.
 
 
 WORTH_LEAVING_OUT = 0.1
-"""A node is dropped if that saves at least this fraction of a step. The margin is large because steps without the node
+"""A node is dropped if that saves at least this fraction of a step. The margin is large, because steps without the node
 have not been measured."""
 
 
@@ -246,11 +244,11 @@ class RankTimes:
     """Compute times of the ranks in a step, excluding waits, indexed by global rank."""
 
     in_force_s: tuple[float, ...]
-    """Times in seconds with the current sample shares."""
+    """Compute times in seconds with the current sample shares."""
     even_s: tuple[float, ...]
-    """Times in seconds with even sample shares."""
+    """Compute times in seconds with even sample shares."""
     paces: tuple[float, ...]
-    """Ratio of each rank's time to the usual time for its work; 1 if it counts as usual."""
+    """Pace of each rank: the ratio of its time to the usual time for its work, or 1 if considered usual."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ class Gain:
     node: int
     """Index of the node: its first rank is this index times the number of ranks per node."""
     pace: float
-    """Pace of its slowest rank."""
+    """Pace of the node's slowest rank."""
     before_s: float
     """Current duration of a step, in seconds."""
     kept_s: float
@@ -270,7 +268,7 @@ class Gain:
 
     @property
     def saved_s(self) -> float:
-        """Return the minimum seconds that each step saves."""
+        """Return the minimum time that each step saves, in seconds."""
         return self.kept_s - self.expected_s
 
 
@@ -279,8 +277,8 @@ def gain_without_slowest(
 ) -> Gain | None:
     """Return the gain from dropping the node with the slowest rank; None if that is not worthwhile.
 
-    `step_s`: current seconds per step. `best_s`: the slowest rank's compute time with the node, in the best case.
-    `work`: growth factor of each rank's work without the node (1 if a spare node replaces it).
+    `step_s`: current step time in seconds. `best_s`: the slowest rank's compute time in the best case that keeps the
+    node. `work`: factor by which each rank's work grows without the node (1 if a spare node replaces it).
 
     All parts of a step except the slowest rank's compute time are assumed to stay the same. The remaining ranks keep
     their paces, and the dropped node's work is assumed to be done at the usual pace."""
@@ -310,8 +308,8 @@ def best_shares_s(layout: Layout, even: Division, samples: int, speeds: Sequence
 
 
 def data_rows(layout: Layout) -> list[list[int]]:
-    """Return, for each data-parallel rank, its global ranks, which work on the same samples. `pp` is the outermost
-    axis, and `cp` and `tp` are the innermost."""
+    """Return, for each data-parallel rank, the global ranks that work on its samples. `pp` is the outermost axis, and
+    `cp` and `tp` are the innermost."""
     inner = layout.cp * layout.tp
     rows = layout.data_parallel_size
     return [
@@ -321,8 +319,8 @@ def data_rows(layout: Layout) -> list[list[int]]:
 
 
 def added_work(before: Layout, after: Layout, samples: int) -> float:
-    """Return the largest work of any rank in layout `after`, divided by the mean work in `before`, for a step of
-    `samples`."""
+    """Return the largest amount of work of any rank in layout `after`, divided by the mean in layout `before`, for a
+    step of `samples`."""
     most = math.ceil(samples / after.data_parallel_size)
     mean = samples / before.data_parallel_size
     return (most / _split(after)) / (mean / _split(before))
@@ -334,16 +332,16 @@ def _split(layout: Layout) -> int:
 
 
 class LeaveOutScheduler:
-    """Decide when dropping a node pays off: as in the ski-rental problem, once the time lost by keeping it equals the
-    cost of a restart, provided that the remaining steps recover that cost."""
+    """Decides when dropping a node pays off. As in the ski-rental problem, this is once the time lost by keeping the
+    node equals the cost of a restart, provided that the remaining steps recover that cost."""
 
     def __init__(self) -> None:
         self._rental = SkiRental[int]()
         self._node: int | None = None
 
     def note_steps(self, gain: Gain | None, steps: int, remaining_steps: int, cost_s: float) -> Gain | None:
-        """Record `steps` steps during which `gain` was expected. Return it if the node should be dropped now. `cost_s`:
-        time from stopping to the first step after the restart."""
+        """Record `steps` steps during which `gain` was expected from dropping a node. Return the gain if the node
+        should be dropped now. `cost_s`: time from stopping to the first step after the restart."""
         node = None if gain is None else gain.node
         if node != self._node:
             self._node = node

@@ -1,4 +1,4 @@
-"""Make a change once the time lost without it equals its cost.
+"""Make a change once the time lost without it equals the cost of the change.
 
 As in the ski-rental problem (Karlin et al., 1988), the total loss is never more than twice the optimum.
 """
@@ -11,33 +11,32 @@ from typing import Generic, TypeVar
 Choice = TypeVar("Choice")
 ADVICE_S = 30.0
 """Advice is given once a change has been wanted for this many seconds of training. Waiting costs nothing, because
-advice changes nothing. On a busy machine, other programs may slow different ranks for a few seconds each."""
+advice changes nothing, and on a busy machine, other programs may slow one rank after another for a few seconds each."""
 
 
 def patience_s(mode: str) -> float:
-    """Return the minimum number of seconds that a scheduler in this mode waits before a decision."""
+    """Return the minimum time in seconds that a scheduler in this mode waits before a decision."""
     return 0.0 if mode == "auto" else ADVICE_S
 
 
 class SkiRental(Generic[Choice]):
-    """Track the wanted change, step by step."""
+    """Tracks, step by step, the change that is wanted."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: minimum number of seconds of steps before a decision."""
+        """`patience_s`: minimum time of steps, in seconds, before a decision."""
         self._patience_s = patience_s
         self._waited_s = 0.0
         self._lost_s = 0.0
         self._given: Choice | None = None
-        """A choice that was decided but not applied, such as advice. It is not decided again for as long as it is
-        wanted."""
+        """A choice that was made but not applied, such as advice. It is not made again while it remains wanted."""
 
     def forget(self) -> None:
-        """Reset: nothing is wanted."""
+        """Reset to the state in which no change is wanted."""
         self.count_anew()
         self._given = None
 
     def count_anew(self) -> None:
-        """Reset the lost time."""
+        """Set the lost time to 0."""
         self._waited_s = self._lost_s = 0.0
 
     def note_steps(

@@ -1,10 +1,8 @@
-"""Measure how fast a rank computes: the time of a micro-batch as a function of its samples, and when that has changed.
+"""Measure how fast a rank computes: the time of a micro-batch as a function of its samples, and when this time changes.
 Also measure how much slower than usual each rank of a layout is, and which gradient bucket size leads to the shortest
-waits.
-
-A rank's own compute time shows its speed. The time of a full step does not, because all ranks wait for the slowest. A
-change is confirmed when several consecutive steps lie outside the rank's own noise; fewer steps suffice if they lie far
-outside. Greyhound (arXiv:2410.12588) also confirms changes of 10% and more."""
+waits. A rank's own compute time shows its speed. The time of a full step does not, because all ranks wait for the
+slowest. A change is confirmed when several consecutive steps lie outside the rank's own noise; fewer steps suffice if
+they lie far outside. (Greyhound, arXiv:2410.12588, also confirms changes of 10% and more.)"""
 
 from __future__ import annotations
 
@@ -20,54 +18,56 @@ from trainspec_cli.recipe.keys.layout import Layout
 FIRST_STEPS = 8
 """Minimum number of steps to learn a rank's first speed; noisy steps require more."""
 SKIPPED_STEPS = 2
-"""Steps to skip after a start or a change of sample shares, because they include compiling and warm-up."""
+"""Number of steps to skip after a start or a change of sample shares, because they include compiling and warm-up."""
 CONFIRMING_STEPS = 3
 """Number of consecutive steps that confirm a change."""
 CLEAR_FACTOR = 2.0
 CLEAR_STEPS = 2
 CLEAR_S = 30.0
 """A change of more than `CLEAR_FACTOR` times the noise is clear: `CLEAR_STEPS` consecutive steps confirm it if they
-take at least `CLEAR_S` seconds in total. Work that runs alongside training, such as writing a checkpoint, ends
-sooner."""
+take at least `CLEAR_S` seconds in total. (Work that runs alongside training, such as writing a checkpoint, ends
+sooner.)"""
 SETTLING_S = 1.0
-"""Other work on the machine that takes less time than this does not count as a change of a rank's speed."""
+"""Slow steps that take less time than this in total, in seconds, are due to other work on the machine and not to a
+change of a rank's speed."""
 REFINING_STEPS = 10
-"""After a change in speed or shares, the speed is replaced by the median of this many steps without a further change,
-because the few steps that confirmed the change are noisy."""
+"""After a change in speed or shares, the speed is refined: it becomes the median of this many steps without another
+change, because the few steps that confirmed the change are noisy."""
 REMEMBERED_STEPS = 50
-"""Number of steps whose noise is remembered. After this many steps, a speed is accepted however noisy it is."""
+"""Number of steps from which noise is estimated. After this many steps, a speed is accepted even if it is noisy."""
 STEEP = 1.35
-"""A change by more than this factor shows within `CONFIRMING_STEPS` steps, even while a speed is being learnt. If steps
-vary by 5%, every change by a factor of 1.5 or more shows, and noise never does."""
+"""A change by more than this factor is detected within `CONFIRMING_STEPS` steps, even while a speed is being learnt. If
+steps vary by 5%, every change by a factor of 1.5 or more is detected, and noise never is."""
 EARLY_NOISE = 1 - 1 / STEEP
-"""Noise assigned to a speed that is not settled: ranks count as equally fast up to the factor `STEEP`."""
+"""Noise assigned to a speed that is not settled, so that ranks count as equally fast up to the factor `STEEP`."""
 SEPARABLE = 0.25
-"""The fixed part of a micro-batch's time is fitted only from two sizes that differ by at least this fraction. With
-closer sizes, noise would be mistaken for a fixed part."""
+"""The fixed part of a micro-batch's time is fitted only to two sizes that differ by at least this fraction. If they
+were closer, noise would be mistaken for a fixed part."""
 OFF_THE_LINE = 0.15
-"""If the size of micro-batches changes by this fraction, their time may not lie on the fitted line, so the speed is
+"""If the size of micro-batches changes by this fraction, their time may not be on the fitted line, so the speed is
 measured again."""
 NOISE_FACTOR = 4.0
-"""A step that is more than this many standard deviations (median absolute deviation x 1.4826) away lies outside the
-noise."""
+"""A step is outside the noise if it is more than this many standard deviations (median absolute deviation x 1.4826)
+from the median."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Time in seconds of a micro-batch's forward and backward pass: `fixed_s`, plus `per_sample_s` for each of its
-    samples."""
+    """A micro-batch's forward and backward pass takes `fixed_s`, plus `per_sample_s` for each of its samples, in
+    seconds."""
 
     fixed_s: float
     per_sample_s: float
     noise: float = field(default=0.0, compare=False)
     """Relative uncertainty of the speed, from the spread of the steps it was learnt from."""
     shown_steps: int = field(default=0, compare=False)
-    """Number of steps that confirmed it as a change. The time lost in them counts when deciding on a response."""
+    """Number of steps that confirmed the speed as a change. The time lost in these steps counts when a response is
+    decided."""
     is_settled: bool = field(default=True, compare=False)
-    """True if it was learnt from enough steps for small differences to be meaningful."""
+    """True if the speed was learnt from so many steps that small differences are meaningful."""
     update_s: float = 0.0
-    """Time of the update that the rank makes after the passes, before its next ones, whatever its samples. It is 0 if
-    every rank waits for the slowest update."""
+    """Time of the rank's update between the passes of two steps, which does not depend on its samples. It is 0 if every
+    rank waits for the slowest update."""
 
     def time_s(self, samples: float, micro_batches: int) -> float:
         """Return the time in seconds of the passes for `samples` samples in `micro_batches` micro-batches."""
@@ -87,11 +87,9 @@ class Speed:
 
 
 def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
-    """Return the part of a rank's step time, in seconds, that reflects its speed; `garbage_s` of its passes was garbage
-    collection.
-
-    Data loading, checkpoints and garbage collection do not reflect how fast a rank computes, and do not shrink with its
-    share of the samples."""
+    """Return the part of a rank's step time, in seconds, that reflects its speed. Data loading, checkpoints and garbage
+    collection (`garbage_s` of the passes) do not reflect how fast a rank computes, and do not shrink with its share of
+    the samples."""
     return max(0.0, parts_s["forward"] + parts_s["backward"] - garbage_s)
 
 
@@ -99,13 +97,13 @@ class _Seen(NamedTuple):
     """A rank's speed as measured in one step."""
 
     pace: float
-    """Compute time divided by the time expected from the rank's speed."""
+    """Compute time, divided by the time that the rank's speed predicts."""
     passed_s: float
     """Duration of the step."""
 
 
 class SpeedTracker:
-    """Track one rank's speed from its own steps."""
+    """Tracks one rank's speed from its own steps."""
 
     def __init__(self, change: float, settling_s: float = 0.0):
         """`change`: the smallest relative change that is confirmed. `settling_s`: minimum total duration of the steps
@@ -114,24 +112,25 @@ class SpeedTracker:
         self._settling_s = settling_s
         self._speed: Speed | None = None
         self._learnt = StepShape(0, 1)
-        """Shape of the steps that determined the speed."""
+        """The shape (samples and micro-batches) of the steps that determined the speed."""
         self._learning = list[_Seen]()
-        """Steps that will determine the next speed; in this list, a pace is a time in seconds."""
+        """The steps that will determine the next speed. In this list, paces are times in seconds."""
         self._early: Speed | None = None
-        """Preliminary speed from these steps, if it differs sharply from the known one."""
+        """The preliminary speed from these steps, if it differs sharply from the known speed."""
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        """Ratio of measured to expected time, for steps without a change."""
+        """The ratio of measured to expected time in steps without a change."""
         self._updates_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        """Durations of the latest updates."""
+        """The durations of the latest updates."""
         self._departed = list[_Seen]()
         """The latest consecutive steps that showed a change."""
         self._unrefined: list[float] | None = None
         """Paces of the steps since a change; None once the speed is refined."""
         self._refined_at = StepShape(0, 1)
         self._shape, self._steps = StepShape(0, 1), 0
-        """The shape of the latest steps, and the number of consecutive steps with that shape."""
+        """The shape of the latest steps, and the number of consecutive steps that had it."""
         self._skipped: _Seen | None = None
-        """The last skipped step of a shape. It counts towards a sharp change if the following steps also show one."""
+        """The last skipped step with this shape. It counts towards a sharp change if the following steps also show the
+        change."""
 
     @property
     def speed(self) -> Speed | None:
@@ -147,8 +146,8 @@ class SpeedTracker:
     def note(
         self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0, update_s: float = 0.0
     ) -> None:
-        """Record a step where this rank computed for `compute_s` and waited for others for `waited_s`. Waiting time
-        does not reflect its speed, but counts towards the duration of the steps. `update_s`: as in `Speed`."""
+        """Record a step in which this rank computed for `compute_s` and waited for others for `waited_s`. Waiting does
+        not reflect the rank's speed, but counts towards the duration of the steps. `update_s`: as in `Speed`."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
             self._begin(shape)
@@ -165,8 +164,8 @@ class SpeedTracker:
             self._compare(seen, self._speed.time_s(*shape), self._speed)
 
     def _begin(self, shape: StepShape) -> None:
-        """Start a series of steps with a different shape. Micro-batch sizes that have been processed before need no
-        warm-up."""
+        """Start a series of steps with another shape. No warm-up is needed for micro-batch sizes that have been
+        processed before."""
         if shape.samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
             self._unrefined = []
         warms_up = not shape.sizes <= self._shape.sizes
@@ -184,8 +183,9 @@ class SpeedTracker:
         self._shape = shape
 
     def _learn(self, seen: _Seen) -> None:
-        """Learn until the median's error is smaller than a change. A sharp change in the meantime restarts learning:
-        the steps before and after it have no common median, and their spread would count as noise."""
+        """Learn until the error of the median is smaller than a change. A sharp change in the meantime restarts
+        learning, because the steps before and after it have no common median, and their spread would be taken for
+        noise."""
         known = self._learning[: len(self._learning) - len(self._departed)]
         self._learning.append(seen)
         middle_s = median(one.pace for one in known) if known else seen.pace
@@ -215,8 +215,8 @@ class SpeedTracker:
         self._accept(found, len(paces))
 
     def _estimate_early(self, shown: Sequence[_Seen]) -> None:
-        """Publish a preliminary speed if the known one does not explain the first steps. It uses the lower quartile of
-        their times, so that individual disturbed steps do not count."""
+        """Set a preliminary speed if the known speed does not explain the first steps. It is based on the lower
+        quartile of their times, so that single disturbed steps do not count."""
         if len(shown) < CONFIRMING_STEPS or sum(one.passed_s for one in shown) < self._settling_s:
             return
         measured_s = sorted(one.pace for one in shown)[(len(shown) - 1) // 4]
@@ -233,21 +233,23 @@ class SpeedTracker:
         return through(self._learnt, self._speed, self._shape, measured_s)
 
     def _accept(self, speed: Speed, steps: int, shown_steps: int = 0) -> None:
-        """Set the speed to the median of `steps` steps; a median's standard error is 1.25 deviations / sqrt(steps)."""
+        """Set the speed to the median of `steps` steps. The standard error of a median is 1.25 deviations /
+        sqrt(steps)."""
         noise = 1.25 * self._limit(self._paces) / math.sqrt(steps)
-        # The number of steps counts, not only the noise. On a rank whose steps always vary widely, noise never falls
-        # below EARLY_NOISE, and no decision that needs settled speeds on all ranks would ever be made.
+        # A speed is also settled after many steps, regardless of the noise. If the steps of one rank always vary
+        # widely, its noise never falls below EARLY_NOISE, and decisions that need settled speeds on all ranks would
+        # never be made.
         is_settled = noise < EARLY_NOISE or steps >= FIRST_STEPS
         self._speed = replace(
             speed, noise=noise, shown_steps=shown_steps, is_settled=is_settled, update_s=self._update_s(steps)
         )
 
     def _update_s(self, steps: int) -> float:
-        """Return the median duration of the last `steps` updates, which showed a speed."""
+        """Return the median duration of the updates in the last `steps` steps, from which a speed was learnt."""
         return median(list(self._updates_s)[-steps:])
 
     def _are_enough(self, paces: Sequence[float]) -> bool:
-        """Return whether these steps suffice to learn a speed; a few suffice if the rank's noise is known."""
+        """Return whether these steps suffice to learn a speed. A few steps suffice if the rank's noise is known."""
         steps = len(paces)
         least = CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
         noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
@@ -272,8 +274,8 @@ class SpeedTracker:
                     self._unrefined = None
                     self._refined_at = self._shape
             elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
-                # A change that is too small to show in single steps appears in the median of all remembered ones, once
-                # more than half of them came after it.
+                # A change that is too small to show in single steps shows in the median of all remembered steps, once
+                # more than half of them are from after the change.
                 self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])
             return
         if self._confirms(seen, noise):
@@ -298,14 +300,14 @@ class SpeedTracker:
 
     @staticmethod
     def _limit(paces: Collection[float]) -> float:
-        """Return how far noise can move a step from the median of `paces`; 0 if there are too few of them."""
+        """Return how far noise can move a step from the median of `paces`; 0 if there are too few paces."""
         if len(paces) < FIRST_STEPS:
             return 0.0
         return NOISE_FACTOR * spread(paces)[1]
 
 
 def spread(values: Collection[float]) -> tuple[float, float]:
-    """Return the median and a robust standard deviation (median absolute deviation x 1.4826)."""
+    """Return the median, and a robust estimate of the standard deviation (median absolute deviation x 1.4826)."""
     middle = median(values)
     return middle, 1.4826 * median(abs(value - middle) for value in values)
 
@@ -317,7 +319,7 @@ def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
 
 
 class StepShape(NamedTuple):
-    """A rank's samples in a step."""
+    """The number of samples and micro-batches of a rank in a step."""
 
     samples: int
     micro_batches: int
@@ -338,10 +340,8 @@ class StepShape(NamedTuple):
 
 
 def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) -> Speed:
-    """Return the speed that explains both the known time of one shape and the measured time of another.
-
-    If that would require a negative fixed part, the device itself has become slower or faster, and the known speed is
-    scaled."""
+    """Return the speed that explains both the known time of one shape and the measured time of another. If the fixed
+    part would have to be negative, the device itself has become slower or faster, so the known speed is scaled."""
     known_s = known.time_s(*before)
     determinant = before.micro_batches * now.samples - now.micro_batches * before.samples
     if determinant:
@@ -357,7 +357,7 @@ def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) 
 
 class PaceTracker:
     def __init__(self, change: float):
-        """`change`: a rank whose time differs from the usual one by at most this fraction counts as usual."""
+        """`change`: a rank is considered usual if its time differs from the usual time by at most this fraction."""
         self._change = change
         self._paces: tuple[float, ...] = ()
         self._layout: Layout | None = None
@@ -365,8 +365,8 @@ class PaceTracker:
         """Usual compute time of the ranks in each pipeline stage."""
 
     def note(self, layout: Layout, times_s: Sequence[float]) -> tuple[float, ...]:
-        """Record the compute time of each global rank in a step with even sample shares. Return its ratio to the usual
-        time; 1 if it counts as usual."""
+        """Record the compute time of each global rank in a step with even sample shares. Return the ratio of each to
+        the usual time, or 1 if it is considered usual."""
         rows = [times_s[slice(*place)] for place in _stages(layout)]
         if layout != self._layout:
             known = self._paces if len(self._paces) == len(times_s) else (1.0,) * len(times_s)
@@ -389,24 +389,24 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
 
 # Find the bucket size for summing gradients, by trying several sizes in a run's first steps.
 #
-# A large bucket pays the latency of an exchange once for many gradients, but leaves more of the last exchange exposed
-# after the backward pass. b* = sqrt(S a B) balances the two, for S bytes, latency a and bandwidth B. The first steps
-# try sizes around it in turn, and the run keeps the size with the shortest waits. All ranks see the same measurements
-# and make the same decision.
+# With large buckets, the latency of an exchange is paid once for many gradients, but more of the last exchange is
+# exposed after the backward pass. The optimum is b* = sqrt(S a B), for S bytes, latency a and bandwidth B. The first
+# steps try sizes around b* in turn, and the run keeps the size with the shortest waits. All ranks see the same
+# measurements and make the same decision.
 
 
 ONE_BY_ONE = 0
-"""Bucket size that means one bucket per block."""
+"""The bucket size that stands for one bucket per block."""
 WARM_STEPS = 3
-"""Number of first steps after a start, which are spent connecting and warming up."""
+"""Number of steps after a start that are not used as trials, because they connect and warm up."""
 ROUNDS = 3
 """Number of trials of each size."""
 SPREAD = 4
 """Ratio between neighbouring sizes."""
 WORTH = 0.01
-"""Other sizes are tried only if at least this fraction of a step is spent waiting."""
+"""Other sizes are tried only if at least this fraction of a step is spent waiting for gradients."""
 BETTER = 0.95
-"""A size replaces the first one if its waits are below this fraction."""
+"""A size replaces the first size if its waits are below this fraction of the first size's waits."""
 
 
 def sizes_to_try(total_bytes: int, block_bytes: int, planned_bytes: float | None) -> tuple[int, ...]:
@@ -426,7 +426,7 @@ def _between(least: float, size: float, most: float) -> int:
 
 @dataclass
 class BucketTries:
-    """Trials of `sizes` in turn, one per step."""
+    """Runs trials of `sizes` in turn, one per step."""
 
     sizes: Sequence[int]
     waited_s: dict[int, list[float]] = field(default_factory=dict)
@@ -441,18 +441,18 @@ class BucketTries:
 
     @property
     def best(self) -> int:
-        """Return the size with the shortest waits, or the first size if its waits are hardly longer."""
+        """Return the size with the shortest waits, or the first size if its waits are not much longer."""
         usual_s = self.usual_s
         least = min(usual_s, key=lambda size: usual_s[size])
         return least if usual_s[least] < BETTER * usual_s.get(self.sizes[0], math.inf) else self.sizes[0]
 
     @property
     def usual_s(self) -> dict[int, float]:
-        """Return the median wait for gradients per step, for each size that was tried."""
+        """Return the median wait for gradients per step for each size that was tried."""
         return {size: median(seconds) for size, seconds in self.waited_s.items()}
 
     def note(self, size: int, waited_s: float, step_s: float) -> None:
-        """Record a step of `step_s` with buckets of `size` and a mean wait of `waited_s`."""
+        """Record a step of `step_s` seconds with buckets of `size` bytes and a mean wait of `waited_s` seconds."""
         if size not in self.sizes or self.is_done:
             return
         self.waited_s.setdefault(size, []).append(waited_s)

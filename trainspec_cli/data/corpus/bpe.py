@@ -28,12 +28,12 @@ MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
 MIN_VOCAB_SIZE = 257
-"""256 bytes and the end-of-document token."""
+"""The smallest vocabulary: 256 bytes and the end-of-document token."""
 
 WORD_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word with the preceding space or sign
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
     r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs with the line end and the next line's indentation
+    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, followed by the line end and the next line's indentation
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
@@ -64,8 +64,8 @@ def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) ->
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """Split words in `text` that are longer than `MAX_WORD_CHARS`, because training time grows with the square of a
-    word's length."""
+    """Split words that are longer than `MAX_WORD_CHARS`, because training time grows with the square of a word's
+    length."""
     start = 0
     for long in _LONG_WORD.finditer(text):
         yield text[start : long.end()]
@@ -80,12 +80,11 @@ def load(file: Path) -> Tokenizer:
     try:
         tokenizer = _read_tokenizer(file)
         empty = not tokenizer.get_vocab_size()
-    except ValueError as error:  # the library does not raise a more specific error
+    except ValueError as error:  # the library raises no more specific error
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")
-    # Tokenizer files of published models truncate texts to the model's maximum length, which would lose the rest of
-    # each document.
+    # Disable truncation: tokenizer files of published models truncate texts to the model's maximum length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return _as_plain_text(tokenizer)
@@ -98,13 +97,13 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(text)
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # exceptions of the library
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # the library's exceptions
             raise ValueError(str(error)) from error
         raise
 
 
 def _as_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Make the tokenizer encode the spelling of a special token like any other text."""
+    """Make the tokenizer treat the spelling of a special token like any other text."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -115,9 +114,10 @@ def digest(tokenizer: Tokenizer) -> str:
 
 
 def count_vocab(tokenizer: Tokenizer) -> int:
-    """Return the highest id plus one, which is the number of rows that an embedding needs, including gaps."""
-    # This is not the number of entries: published vocabularies have gaps, and an id beyond the embedding would end the
-    # run.
+    """Return the highest id plus one, which is the number of rows that an embedding needs (including rows for unused
+    ids)."""
+    # This may exceed the number of entries, because published vocabularies have gaps. An id beyond the embedding would
+    # end the run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -132,7 +132,7 @@ def find_end_of_document(tokenizer: Tokenizer, spec: TokenizerSpec) -> int:
     raise _tokenizer_error(
         "no_end_of_document",
         f"{spec.path} has no token for {asked}; its special tokens: {' '.join(special[:20]) or 'none'}",
-        hint="data.tokenizer.end_of_document='TOKEN' names the one that ends a document",
+        hint="data.tokenizer.end_of_document='TOKEN' names the token that ends a document",
     )
 
 
@@ -158,7 +158,7 @@ def encode_template(token_folder: str | Path, text: str) -> list[int]:
 
 
 def until_special(token_folder: str | Path, ids: Sequence[int]) -> Sequence[int]:
-    """Truncate `ids` before the first special token, which ends a reply."""
+    """Truncate `ids` before the first special token, because it ends a reply."""
     added = _load_from(token_folder).get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
     return ids[: next((index for index, token_id in enumerate(ids) if token_id in special), len(ids))]
@@ -170,8 +170,8 @@ def decode(token_folder: str | Path, ids: Sequence[int]) -> str:
 
 
 def decode_parts(token_folder: str | Path, parts: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each part of a text. Parts are not decoded separately, because a decoder may treat the first
-    token of a text differently."""
+    """Return the text of each part of a token sequence. Parts are not decoded separately, because a decoder may treat
+    the first token of a text differently."""
     tokenizer = _load_from(token_folder)
     texts: list[str] = []
     ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Parse conversations and completions, one per line, into text where the spans to train on are marked."""
+"""Parse conversations and completions, one per line, into text in which the spans to train on are marked."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
     "ShareGPT": ("conversations",),
     "Alpaca": ("instruction",),
 }
-"""A record that has all of these fields has this format; the first match counts."""
+"""The fields of each format. A record has the first format whose fields it has."""
 ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
 PREFERENCE_FIELDS = ("chosen", "rejected")
-"""A record with both fields is a preference pair, which belongs to a kind of training that is not supported."""
+"""A record with both fields is a preference pair. Training on such pairs is not supported."""
 FIELDS = ("messages", "prompt", "completion", "conversations", "instruction", "input", "output", "system")
 REFUSED_FIELDS = ("history", *PREFERENCE_FIELDS)
 FIELDS_OF_TEMPLATES = ("tools", "documents")
@@ -46,7 +46,7 @@ COLUMNS = (*FIELDS, *REFUSED_FIELDS, *FIELDS_OF_TEMPLATES)
 """The columns to read from a table."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The usual roles of messages; a template may support others."""
+"""The usual roles in messages; a template may support others."""
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 SHAREGPT_TOOLS = ("tool", "function", "function_call", "function_response", "observation", "tool_call", "tool_response")
 _INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [...]}}'
@@ -59,7 +59,7 @@ def describe_formats(found: Iterable[ChatFormat]) -> str:
 
 
 class FormatError(ValueError):
-    """A record does not match its format; the message states what was found and what is allowed."""
+    """Raised if a record does not match its format. The message states what was found and what is allowed."""
 
     def __init__(self, got: str, allowed: str):
         super().__init__(got)
@@ -81,7 +81,7 @@ def find_format(record: Record) -> ChatFormat:
 
 def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
     """Return the format of a record in a file whose first record has the format `first`. Messages and completions may
-    be mixed. Raises FormatError for any other format, and for a record without a format."""
+    be mixed. Raises FormatError for any other mixture, and for a record in no known format."""
     if first is None:
         return find_format(record)
     allowed = f"this file's first record is {first}: each must be {SHAPES[first]}"
@@ -116,7 +116,7 @@ def to_messages(record: Record, of: ChatFormat) -> list[Record]:
             messages.append({"role": SHAREGPT_ROLES[role], "content": _text(turn, "value", name, "ShareGPT")})
         return messages
     if of == "Alpaca":
-        # The input follows the instruction, as in other programs.
+        # The input follows the instruction, as in other training programs.
         if record.get("history"):
             turns = SHAPES["ShareGPT"]
             raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
@@ -175,8 +175,8 @@ class Conversation:
 
     @property
     def is_chat(self) -> bool:
-        """Return whether a template writes every special token. A plain completion starts and ends with the tokenizer's
-        own special tokens."""
+        """Return whether a template has written all special tokens. (A plain completion starts and ends with the
+        tokenizer's own special tokens.)"""
         return self.format != "completions"
 
 
@@ -204,7 +204,7 @@ def parse_record(
 
 @lru_cache(maxsize=4)
 def template_of(tokenizer: str | None, wanted: str | None) -> ChatTemplate:
-    """Find the chat template when the first conversation needs it; completions do not need one."""
+    """Find the chat template when the first conversation needs it, because completions do not need one."""
     return find_template(expand(tokenizer) if tokenizer else None, wanted)
 
 

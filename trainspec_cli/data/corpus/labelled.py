@@ -26,7 +26,7 @@ class LabelledSamples(Protocol):
     def count(self, split: Split) -> int: ...
 
     def train(self, index: int, generator: np.random.Generator) -> Labelled:
-        """Return training sample `index`; the generator chooses its crop."""
+        """Return training sample `index`. The random generator chooses its crop."""
 
     def heldout(self, index: int) -> Labelled:
         """Return held-out sample `index`, always with the same crop."""
@@ -43,7 +43,7 @@ def open_samples(data: DataSpec, model: ConvModel, folder: Path | None) -> Label
 
 
 def find_samples(data: DataSpec, model: ConvModel) -> Path | None:
-    """Check that the folder exists and return it; None for phantoms. Raises the errors of `open_samples`."""
+    """Check the samples, and return their folder; None for phantoms. Raises the errors of `open_samples`."""
     folder = expand(data.path).absolute() if data.path else None
     open_samples(data, model, folder)
     return folder

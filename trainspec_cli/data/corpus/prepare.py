@@ -28,12 +28,12 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     """Return the folder from which to read `data`: a token folder, or a collection of several (see sources.py).
 
     Raises RecipeError (no such file, malformed text, too little text for one sample of `seq_len`, or parts with
-    different tokenizers) and MachineError (disk full, damaged folder). Several processes may request the same data at
+    different tokenizers) and MachineError (disk full, damaged folder). Several processes may prepare the same data at
     the same time."""
     parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
-    # Validation text must consist of tokens that the model knows, so it uses the first part's tokenizer.
+    # Validation text uses the tokenizer of the first part, because it must consist of tokens that the model knows.
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
     # A tokenizer file named by the recipe is kept, because conversations need the chat template in its folder.
     is_named = data.tokenizer.path is not None or not tokenizer.is_file()
@@ -72,7 +72,7 @@ def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress
         raise RecipeError(problems) from error
 
 
-# Prepared data in the cache. The name of a folder is a digest of everything that its tokens depend on.
+# Prepared data in the cache. A folder's name is a digest of everything that its tokens depend on.
 
 
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:
@@ -86,8 +86,8 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     elif spec.path is not None:
         content = expand(spec.path).read_bytes()
         tokenizer = ["given", hashlib.sha256(content).hexdigest(), spec.end_of_document]
-    # This uses the files' state instead of their content, because digesting terabytes would take longer than preparing
-    # them.
+    # The digest covers the files' state instead of their content, because digesting terabytes would take longer than
+    # preparing them.
     stats = [(str(file.resolve()), file.stat()) for file in ([] if data.is_own else files)]
     facts = {
         "schema": SCHEMA,
@@ -165,7 +165,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
         if document.conversation and tokenizer is not None:
             before = tokens_before_reply(document.conversation, tokenizer)
             if before is not None and before <= data.seq_len:
-                tokenizer = None  # a single reply within the length is enough
+                tokenizer = None  # a single reply that starts within the length is enough
             elif before is not None:
                 silenced.append((document.name, before))
     if silenced and tokenizer is not None:
@@ -201,14 +201,14 @@ def _token_folder(data: DataSpec) -> Path:
 
 
 def _check_length(folder: TokenFolder, data: DataSpec) -> None:
-    """Check that there is a sample to train on. Held-out text may be shorter, because it is evaluated in padded
-    windows."""
+    """Check that there is at least one training sample. Held-out text may be shorter than a sample, because it is
+    evaluated in padded windows."""
     seq_len = data.seq_len
     if folder.manifest.learns_parts:  # documents are packed into as many rows as they need
         rows = Packed(folder, "train", seq_len)
         if rows.is_empty:
             silenced: list[tuple[str, int]] = []
-            if data.source == "chat":  # a token folder does not record where its text came from
+            if data.source == "chat":  # for a token folder, the origin of its text is unknown
                 tokenizer = load(folder.path / TOKENIZER_FILE)
                 for one in documents(data, find_files(data)):
                     before = tokens_before_reply(one.conversation, tokenizer) if one.conversation else None
@@ -217,13 +217,13 @@ def _check_length(folder: TokenFolder, data: DataSpec) -> None:
             raise _all_silenced(data, rows.silenced, silenced)
         return
     tokens = folder.num_tokens("train")
-    if tokens <= seq_len:  # the last target is the next sample's first input
+    if tokens <= seq_len:  # plus one, because the last target is the next sample's first input
         got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} tokens and its last target"
         raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or add text"))
 
 
 def _all_silenced(data: DataSpec, count: int, silenced: list[tuple[str, int]]) -> RecipeError:
-    """Return the error for a source that has nothing to train on within `data.seq_len`."""
+    """Return the error for a source without a token to train on within `data.seq_len`."""
     got = f"each of {count:,} conversations has its first reply beyond data.seq_len={data.seq_len:,}: no row has a "
     got += "token to train on"
     if not silenced:

@@ -20,8 +20,8 @@ from trainspec_cli.data.corpus.source_files import cannot_read
 from trainspec_cli.recipe.json_text import json_text
 
 MAX_KINDS, MAX_MISTAKES = 20, 1000
-"""Reading stops after this many kinds of mistakes, or this many mistakes in total, because a file in a different format
-has one on each line."""
+"""Reading stops after this many kinds of mistakes, or this many mistakes in total, because a file in another format has
+a mistake on each line."""
 SHOWN_PLACES = 5
 BAD_DOCUMENT = "bad_document"
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
@@ -36,7 +36,7 @@ class BadDocument(RecipeError):  # noqa: N818 - it names what is wrong, like the
 
 
 class Mistakes:
-    """Lines, rows and files without a valid document. Each kind of mistake is listed once, with all of its
+    """Collects the lines, rows and files without a valid document. Each kind of mistake is listed once, with all of its
     locations."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Mistakes:
                 self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
                 self._kinds[key] = problem, []
-            # Otherwise a file in a different format would be read to its end, with a mistake on each line.
+            # Stop, because a file in another format would be read to its end, with a mistake on each line.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # the error is not about a single document
+        except RecipeError as error:  # the error concerns no single document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:
@@ -116,9 +116,8 @@ ROWS_AT_ONCE = 1024
 
 
 def table_rows(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Mapping[str, object]]:
-    """Yield rows with those columns of `wanted` that the file has.
-
-    Raises RecipeError with `hint` if it has none of them, and MachineError if the file is damaged."""
+    """Yield rows with those columns in `wanted` that the file has. Raises RecipeError with `hint` if it has none of
+    these columns, and MachineError if the file is damaged."""
     import pyarrow
 
     check_regular(file)
@@ -170,12 +169,13 @@ _FIRST = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\S)")
 
 
 JsonRecord = tuple[int, str, JsonObject]
-"""(first line, from 1; or `record 7` if it is in an array, whose records may share a line; fields)"""
+"""(first line, name, fields). Lines are counted from 1. The name, such as `record 7`, is empty except in arrays, whose
+records may share a line."""
 
 
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects in a file that either is a single array or has one object per line. `shape` states what each
-    must be."""
+    """Yield the objects in a file that is a single array or has one object per line. `shape`: the required form of
+    each, for messages."""
     try:
         with open_regular(file) as opened:
             first = _FIRST.match(opened.read(64 * 2**10))
@@ -198,7 +198,8 @@ def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRec
 
 
 def json_lines(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    """Yield the objects in lines numbered from 1; blank lines are skipped. `shape` states what a line must be."""
+    """Yield the objects in the lines, numbered from 1; blank lines are skipped. `shape`: the required form of a line,
+    for messages."""
     try:
         with open_regular(file) as lines:
             start = 0

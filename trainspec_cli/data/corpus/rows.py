@@ -1,8 +1,8 @@
 """Rows: the tokens and targets of one training sample, for any source.
 
-A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed
-whole, several per row, and only the targets to train on count. Both are pure functions of the files on disk, so a row's
-number identifies it."""
+A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed as a
+whole, several per row, and only the targets to train on count. Rows are a pure function of the files on disk, so a
+row's number identifies it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
     tokens: np.ndarray
     targets: np.ndarray
     documents: np.ndarray | None = None
-    """The document to which each token belongs, if attention must stay within documents."""
+    """The number of the document that each token belongs to, if attention must stay within documents."""
 
 
 class Rows(Protocol):
@@ -42,11 +42,11 @@ class Rows(Protocol):
     def read(self, index: int) -> Row: ...
 
     def counted(self, index: int) -> int:
-        """Return the number of targets in the row that count, without reading the row."""
+        """Return the number of targets in the row that count in the loss, without reading the row."""
 
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:
-    """Return a row where no target counts, used to fill up a batch."""
+    """Return a row in which no target counts, for filling up a batch."""
     tokens = np.zeros(seq_len, dtype=np.int64)
     targets = np.full(seq_len, IGNORED, dtype=np.int64)
     return Row(tokens, targets, np.full(seq_len, PADDING_DOCUMENT, dtype=np.int64) if documents else None)
@@ -60,7 +60,7 @@ class Windows:
     split: Split
     seq_len: int
     keeps_rest: bool = False
-    """True if the remainder at the end also becomes a row, with padding, because every token counts in evaluation."""
+    """True if the rest at the end also becomes a row, with padding. In evaluation, every token counts."""
     masks_documents: bool = False
 
     def __len__(self) -> int:
@@ -82,10 +82,9 @@ class Windows:
 
 
 class Packed:
-    """The documents of a split, each kept whole, several per row, packed by best fit, longest first (arXiv:2404.10830).
-
-    A document longer than a row is truncated at the end. If that leaves no target that counts, the document is
-    omitted."""
+    """The documents of a split, packed several per row without splitting them, by best fit, longest first
+    (arXiv:2404.10830). A document longer than a row is truncated at the end, or omitted if no target that counts is
+    left."""
 
     def __init__(self, folder: TokenFolder, split: Split, seq_len: int):
         self.folder = folder
@@ -95,15 +94,15 @@ class Packed:
         self._starts = index.starts
         whole = np.diff(index.starts) - 1
         self._lengths = np.minimum(whole, seq_len)
-        """Number of targets per document: all of its tokens except the first."""
+        """Number of targets of each document: all tokens except the first."""
         first_targets = index.starts[:-1] + 1
         before = index.learnt_before(first_targets)
         self._counts = index.learnt_before(first_targets + self._lengths) - before
         self._learnt = index
         self.cut = int((whole > seq_len).sum())
-        """Number of documents that lost their end."""
+        """Number of documents that were truncated."""
         self.silenced = int(((self._counts == 0) & (index.learnt_before(first_targets + whole) > before)).sum())
-        """Number of documents that lost all targets that count, and are therefore omitted."""
+        """Number of documents that were omitted, because truncation removed all targets that count."""
 
     @property
     def is_empty(self) -> bool:
@@ -115,12 +114,12 @@ class Packed:
         """Return the documents of each row."""
         rows: list[list[int]] = []
         room: list[tuple[int, int]] = []
-        """(tokens left, row), sorted."""
-        # Ties keep the order of the files, so that rows are the same on every machine.
+        """Sorted list of (number of free tokens, row)."""
+        # Documents of the same length keep the order of the files, so that rows are the same on every machine.
         order = np.lexsort((np.arange(len(self._lengths)), -self._lengths))
         for document in (int(d) for d in order if self._counts[d] > 0):
             length = int(self._lengths[document])
-            # The fullest row that still has enough space.
+            # Take the fullest row that still has enough space.
             fit = bisect.bisect_left(room, (length, -1))
             left, row = room.pop(fit) if fit < len(room) else (self.seq_len, len(rows))
             if row == len(rows):
@@ -177,7 +176,7 @@ class JoinedRows:
 
 
 def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: bool | None = None) -> Rows:
-    """Open a split with the settings in `data`. By default, `keeps_rest` is set only for held-out text."""
+    """Open a split with the settings in `data`. `keeps_rest`: see `Windows`; by default, set only for held-out text."""
     if folder.manifest.learns_parts:
         return Packed(folder, split, data.seq_len)
     rest = split == "heldout" if keeps_rest is None else keeps_rest
@@ -186,12 +185,12 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
 
 def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a row's first document (or of the entire row, if every token is trained on) and the mask of
-    those that are targets. The first token, which nothing predicts, gets the mask of the second."""
+    those that are targets. The first token, which is never a target, gets the mask of the second."""
     within = np.ones(len(row.tokens), dtype=bool)
     if row.documents is not None and (row.targets == IGNORED).any():
         within = row.documents == row.documents[0]
     targets = row.targets[within]
     learnt = targets != IGNORED
-    last = targets[-1:][learnt[-1:]]  # if the last target is not trained on, it is unknown
+    last = targets[-1:][learnt[-1:]]  # a last target that is not trained on is unknown
     tokens = np.concatenate((row.tokens[within], last))
     return tokens, np.concatenate((learnt[:1], learnt))[: len(tokens)]

@@ -1,9 +1,9 @@
 """The order of samples: a pure function of seed and position, for one source or a weighted mixture of several.
 
 A position counts the samples of a run from 0, over all ranks and epochs. Sample i of a split consists of its tokens [i
-* seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, in a
-different order, regardless of the number of ranks. Any position can be located in O(1), so a run can resume
-anywhere."""
+* seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, each
+time in another order, regardless of the number of ranks. The sample at any position is found in O(1), so a run can
+resume anywhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
     Raises ValueError if there are no samples.
     """
     if samples <= 0:  # no index would be in range, and `permute` would never end
-        raise ValueError(f"{samples} samples have no order")
+        raise ValueError(f"{samples} samples cannot be ordered")
     epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), samples)
     indices = np.empty_like(within)
     for epoch in np.unique(epochs):
@@ -39,10 +39,10 @@ def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, 
 
 
 def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Map `indices` by the permutation of range(size) that seed and epoch determine.
+    """Map `indices` by a permutation of range(size) that depends on seed and epoch.
 
-    This is a Feistel network over the smallest near-square grid with at least `size` cells. An index outside of `size`
-    is mapped again until it is inside (cycle walking; Black and Rogaway 2002)."""
+    This is a Feistel network over the smallest near-square grid with at least `size` cells. A result that is not below
+    `size` is mapped again until it is (cycle walking; Black and Rogaway 2002)."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     width = max(1, math.isqrt(max(size - 1, 0)) + 1)
@@ -76,7 +76,7 @@ class SampleOrder(Protocol):
     def rows(self, positions: np.ndarray) -> list[Row]: ...
 
     def counted(self, positions: np.ndarray) -> int:
-        """Return the total number of targets that count in these rows."""
+        """Return the number of targets that count in the loss, in these rows together."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ class Shuffled:
 
 
 BLOCK = 1000
-"""Number of positions over which the proportions of a mixture are exact, up to rounding."""
+"""Size of a block of positions in which the proportions of a mixture are exact, up to rounding."""
 
 
 @dataclass(frozen=True)
 class Mixed:
     """A mixture of streams by weight. A stream advances only when a row is drawn from it.
 
-    Positions are divided into blocks. In each block, every stream has its share of the slots, which a permutation
-    distributes."""
+    Positions are divided into blocks. In each block, every stream has its share of the slots, and a permutation
+    distributes the slots."""
 
     streams: Sequence[SampleOrder]
     weights: Sequence[float]
@@ -139,7 +139,8 @@ class Mixed:
         return np.concatenate(([0], np.cumsum(slots)))
 
 
-# Choice of held-out documents, and splitting of long texts. Both depend only on content (or names), never on the order.
+# Choose held-out documents, and split long texts. Both depend only on content (or names), never on the order of
+# documents.
 
 
 PIECE_CHARS = 2**20
@@ -154,7 +155,7 @@ def content_hash(text: str) -> int:
 
 @dataclass
 class SplitScan:
-    """Counts and hash range of all documents, from a first pass over them."""
+    """Statistics of all documents, from a first pass over them."""
 
     documents: int = 0
     bytes: int = 0
@@ -172,7 +173,8 @@ class SplitScan:
 
 @dataclass(frozen=True)
 class HeldoutRule:
-    """Holds out the documents whose hash is below `threshold` or, if all documents are equal, the end of each one."""
+    """The rule for holding out documents: those whose hash is below `threshold` or, if all documents are equal, the end
+    of each one."""
 
     threshold: int
     cut_fraction: float | None = None
@@ -195,7 +197,7 @@ class HeldoutRule:
 
 
 def _cut(text: str, fraction: float) -> tuple[str, str]:
-    """Split off about the last `fraction`, at the start of a line if there is one nearby."""
+    """Split off about the last `fraction` of a text, at the start of a line if there is one nearby."""
     at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
     line_start = text.rfind("\n", 0, at) + 1
     if line_start > 0 and at - line_start < len(text) * fraction:
@@ -206,7 +208,7 @@ def _cut(text: str, fraction: float) -> tuple[str, str]:
 def pieces(text: str, max_chars: int = PIECE_CHARS) -> Iterator[str]:
     """Yield `text` in parts of about `max_chars`, divided at line ends with a visible character on both sides.
 
-    No token of a tokenizer trained by bpe.py spans such a division, so the parts are encoded to the same tokens as the
+    If the tokenizer was trained by bpe.py, no token spans such a division, so the parts yield the same tokens as the
     full text."""
     start = 0
     while len(text) - start > max_chars and (found := _LINE_END.search(text, start + max_chars - 1)):

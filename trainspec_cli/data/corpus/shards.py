@@ -33,8 +33,8 @@ from trainspec_cli.recipe.records import read_record, to_plain
 
 
 SCHEMA = 1
-"""Incremented whenever the files, their meaning or the way they are created change. Cached folders are then prepared
-again."""
+"""The version, which is incremented when the files, their meaning or their creation change. Cached folders are then
+prepared again."""
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -51,7 +51,7 @@ class Shard:
     """A name in the folder, or an absolute path if the file belongs to another program."""
     tokens: int
     sha256: str
-    """Empty if the file belongs to another program."""
+    """The file's SHA-256; empty if the file belongs to another program."""
     offset_bytes: int = 0
     """Byte offset of the ids in the file (0 in files written here)."""
 
@@ -71,23 +71,24 @@ class ShardManifest:
     schema: int
     dtype: Dtype
     vocab_size: int
-    """The size of the tokenizer; all ids are smaller."""
+    """The size of the tokenizer's vocabulary; all ids are smaller."""
     vocab_size_asked: int
-    """The requested size. It is larger than `vocab_size` if the text was too small to fill it."""
+    """The requested vocabulary size. It is larger than `vocab_size` if the text was too small to fill the
+    vocabulary."""
     end_of_document_id: int
     tokenizer_sha256: str
-    """Empty if the ids came without a tokenizer."""
+    """The digest of the tokenizer; empty if the ids came without one."""
     source: dict[str, str | int | None]
     """The source of the text, for information only."""
     heldout_fraction: float
     xz_bits_per_byte: float | None
-    """Size of the held-out text under `xz -9e`; null if Python was built without lzma."""
+    """Compressed size of the held-out text under `xz -9e`; null if Python was built without lzma."""
     train: SplitSummary
     heldout: SplitSummary
     learns_parts: bool = False
     """True if only some tokens of each document are trained on; if so, the folder has an index of documents."""
     own_tokenizer_sha256: str = ""
-    """The digest of the user-defined tokenizer if one produced the tokens. Its code is not stored in the folder."""
+    """If a user-defined tokenizer produced the tokens, its digest. The tokenizer's code is not stored in the folder."""
 
     @property
     def any_tokenizer_sha256(self) -> str:
@@ -123,8 +124,8 @@ def read_manifest(folder: Path) -> ShardManifest:
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
         manifest = read_record(ShardManifest, fields)
-        # The engine maps the shards by these numbers without reading them, so a wrong number would lead to training on
-        # the wrong tokens.
+        # The engine maps the shards without further checks, so a wrong number would lead to training on the wrong
+        # tokens.
         if manifest.dtype not in get_args(Dtype):
             raise ValueError(f"its ids are of type {manifest.dtype}")
         for name in SPLITS:
@@ -206,7 +207,7 @@ class ShardWriter:
 
     def _write(self, tokens: np.ndarray) -> None:
         assert self._file is not None
-        content = tokens.tobytes()  # ndarray.tofile would hide the errno of a full disk
+        content = tokens.tobytes()  # ndarray.tofile would hide the error code of a full disk
         self._file.write(content)
         self._digest.update(content)
         self._shard_tokens += len(tokens)
@@ -285,7 +286,8 @@ class TokenFolder:
         expected_bytes = shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
-        # Shards from other programs have no digest and may have a header, so only a lower bound on their size is known.
+        # For shards from other programs, only a lower bound on the size is known, because they have no digest and may
+        # have a header.
         if not shard.sha256:
             if shard.offset_bytes + expected_bytes > file.stat().st_size:
                 raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")
@@ -303,9 +305,9 @@ class Documents:
     """The index of a split's documents."""
 
     starts: np.ndarray
-    """(documents + 1,) of int64."""
+    """The first token of each document, and the end of the last: (documents + 1,) of int64."""
     mask: np.ndarray
-    """(tokens,) of uint8, memory-mapped: 1 if the token is trained on."""
+    """(tokens,) of uint8, memory-mapped; 1 means that the token is trained on."""
 
     def learnt(self, start: int, count: int) -> np.ndarray:
         """Return, as bool of shape (count,), whether each token starting at `start` is trained on."""
@@ -352,15 +354,13 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
 
 @contextmanager
 def publishing(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `folder`, which is renamed to `folder` when the block succeeds.
-
-    Raises FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or cannot be
-    written to; in these cases, the temporary folder is removed. Leftovers of a killed process are removed by the next
-    one."""
+    """Yield a temporary folder next to `folder`, which is renamed to `folder` when the block succeeds. Raises
+    FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or not writable; then
+    the temporary folder is removed. If a process was killed, the next call removes its temporary folder."""
     temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A killed process leaves its folder behind. Folders from other nodes stay, because their processes cannot be
+        # Remove the folders of killed processes. Folders from other nodes stay, because their processes cannot be
         # checked here.
         pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
         for entry in folder.parent.iterdir():
@@ -381,16 +381,16 @@ def publishing(folder: Path) -> Iterator[Path]:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        mask = os.umask(0)  # reading the umask requires setting it
+        mask = os.umask(0)  # the umask can be read only by setting it
         os.umask(mask)
-        temporary.chmod(0o777 & ~mask)  # so far only its owner can read it
+        temporary.chmod(0o777 & ~mask)  # temporary folders are readable only by their owner
         temporary.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(error.errno, "was created by another process", str(folder)) from error
         raise cannot_write(folder, error) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # already renamed on success
+        shutil.rmtree(temporary, ignore_errors=True)  # on success, the folder has been renamed already
 
 
 def _suffix() -> str:

@@ -14,9 +14,9 @@ from trainspec_cli.recipe.keys.run import DataSpec
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 STDLIB_LEFT_OUT = frozenset({
-    "site-packages", "dist-packages",  # these are not the standard library
-    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # some systems package these separately
-    "encodings", "pydoc_data",  # these are tables, not programs
+    "site-packages", "dist-packages",  # not part of the standard library
+    "test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo",  # packaged separately on some systems
+    "encodings", "pydoc_data",  # tables, not programs
 })  # fmt: skip
 
 
@@ -28,7 +28,7 @@ _SUFFIXES: dict[str, str | tuple[str, ...]] = {
     "nanogpt": ".bin",
     "megatron": ".bin",
 }
-"""The suffixes of the files to read in a folder."""
+"""The suffixes of the files that are read in a folder."""
 
 
 def source_of(file: Path) -> str:
@@ -48,7 +48,7 @@ def find_files(data: DataSpec) -> list[Path]:
                 hint="train on your own text: data=text data.path=FOLDER",
             )
     elif data.path:
-        # The file itself, the files below the folder (except hidden ones), or those that match the glob.
+        # Read the file itself, the files below the folder (except hidden ones), or those that match the glob.
         suffix = _SUFFIXES.get(data.source, "")
         place = expand(data.path)
         if exists(place):
@@ -80,7 +80,7 @@ def _walk(root: Path, suffix: str | tuple[str, ...], left_out: frozenset[str] = 
         raise cannot_read(Path(error.filename), error)
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        # Sorted in place, so that os.walk visits folders in the same order on every file system.
+        # Sort in place, so that os.walk visits folders in the same order on every file system.
         subfolders[:] = sorted(name for name in subfolders if name not in left_out and name[0] != ".")
         for name in sorted(names):
             if name.endswith(suffix) and name[0] != ".":

@@ -53,17 +53,17 @@ CHOOSE_FIELD = "set data.text_field=NAME to choose one"
 @dataclass(frozen=True)
 class Document:
     name: str
-    """The file, or `file:line`."""
+    """The origin of the document: the file, or `file:line`."""
     text: str
-    """Never empty, and always encodable as UTF-8."""
+    """The text, which is never empty and can always be encoded as UTF-8."""
     conversation: Conversation | None = None
-    """Set if only part of the text is trained on."""
+    """The spans to train on, if only part of the text is trained on."""
 
 
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
-    """Yield every non-empty document in `files`. The document that crosses `max_bytes` is truncated there.
+    """Yield every non-empty document in `files`. The document in which `max_bytes` is reached is truncated there.
 
-    Raises RecipeError at the end with each kind of mistake, or as soon as there are `MAX_MISTAKES` of them, and
+    Raises RecipeError with all kinds of mistakes, at the end or as soon as there are `MAX_MISTAKES` of them, and
     MachineError for a file that cannot be read."""
     mistakes = Mistakes()
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
@@ -83,7 +83,7 @@ def _read(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield the documents of one file."""
     if data.source == "python_stdlib":
         try:
-            with tokenize.open(file) as source:  # in the encoding that the file declares
+            with tokenize.open(file) as source:  # decodes the file as it declares
                 yield Document(str(file), source.read())
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
@@ -138,8 +138,8 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        # If the first record lacks the field, the entire file has a different format, and reading on would only repeat
-        # the mistake.
+        # If the first record lacks the field, the entire file has another format, and all other records would have the
+        # same mistake.
         fields = excerpt(", ".join(map(str, record)), 200) or "none"
         try:
             hint = f"set data=chat: these are conversations ({find_format(record)})"
@@ -177,7 +177,7 @@ COLLECTION = "collection.json"
 
 @dataclass(frozen=True)
 class CollectionPart:
-    """A training text, as listed in collection.json."""
+    """An entry of collection.json: one training text."""
 
     folder: str
     weight: float
@@ -207,7 +207,7 @@ class EvaluationText:
 @dataclass(frozen=True)
 class Collection:
     parts: Mapping[str, CorpusPart]
-    """The training texts by name. If there is only one, its name is ""."""
+    """The training texts by name. A single text has the name ""."""
     validation: Mapping[str, TokenFolder]
 
     @classmethod
@@ -263,7 +263,8 @@ class Collection:
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
-        """Return each part's held-out split and each complete validation set, leaving out empty ones."""
+        """Return the texts for evaluation, except empty ones: the held-out split of each part, and the complete
+        validation sets."""
         found = {
             name: EvaluationText(open_rows(part.folder, "heldout", data), part.folder.num_bytes("heldout"))
             for name, part in self.parts.items()
@@ -285,7 +286,8 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
-        with suppress(FileExistsError), publishing(folder) as temporary:  # unless another process has created it
+        # Write the folder, unless another process has created it.
+        with suppress(FileExistsError), publishing(folder) as temporary:
             (temporary / COLLECTION).write_text(text, encoding="utf-8")
     return folder
 

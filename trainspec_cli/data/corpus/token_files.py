@@ -1,6 +1,5 @@
-"""nanoGPT's and Megatron's token files, which are read in place.
-
-Like a shard, both contain consecutive ids, so only a manifest that names the files is written."""
+"""nanoGPT's and Megatron's token files, which are read in place. Like a shard, they contain consecutive ids, so it
+suffices to write a manifest that names them."""
 
 from __future__ import annotations
 
@@ -25,16 +24,16 @@ from trainspec_cli.data.corpus.shards import (
 from trainspec_cli.recipe.keys.run import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
-"""llm.c's files of the same kind start with a header of 256 int32 values."""
+"""llm.c's files are like nanoGPT's, but start with a header of 256 int32 values."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES: dict[int, Dtype] = {4: "uint32", 8: "uint16"}
-"""Megatron's dtype code -> type on disk (4 is int32; ids are never negative)."""
+"""Maps Megatron's dtype codes to types on disk (4 is int32; ids are never negative)."""
 MAX_INDEX_BYTES = 2**33
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
 def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
-    """Write a manifest of `files` to `folder`, and the tokenizer if one is named. Raises TrainspecError."""
+    """Write a manifest of `files` to `folder`, and the tokenizer if the spec names one. Raises TrainspecError."""
     dtype, train, heldout = _READERS[data.source](data, files)
     tokenizer = None
     end_id = -1
@@ -71,7 +70,7 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> tuple[Dtype, list[Sh
     for file in files:
         with open_regular(file) as content:
             begin = content.read(4)
-        # Both programs name these files .bin, so only the first bytes distinguish them.
+        # llm.c and nanoGPT both name their files .bin, so only the first bytes distinguish them.
         header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
         size = file.stat().st_size - header
         if size % TOKEN_BYTES["uint16"]:

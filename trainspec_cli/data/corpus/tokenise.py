@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 OnProgress = Callable[[str, float, int], None]
-"""Called with the phase, the completed fraction of all work (0 to 1), and the number of documents processed so far in
-the phase."""
+"""Reports progress: the phase, the completed fraction of all work (0 to 1), and the number of documents processed so
+far in the phase."""
 
 PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
 REPORTED_S = 1.0
@@ -81,7 +81,7 @@ def write_tokens(
     read = _read(data, files, "encoding", scan.bytes, on_progress)
     formats: set[ChatFormat] = set()
     if data.source == "chat":
-        assert encoder.tokenizer is not None, "a user-defined tokenizer is refused for conversations"
+        assert encoder.tokenizer is not None, "a user-defined tokenizer is rejected for conversations"
         conversations = (document.conversation for document in read if document.conversation)
         summaries, formats = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
         xz_bits_per_byte = None
@@ -114,8 +114,8 @@ def write_tokens(
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
-    """Yield each document, and report progress at every hundredth of the phase, and at least every `REPORTED_S`. A
-    compressed file contains more text than its size suggests, so its end is unknown."""
+    """Yield each document. Report progress at every hundredth of the phase, and at least every `REPORTED_S` seconds. A
+    compressed file contains more text than its size suggests, so the fraction is only an estimate."""
     begin, end = PHASES[phase]
     done_bytes = count = 0
     reported = -1.0
@@ -167,8 +167,8 @@ def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
     """Yield about `fraction` of the text, evenly distributed, always including the first text."""
     seen = taken = 0
     for text in texts:
-        # Taking only the first texts would result in the vocabulary of a single file. `<=` includes the first text, so
-        # that there is always one.
+        # Texts are taken from all files, because the first texts alone would yield the vocabulary of a single file.
+        # `<=` includes the first text, so that there is always one.
         if taken <= seen * fraction:
             taken += len(text)
             yield text
@@ -207,7 +207,7 @@ def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict[Split, SplitSummary], float | None]:
-    """Write the shards of both splits. Also return the xz bits per byte of the held-out text."""
+    """Write the shards of both splits. Return them together with the xz bits per byte of the held-out text."""
     dtype = choose_dtype(encoder.vocab_size)
     xz = XzMeter()
     with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
@@ -218,7 +218,7 @@ def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict
                 text = piece.text.encode()
                 ids = [*ids, encoder.end_id] if piece.ends_document else ids
                 writers[piece.split].append(ids, text_bytes=len(text), documents=int(piece.ends_document))
-                # Bits per byte are compared on held-out text, so only this text is compressed.
+                # Only held-out text is compressed, because bits per byte are compared on it.
                 if piece.split == "heldout":
                     xz.add(text)
         return {split: writer.finish() for split, writer in writers.items()}, xz.finish()
@@ -233,7 +233,7 @@ class XzMeter:
         except ImportError:  # Python was built without liblzma; the manifest records null
             self._compressor = None
         else:
-            # This is the strongest setting; a weaker one would make the model look better in the comparison.
+            # Use the strongest setting, because a weaker one would make the model look better in the comparison.
             self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
         self._text_bytes = self._xz_bytes = 0
 
@@ -253,9 +253,9 @@ class XzMeter:
 def write_conversations(
     conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
 ) -> tuple[dict[Split, SplitSummary], set[ChatFormat]]:
-    """Write the shards and document indices of both splits. Also return the formats of the conversations. Raises
-    RecipeError if there is no token to train on."""
-    tokenizer.encode_special_tokens = False  # keeps the template's own special tokens
+    """Write the shards and document indices of both splits. Return them together with the formats of the conversations.
+    Raises RecipeError if there is no token to train on."""
+    tokenizer.encode_special_tokens = False  # keeps the special tokens that the template writes
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     dtype = choose_dtype(bpe.count_vocab(tokenizer))
     masks: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -268,18 +268,18 @@ def write_conversations(
                 ids = list(encoding.ids)
                 learnt = _learnt(conversation.spans, encoding)
                 if conversation.is_chat:
-                    # A special token right after a reply ends the turn, so the model must learn it.
+                    # A special token right after a reply ends the turn, so it is trained on too.
                     is_special = np.array([token in special for token in ids], dtype=bool)
                     learnt = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
-                # Some tokenizers append the end token themselves; two of them would teach the model to end twice.
+                # Some tokenizers append the end token themselves. A second one would teach the model to end twice.
                 elif ids[-1:] != [end_id]:
                     ids.append(end_id)
                     learnt = np.append(learnt, True)
                 else:
                     learnt[-1] = True
                 num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
-                # A conversation is not split, because half a reply cannot be trained on. Its first part decides for all
-                # of it.
+                # A conversation is not split, because half a reply cannot be trained on. It goes to the split that the
+                # rule chooses for its first part.
                 is_train = bool(rule.parts(conversation.text)[0])
                 (train if is_train else heldout).append(ids, text_bytes=num_bytes, documents=1)
                 masks["train" if is_train else "heldout"].append(learnt.astype(np.uint8))
@@ -299,8 +299,8 @@ def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int
 
 
 def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
-    """Encode a batch with offsets. Rendered templates already contain special tokens; completions get those of the
-    tokenizer."""
+    """Encode a batch, with character offsets. Rendered templates already contain special tokens; completions get those
+    of the tokenizer."""
     encodings = {}
     for is_chat in (True, False):
         texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
@@ -313,7 +313,7 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
-        # A token that crosses the edge of a reply counts, because otherwise its text could not be trained on. Tokens
-        # without text do not count.
+        # A token that crosses the edge of a reply is marked, because otherwise its text would not be trained on. Tokens
+        # without text are not marked.
         learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
     return learnt

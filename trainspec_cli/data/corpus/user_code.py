@@ -1,7 +1,5 @@
-"""User-defined code for data: documents (`data.source=FILE.py:NAME`) and tokenizers.
-
-The code of a source is called only once, and its documents are written to a file, because preparation reads text three
-times."""
+"""User-defined code for data: sources of documents (`data.source=FILE.py:NAME`) and tokenizers. A source is called only
+once, and its documents are written to a file, because preparation reads text three times."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ ALLOWED = "expected text, {'text': text} or a list of token ids"
 ID_TYPE: Dtype = "uint32"
 MAX_ID = 2**31 - 1
 TextWriter = Callable[[DataSpec, Path], None]
-"""Called with the settings for reading a file of JSON lines, and the file."""
+"""A function that tokenises a file of JSON lines, given the settings for reading it and the file."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class OwnDocument:
     """One document, either as text or as ids."""
 
     number: int
-    """Counted from 1."""
+    """The document's number, counted from 1."""
     text: str | None = None
     ids: np.ndarray | None = None
 
@@ -72,8 +70,8 @@ def source_facts(data: DataSpec) -> dict[str, object]:
 
 
 def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
-    """Write the documents from the code to `folder`, as tokens; `write_text` tokenises a file of JSON lines. Raises
-    RecipeError for exceptions in the code, and for invalid documents."""
+    """Write the documents that the code yields to `folder`, as tokens. `write_text` tokenises a file of JSON lines.
+    Raises RecipeError for exceptions in the code, and for invalid documents."""
     (extension,) = SOURCE.named(data.source, data.options)
     documents = _limited(_documents(extension, data), data.max_bytes)
     first = next(documents, None)
@@ -149,7 +147,7 @@ def _mixed(extension: Extension, document: OwnDocument) -> RecipeError:
 
 
 def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterator[OwnDocument]:
-    """Yield documents up to the one that reaches `max_bytes` of text, so that the code may yield documents forever."""
+    """Yield documents until `max_bytes` of text are reached, so that the code may yield documents forever."""
     left_bytes = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         yield document
@@ -159,8 +157,8 @@ def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterato
 
 
 def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
-    """Write the ids one after another, as the code yields them. Documents are held out by a hash of their ids. The ids
-    come without a tokenizer, so their text is unknown."""
+    """Write the ids in the order in which the code yields them. Documents are held out by a hash of their ids. The text
+    of the ids is unknown, because no tokenizer comes with them."""
     given = {
         "data.max_bytes": data.max_bytes is not None,
         "data.tokenizer.path": data.tokenizer.path is not None,
@@ -184,7 +182,7 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
             largest = max(largest, int(document.ids.max(initial=0)))
     chosen = hold_out(names, data.heldout_fraction)
     is_heldout = [name in chosen for name in names]
-    if not chosen:  # all documents are equal, so the end of the last one is held out
+    if not chosen:  # if all documents are equal, the end of the last one is held out
         rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
         lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
     every = np.memmap(aside, dtype="<u4", mode="r")
@@ -221,7 +219,7 @@ LARGEST_VOCABULARY = 2**31
 
 
 class OwnTokenizer:
-    """Calls the user's code and checks its results. Raises RecipeError before a run has started, and WorkerError
+    """Calls the user's code and checks its results. Errors are RecipeErrors before a run has started, and WorkerErrors
     afterwards."""
 
     def __init__(self, data: DataSpec, error: type[RecipeError | WorkerError] = RecipeError):

@@ -1,7 +1,7 @@
 """Chat templates: render a conversation as the text on which its model was trained, and find the assistant's replies in
 it.
 
-Templates are untrusted programs. They run in Jinja's sandbox, which prevents access to anything else, in a separate
+Templates are untrusted programs. They run in Jinja's sandbox, which prevents access to anything outside, in a separate
 process with limited time and memory."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Message = Mapping[str, object]
 Span = tuple[int, int]
 WORKER = Path(__file__).with_name("template_worker.py")
 CPU_LIMIT_S = 10.0
-"""Processor time allowed per conversation."""
+"""Processor time allowed per conversation, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TemplateAnswer:
 class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
-    """Special tokens by name, which templates may use."""
+    """The special tokens that templates may use, by name."""
 
     def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
         """Render a conversation; with `asks`, up to the start of the assistant's reply.
@@ -64,7 +64,7 @@ class ChatTemplate:
     def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
         """Return the full text, and the spans of the assistant's replies. Raises the errors of `render`.
 
-        A reply is the text that changes with the reply's content, so templates may trim it or omit thoughts."""
+        A reply's span is the text that changes with the reply's content, so templates may trim it or omit thoughts."""
         answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
         return answer.text, [(start, end) for start, end in answer.spans]
 
@@ -107,7 +107,7 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
         source = _read_template(folder / CHAT_TEMPLATE)
     else:
         source = config.get("chat_template")
-        if isinstance(source, list):  # some tokenizers have several named templates, for tools or retrieval
+        if isinstance(source, list):  # some tokenizers have several named templates, such as for tools or retrieval
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
     if not isinstance(source, str):
@@ -140,14 +140,14 @@ def _bad_template(message: str) -> RecipeError:
 
 
 class TemplateProcess:
-    """Runs templates in a process that is started on first use, and restarted after the kernel has killed it for
-    exceeding a limit."""
+    """Runs templates in a process. It is started on first use, and restarted if the kernel has killed it for exceeding
+    a limit."""
 
     def __init__(self, source: str):
         self._source = source
         self._process: subprocess.Popen[str] | None = None
         self.fault = self._start().fault
-        """Why the template cannot run at all; empty if it can run."""
+        """Why the template cannot run at all; empty if it can."""
 
     def ask(self, question: Mapping[str, object]) -> TemplateAnswer:
         if self._process is None:

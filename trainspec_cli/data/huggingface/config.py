@@ -1,4 +1,4 @@
-"""Conversion between config.json and the engine's decoder. Keys without a counterpart are rejected with an error that
+"""Convert between config.json and the engine's decoder. Keys without a counterpart are rejected with an error that
 names them."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL_TYPES = tuple(_ARCHITECTURES)
 
 
 def model_type(model: ModelSpec) -> str:
-    """Return Hugging Face's model type for `model`. Raises RecipeError with every key that none of the types
+    """Return Hugging Face's model type for `model`. Raises RecipeError with all keys that none of the types
     supports."""
     problems = list(_misfits(model))
     if problems or not isinstance(model, DecoderModel):
@@ -113,7 +113,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
             written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
             written["truncate"] = scaling.whole_bounds
         config["rope_scaling"] = written
-    # Keys whose default for this type would be wrong.
+    # Add the keys whose default for this type would be wrong.
     if kind in ("mistral", "mixtral"):
         config["sliding_window"] = model.sliding_window
     if kind in ("llama", "qwen3", "qwen3_moe"):
@@ -134,7 +134,7 @@ def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:
 
 
 def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[object, object]]:
-    """Return the keys whose values make the two models compute different functions, with both values (asked, found).
+    """Return the keys whose values make two models compute different functions, each with its values (asked, found).
 
     Keys that affect only training, and unused keys, may differ."""
     mine = _comparable(asked)
@@ -157,7 +157,7 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     return {key: value for key, value in flat.items() if key not in _FREE and value is not None}
 
 
-# Reading
+# Read a config.json
 
 
 _EXPECTED: dict[str, tuple[JsonValue, ...]] = {
@@ -168,7 +168,7 @@ _EXPECTED: dict[str, tuple[JsonValue, ...]] = {
     "mlp_only_layers": ([], None),
     "quantization_config": (None,),
 }
-"""Keys that may change the architecture, with the values that leave it unchanged."""
+"""Keys that may change the architecture, each with the values that leave it unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +285,8 @@ def read_model(config: JsonObject, where: str) -> JsonObject:
 
 
 def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
-    """Return the keys of dataclass `cls`. Raises RecipeError that lists all negative numbers and all values of a type
-    that transformers would not write or, if there are none, the first missing key."""
+    """Return the fields of dataclass `cls`. Raises RecipeError, which lists all negative numbers and all values of a
+    type that transformers would not write or, without such values, names the first missing key."""
     kinds = get_type_hints(cls)
     wrong = []
     hint = "name a folder written by transformers"

@@ -27,7 +27,7 @@ MAX_TENSORS = 200_000
 SHOWN = 8
 """Maximum number of tensors named in a message."""
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-"""Tensors of old checkpoints that can be computed from config.json."""
+"""Tensors of old checkpoints that are ignored, because they can be computed from config.json."""
 
 
 def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
@@ -66,7 +66,7 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
 
 
 def check_count(model: DecoderModel) -> None:
-    """Raise RecipeError if a model has too many tensors to check by name."""
+    """Raise RecipeError if a model has too many tensors to check them by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
         message = f"{model.num_layers:,} layers of {experts:,} experts are too many tensors for one checkpoint"
@@ -83,7 +83,7 @@ def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder
 def compare_tensors(
     wanted: Mapping[str, Shape], shapes: Mapping[str, Shape], allowed: Collection[str], folder: Path
 ) -> list[Problem]:
-    """Name the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those with wrong
+    """List the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those with wrong
     shapes."""
     missing = [name for name in wanted if name not in shapes]
     extra = [name for name in shapes if name not in wanted and name not in allowed]

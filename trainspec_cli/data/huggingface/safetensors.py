@@ -1,6 +1,5 @@
-"""The safetensors format: the length in eight bytes, a JSON header, then the bytes of the tensors.
-
-It is implemented here so that reading a header does not require torch, and at most one tensor is in memory.
+"""The safetensors format: the header's length in eight bytes, a JSON header, and the bytes of the tensors. It is
+implemented here so that reading a header does not require torch, and at most one tensor is in memory.
 https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.records import read_record, to_plain
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The format's own limit on the size of a header."""
 MAX_EXTENT = 2**53
 MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -44,7 +43,7 @@ class HeaderEntry:
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, ...]
-    """Offsets of its first byte and of the byte after its last one, counted from the end of the header."""
+    """Offsets of the tensor's first byte and of the byte after its last one, counted from the end of the header."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTe
     if described.dtype not in DTYPE_BYTES:
         message = f"{file}: {name} is of type {described.dtype}; supported are {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "use a checkpoint that is not quantised"))
-    # The product of the dimensions is computed next, and an untrusted header could make it arbitrarily large.
+    # Check the dimensions before computing their product, which an untrusted header could make arbitrarily large.
     if len(shape) > MAX_DIMS or not all(0 <= number < MAX_EXTENT for number in (*shape, start, end)):
         raise ValueError(f"{name} has {list(shape)} as its shape, or offsets below 0")
     stored = StoredTensor(file, described.dtype, shape, data_start + start)
@@ -136,7 +135,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
         header[name] = to_plain(HeaderEntry(dtype, shape, (start, end)))
         start = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
-    # This aligns the tensors to 8 bytes, so that they can be mapped in place.
+    # Padding aligns the tensors to 8 bytes, so that they can be mapped in place.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -147,8 +146,8 @@ def _damaged(file: Path, what: str) -> MachineError:
 
 # The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table is used in
 # both directions: loading fills parameters from tensors, exporting splits parameters into them. Most tensors are a
-# complete parameter. A routed expert's matrices are parts of one, and are transposed. LoRA adapters use PEFT's names,
-# and have an adapter_config.json.
+# complete parameter. A routed expert's matrices are parts of a parameter, and are transposed. LoRA adapters use PEFT's
+# names, and have an adapter_config.json.
 
 
 Shape = tuple[int, ...]
@@ -183,7 +182,7 @@ class Piece:
 
     @property
     def tensor_shape(self) -> Shape:
-        """Return the shape in the file, without the expert dimension."""
+        """Return the tensor's shape in the file, which has no expert dimension."""
         shape = self.shape[-2:] if self.transposed else self.shape
         return shape[::-1] if self.transposed else shape
 
@@ -204,7 +203,7 @@ class Piece:
 @dataclass(frozen=True)
 class Parameter:
     name: str
-    """Its name in the engine's model."""
+    """The parameter's name in the engine's model."""
     shape: Shape
     pieces: tuple[Piece, ...]
 
@@ -214,7 +213,8 @@ class Parameter:
 
 
 def parameters(model: DecoderModel) -> list[Parameter]:
-    """Return every parameter of `model`, in checkpoint order. `config.model_type` must support the model."""
+    """Return every parameter of `model`, in checkpoint order. The model must be one that `config.model_type`
+    supports."""
     hidden = model.hidden_size
     vocab = model.vocab_size
     found = [_whole("embed.weight", EMBED, (vocab, hidden))]
@@ -281,7 +281,7 @@ def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
 
 
 def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
-    """Return the two halves of a matrix's adapter, (R, D) and (F, R); none if it has no adapter."""
+    """Return the two halves of a matrix's adapter, (R, D) and (F, R); nothing if the matrix has no adapter."""
     owner, _, leaf = parameter.name.rpartition(".")
     if not lora.rank or leaf != "weight" or not owner.startswith("blocks."):
         return []

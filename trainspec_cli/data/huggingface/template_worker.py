@@ -2,7 +2,8 @@
 
 Each JSON input line results in a JSON output line. The first line is the template; each following line is a
 conversation. The kernel kills the process when a conversation takes more processor time than the first argument (in
-seconds), and its memory is limited. The file imports nothing from trainspec, so it starts in a tenth of a second."""
+seconds), and its memory is limited. This file imports nothing from trainspec, so that it starts in a tenth of a
+second."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Span = tuple[int, int]
 
 
 class Generation(Extension):
-    """Ignores `{% generation %}`, which marks replies for transformers' masks."""
+    """Ignores the tag `{% generation %}`, which marks replies for transformers' masks."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way
 

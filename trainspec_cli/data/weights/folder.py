@@ -26,7 +26,7 @@ _FIRST: Mapping[Naming, str] = {
 }
 """The tensor that identifies the naming scheme of a distributed checkpoint."""
 _PREFIXES = ("", "model.", "module.", "model.module.")
-"""Prefixes of the names if the model was saved as part of something else."""
+"""Prefixes of the names if the model was saved as part of a larger object."""
 _TRAINING = re.compile(
     r"^(optimizer|optim|lr_scheduler|opt_param_scheduler|dataloader|train_state|rng_state|chained_\d+)\b"
     r"|_extra_state\b|rotary_emb\.inv_freq$|^freqs_cis$"
@@ -82,7 +82,7 @@ def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
 
 
 def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
-    """Return the naming scheme of the tensors, and the prefix of their names."""
+    """Determine the naming scheme of the tensors, and the prefix of their names."""
     for naming, first in _FIRST.items():
         for prefix in _PREFIXES:
             if prefix + first in shapes:
@@ -90,7 +90,7 @@ def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
                 numbered = naming == "megatron" and any(re.search(r"layers\.\d", name) for name in shapes)
                 return ("megatron_layers" if numbered else naming), prefix
     known = ", ".join(_FIRST.values())
-    message = f"{folder} holds none of {known}, but {list_names(list(shapes)) or 'no tensor'}"
+    message = f"{folder} contains none of {known}, but {list_names(list(shapes)) or 'no tensor'}"
     hint = "supported are the names of Hugging Face, torchtitan and Megatron"
     raise RecipeError(Problem("bad_checkpoint", message, "init.from", hint))
 
@@ -98,13 +98,13 @@ def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
 def _match(
     wanted: list[OtherTensor], naming: Naming, prefix: str, shapes: Mapping[str, Shape], folder: Path
 ) -> dict[str, str]:
-    """Return each tensor's name -> its name in the folder, which must contain all of them except for copies. Raises
+    """Map each tensor's name to its name in the folder, which must contain all tensors except for copies. Raises
     RecipeError."""
     names = {}
     for one in wanted:
         spellings = [prefix + spelled for spelled in other_spellings(one.name, naming)]
         names[one.name] = next((spelled for spelled in spellings if spelled in shapes), spellings[0])
-    # Some projects omit copies (such as a tied head), so copies are read only if they exist.
+    # Copies (such as a tied head) are read only if they exist, because some projects omit them.
     asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
     found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
     if problems := compare_tensors(asked, found, (), folder):
@@ -112,8 +112,8 @@ def _match(
     return {name: theirs for name, theirs in names.items() if theirs in shapes}
 
 
-# The parts of another project's tensors that make up Hugging Face's, regardless of how its files divide them into
-# boxes.
+# The parts of another project's tensors that make up Hugging Face's tensors, regardless of how that project's files
+# divide them into boxes.
 
 
 def select(
@@ -133,7 +133,7 @@ def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
         held = part.held
         start = part.start
         element = DTYPE_BYTES[held.dtype]
-        if rows.layer is not None:  # a part of a stack of layers
+        if rows.layer is not None:  # this tensor stacks layers, and one of them is read
             at = rows.layer - start[0]
             if not 0 <= at < held.shape[0]:
                 continue
@@ -143,7 +143,7 @@ def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
         low = max(0, -(-(start[0] - rows.at) // rows.step))
         high = min(rows.count, -(-(start[0] + held.shape[0] - rows.at) // rows.step))
         if low < high:
-            # Every `step`-th row from `low` to `high`.
+            # Take every `step`-th row from `low` to `high`.
             skipped = rows.at + low * rows.step - start[0]
             strides = (held.strides[0] * rows.step, *held.strides[1:])
             begins = held.start + skipped * held.strides[0] * element

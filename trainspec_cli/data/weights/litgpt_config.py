@@ -1,5 +1,5 @@
-"""Conversion between litgpt's model_config.yaml and the engine's decoder. Keys without a counterpart are rejected with
-an error that names them."""
+"""Convert between litgpt's model_config.yaml and the engine's decoder. Keys without a counterpart are rejected with an
+error that names them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ _FIXED: Mapping[str, tuple[JsonValue, tuple[JsonValue, ...]]] = {
     "scale_embeddings": (False, (False,)),
     "latent_attention": (None, (None,)),
 }
-"""Keys that may change the architecture: litgpt's default, and the values that leave it unchanged."""
+"""Keys that may change the architecture, each with litgpt's default and the values that leave the architecture
+unchanged."""
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LitgptSizes:
-    """The keys that determine the shape, with litgpt's defaults."""
+    """The keys that determine the model's shape, with litgpt's defaults."""
 
     name: str = ""
     n_layer: int = 16

@@ -1,9 +1,9 @@
 """The tensors of other projects' checkpoints, expressed as rows of Hugging Face's tensors.
 
 The table is used in both directions. A project may use other names, combine several tensors into one (litgpt's and
-Megatron's queries, keys and values), order the rows of each head differently (torchtitan rotates neighbouring pairs,
-Hugging Face halves), or stack all layers (Megatron). In each case, rows of one tensor correspond to rows of another at
-a constant step."""
+Megatron's queries, keys and values), order the rows of each head differently (rotary positions use neighbouring pairs
+in torchtitan, and halves in Hugging Face), or stack all layers (Megatron). In each case, rows of one tensor correspond
+to equally spaced rows of another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 Naming = Literal["hf", "torchtitan", "megatron", "megatron_layers", "litgpt"]
-"""`megatron` stacks the layers of each tensor, `megatron_layers` numbers them; both come from Megatron."""
+"""`megatron` stacks the layers of each tensor, and `megatron_layers` numbers them; Megatron writes both."""
 SUPPORTED: Mapping[Naming, tuple[str, ...]] = {
     "torchtitan": ("llama", "qwen3"),
     "megatron": ("llama", "qwen2", "qwen3"),
@@ -33,7 +33,7 @@ class RowRange:
     """Consecutive rows of a Hugging Face tensor, and their location in another project's tensor."""
 
     tensor: str
-    """The Hugging Face tensor."""
+    """The name of the Hugging Face tensor."""
     start: int
     """The first row in the Hugging Face tensor."""
     count: int
@@ -53,13 +53,13 @@ class OtherTensor:
     shape: Shape
     rows: tuple[RowRange, ...]
     is_copy: bool = False
-    """True if all of its content is also in other tensors, like the head of a model whose head is tied to its
+    """True if other tensors contain all of its content, such as the head of a model whose head is tied to its
     embedding."""
 
 
 def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
-    """Return every tensor of `model` under a project's names. Raises RecipeError if the project has no names for the
-    model."""
+    """Return every tensor of `model` under the names of a project. Raises RecipeError if the project has no names for
+    this model."""
     kind = model_type(model)
     shapes = tensor_shapes(model)
     if naming == "hf":
@@ -106,7 +106,7 @@ _ENDS = {
 def _ends(
     model: DecoderModel, shapes: Mapping[str, Shape], naming: Naming, *, copies_head: bool
 ) -> Iterator[OtherTensor]:
-    """Yield the tensors before and after the layers."""
+    """Yield the tensors that come before and after the layers."""
     for tensor, name in _ENDS[naming].items():
         if tensor in shapes:
             yield _whole(name, tensor, shapes[tensor])
@@ -115,7 +115,7 @@ def _ends(
 
 
 def _pairs(tensor: str, rows: int, head_dim: int) -> Iterator[RowRange]:
-    """Yield the halves of each head, whose rows alternate in the other tensor."""
+    """Yield the two halves of each head; their rows alternate in the other tensor."""
     half = head_dim // 2
     for head in range(0, rows, head_dim):
         yield RowRange(tensor, head, half, head, step=2)
@@ -191,7 +191,7 @@ def _tensors(model: DecoderModel, naming: Naming, shapes: Mapping[str, Shape]) -
             # If queries and keys are normalised, torchtitan rotates halves, like Hugging Face.
             rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
             yield OtherTensor(name, shape, tuple(rows))
-    elif naming == "litgpt":  # its models always have a separate head
+    elif naming == "litgpt":  # the project's models always have a separate head
         yield from _ends(model, shapes, "litgpt", copies_head=True)
         for number in range(model.num_layers):
             ours = f"model.layers.{number}"
@@ -217,7 +217,7 @@ def _tensors(model: DecoderModel, naming: Naming, shapes: Mapping[str, Shape]) -
 
 
 def other_spellings(name: str, naming: Naming) -> Iterator[str]:
-    """Yield the names of a tensor in a project's releases, with the name used for exports first."""
+    """Yield the names that releases of a project use for a tensor. The name used for exports comes first."""
     yield name
     if naming == "torchtitan":
         yield name.replace(".qkv_linear.", ".")

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StridedTensor:
-    """Values in a file, which need not be contiguous."""
+    """Values of a tensor in a file. They need not be contiguous."""
 
     file: Path
     dtype: str
@@ -24,7 +24,7 @@ class StridedTensor:
     start: int
     """Byte offset of the first value in the file."""
     strides: Shape
-    """Distance between two neighbours along each dimension, in elements."""
+    """Distance between neighbours along each dimension, in elements."""
 
     @property
     def span_bytes(self) -> int:

@@ -26,13 +26,12 @@ _STORAGES = {
     "torch.BFloat16Storage": "BF16",
 }
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""A zip entry: ..., length of its name, length of its extra field."""
+"""The local header of a zip entry. Only the lengths of the name and of the extra field are read."""
 
 
 def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTensor]:
-    """Return the tensors of a state dict that was saved alone, or under one of the keys in `inside` of a dict.
-
-    Other values are omitted. Raises MachineError, which names the file and the faulty tensor."""
+    """Return the tensors of a state dict. It was saved alone, or in a dict under one of the keys in `inside`. Other
+    values are omitted. Raises MachineError, which names the file and the faulty tensor."""
     archive = TorchArchive(file, 0, file.stat().st_size)
     try:
         held = as_dict(archive.value)
@@ -60,7 +59,7 @@ class TorchArchive:
     def __init__(self, file: Path, start: int, length: int):
         self._file = file
         self._entries: dict[str, tuple[int, int]] = {}
-        """Name of an entry, without the archive's own name -> (offset in the file, bytes)."""
+        """Maps an entry's name (without the archive's own name) to (offset in the file, number of bytes)."""
         with open_regular(file) as content:
             if start + length > file.stat().st_size:
                 raise damaged(file, f"is cut short: part of the {length:,} bytes from byte {start:,} is missing")
@@ -74,7 +73,7 @@ class TorchArchive:
     def _read(self, content: BinaryIO, start: int, length: int) -> Value:
         archive = zipfile.ZipFile(_Range(content, start, length))
         for entry in archive.infolist():
-            # Values are read in place, which compression and encryption would prevent.
+            # Compressed or encrypted values could not be read in place.
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                 raise ValueError(f"{entry.filename} is compressed or encrypted")
             # The local header repeats the lengths of name and extra field, which may differ from those in the
@@ -113,7 +112,7 @@ class TorchArchive:
         if value.of != "torch._utils._rebuild_tensor_v2":
             raise ValueError(f"it is made by {value.of}, not by torch._utils._rebuild_tensor_v2")
         storage, offset, size, strides = value.arguments[:4]
-        # The dtype of the storage, and its offset and size in the file.
+        # The storage has a dtype, and an offset and a size in the file.
         if not isinstance(storage, Made) or storage.of != "persistent" or not isinstance(storage.arguments, tuple):
             raise ValueError("it has no storage")
         _word, kind, key = storage.arguments[:3]
@@ -166,10 +165,10 @@ class _Range(io.RawIOBase):
         return content
 
 
-# The values that a pickle describes, read as a list of instructions: no classes are looked up and nothing is called. A
-# class or function in the pickle becomes its name, and an object that the pickle would create becomes a record of the
-# name, the arguments and the state. An untrusted file can therefore name anything without any effect. The time needed
-# is linear in the size of the file.
+# Read the values that a pickle describes. Its instructions are interpreted here, without looking up classes or calling
+# anything. A class or function in the pickle becomes its name, and an object that the pickle would create becomes a
+# record of the name, the arguments and the state. An untrusted file can therefore name anything without any effect. The
+# time needed is linear in the size of the file.
 
 
 Value = object
@@ -185,7 +184,7 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """The object that calling the class or function named `of` would have created."""
+    """The record of an object that calling the class or function named `of` would have created."""
 
     of: str
     arguments: Value
@@ -224,7 +223,7 @@ def read_pickle(content: bytes) -> Value:
 
 
 class _Reader:
-    """The stack and the memo of a pickle while it is being read."""
+    """The stack and the memo of a pickle that is being read."""
 
     def __init__(self) -> None:
         self._stack: list[Value] = []
@@ -302,7 +301,7 @@ class _Reader:
 
     def _update(self, items: list[Value]) -> None:
         held = self._stack[-1]
-        if isinstance(held, Made):  # an OrderedDict
+        if isinstance(held, Made):  # the entries of an OrderedDict
             held.state = {} if held.state is None else held.state
             held = held.state
         if not isinstance(held, dict):
@@ -347,7 +346,8 @@ MAX_DIMS = 16
 
 
 # torch's distributed checkpoints (torch.distributed.checkpoint): `.metadata`, and the files that it names. `.metadata`
-# is a pickle, which is read without unpickling it. Each box of a tensor is a torch.save file within a file.
+# is a pickle, which is read without unpickling it. Each box of a tensor is a torch.save archive within one of these
+# files.
 
 
 METADATA = ".metadata"
@@ -395,7 +395,7 @@ class Checkpoint:
         if (name, start) not in self._places:
             raise damaged(self._file, f"does not state the location of {name} from {list(start)}")
         file, offset, length = self._places[name, start]
-        # The pickle may be untrusted: a name that contains a folder could refer to any file on this machine.
+        # The pickle may be untrusted, and a name that contains a folder could refer to any file on this machine.
         if Path(file).name != file or "\0" in file:
             raise damaged(self._file, f"names {file!r} for {name}, which is not a file in its folder")
         if not (self._folder / file).is_file():

@@ -1,1 +1,1 @@
-"""Diagnose a run from the events in its folder, while it runs or afterwards, and write a trace of its ranks."""
+"""Diagnose a run from the events in its folder, during or after the run, and write a trace of its ranks."""

@@ -1,4 +1,5 @@
-"""Derive verdicts on a run: what slows it down, most expensive first; for an undisturbed run, what bounds it."""
+"""Derive verdicts on a run: the causes of slowdowns, most expensive first, or what bounds the steps of an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 from trainspec_cli.run.recovery.watch import Whereabouts, find_late
 
-# All ranks are slower than usual because of other tenants or a quota on the node.
+# Periods when all ranks are slower than usual, because of other tenants or a quota on the node.
 
 
 COMMON_S = 8.0
@@ -40,7 +41,7 @@ SLOWER = 2.0
 """A user command's steps are reported only if they take at least this many times as long as usual, because a script may
 vary its work per step by design."""
 STEPS_BEFORE = 8
-"""A user command must complete this many steps before the slow ones, because the first steps compile and fill
+"""A user command must have completed this many steps before the slow ones, because the first steps compile and fill
 caches."""
 
 
@@ -63,7 +64,7 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
 
 def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) -> RunVerdict | None:
     def rise(name: str, *, is_relative: bool = False) -> float:
-        """Return how far a counter's mean over the ranks is above its usual level, in absolute or relative terms."""
+        """Return by how much a counter's mean over the ranks exceeds its usual level, in absolute or relative terms."""
         series = means_known(evidence.counter(name).T)
         if len(series) != len(evidence.steps) or not np.isfinite(series).any():
             return float("nan")
@@ -72,7 +73,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) 
 
     excess_s = episode.excess
     usual_s = float(usual(common_s))
-    # Documents of unequal lengths make steps longer without a disturbance.
+    # If the ranks simply have more work, such as longer documents, the steps are not slow.
     where = np.zeros(len(common_s), bool)
     where[episode.where] = True
     for name in ("tokens", "attended"):
@@ -80,7 +81,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) 
             work = means_known(evidence.counter(name).T)
             if not due_to_work(work, common_s, where) < EXPLAINS * excess_s:
                 return None
-    text = f"all ranks take {milliseconds(excess_s)} longer for their parts of a step than at other times"
+    text = f"all ranks take {milliseconds(excess_s)} longer per step for their own work than at other times"
     found = verdict_of(evidence, episode, "noise", text)
     if rise("throttled_s") > EXPLAINS * excess_s:
         node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
@@ -99,7 +100,7 @@ def _explain_common(evidence: RunEvidence, episode: Episode, common_s: Figures) 
 
 
 def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
-    """Return verdicts on steps of a user command that became much slower, per rank or for the entire run. The cause is
+    """Return verdicts, per rank or for the entire run, if a user command's steps became much slower. The cause is
     unknown, because these steps are not divided into parts."""
     of_rank: list[RunVerdict] = []
     for rank, step_s in enumerate(evidence.part(*evidence.parts_s).T):
@@ -109,7 +110,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
         lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
         if not lasting:
             continue
-        # Keep one verdict per rank: the one on the most expensive episode.
+        # Keep one verdict per rank, on its most expensive episode.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
         text = f"{1 / (usual_s + episode.excess):.3g} steps per second, {1 / usual_s:.3g} usually"
         of_rank.append(verdict_of(evidence, episode, "slow_steps", text, rank=rank))
@@ -119,24 +120,24 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
     return [replace(max(of_rank, key=lambda one: one.cost_s), rank=None)]
 
 
-# Avoidable time: waiting for data, garbage collection, recompilation and writing checkpoints, and uneven work across
-# pipeline stages or, because of sample lengths, across ranks.
+# Avoidable time: waiting for data, garbage collection, recompilation, writing checkpoints, and uneven work (across
+# pipeline stages, or across ranks because of unequal sample lengths).
 
 
 AVERAGED_STEPS = 17
 """Costs that occur only every few steps, such as garbage collection, are averaged over this many steps."""
 WARM_STEPS_OF_WASTE = 5
-"""Compilation is expected in this many steps at the start of a run."""
+"""In this many steps at the start of a run, compilation is expected."""
 UNEVEN = 0.2
-"""A stage's work is uneven if it exceeds the mean by this fraction."""
+"""A stage has too much work if its work exceeds the mean by this fraction."""
 UNEVEN_LENGTHS = 0.1
-"""The longest samples are uneven if their work exceeds the mean by this fraction: of two ranks, the longer one is only
-half as far above the mean as above the other."""
+"""Sample lengths are uneven if the work of the rank with the longest samples exceeds the mean by this fraction. The
+threshold is low because, with two ranks, the excess over the mean is only half the excess over the other rank."""
 TOGETHER = 0.6
-"""If times correlate with the work by more than this, the work explains the times."""
+"""If the correlation of times and work is above this value, the work explains the times."""
 UNEVEN_SHARE = 0.05
-"""Uneven lengths that cost less than this fraction of a step are not reported. It is below `LEAST_SHARE`, because the
-correlation rules out chance."""
+"""Uneven lengths that cost less than this fraction of a step are not reported. The threshold is below `LEAST_SHARE`,
+because the correlation rules out chance."""
 
 
 def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figures, what: str) -> list[RunVerdict]:
@@ -161,8 +162,8 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
 
 
 def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
-    """Return whether the rank's computation is slowed down by the same amount; if so, its loader merely suffers from
-    the device's problem."""
+    """Return whether the rank's computation is slowed down by the same amount. If so, the cause is the device, which
+    also slows the loader."""
     inside = episode.where
     excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
     throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0
@@ -186,7 +187,7 @@ def _recompilation(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             cause="recompilation",
             rank=ranks[0] if len(ranks) == 1 and evidence.ranks > 1 else None,
             since_step=int(evidence.steps[where[0]]),
-            # Recompilations recur every few steps, so more may follow recent ones.
+            # Recompilations recur every few steps, so the cause may persist after a recent one.
             until_step=None if where[-1] > len(evidence.steps) - 1 - AVERAGED_STEPS else int(evidence.steps[where[-1]]),
             cost_s=cost_s,
             confidence=0.9,
@@ -200,7 +201,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     writes = np.flatnonzero(waited_s > LEAST_SHARE * times.usual_step_s)
     if len(writes) < 2:
         return []
-    # The cost of a write is spread over the steps until the next write; the last write has no successor.
+    # The cost of a write is spread over the steps until the next write, so the last write cannot be counted.
     span = int(writes[-1] - writes[0])
     cost_s = float(waited_s[writes[:-1]].sum()) / max(1, span)
     if cost_s < LEAST_SHARE * times.usual_step_s:
@@ -212,7 +213,7 @@ def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             since_step=int(evidence.steps[writes[0]]),
             cost_s=cost_s,
             confidence=0.95,
-            evidence=(f"{len(writes)} checkpoints held the steps up for {each_s:.3g} s each",),
+            evidence=(f"{len(writes)} checkpoints held up the steps for {each_s:.3g} s each",),
         )
     ]
 
@@ -246,13 +247,14 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return a verdict if steps wait for the rank with the longest samples, and that rank changes from step to step."""
+    """Return a verdict if steps wait for the rank with the longest samples, and this is another rank from step to
+    step."""
     attended = evidence.counter("attended")
     kinds = np.array(evidence.kinds)
     if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
-    shares = evidence.shares[known]  # having more samples does not mean having longer ones
+    shares = evidence.shares[known]  # compare work per sample, because some ranks have more samples
     work = attended[known] / shares
     own_s = times.own_s[known] / shares
     mean = _mean_of_kind(work, kinds)
@@ -268,7 +270,7 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         return []
     longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN_LENGTHS]
     if np.bincount(longest).max() > 0.8 * len(longest):
-        return []  # if it is always the same rank, another verdict names it
+        return []  # if it is always the same rank, another verdict reports it
     return [
         RunVerdict(
             cause="uneven_lengths",
@@ -291,7 +293,7 @@ def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
     return means
 
 
-# The planner's view of a run's steps: what bounds them, and how long they would take after one change.
+# The planner's analysis of a run's steps: what bounds them, and how long they would take after one change.
 
 
 WAITING = "waiting"
@@ -308,19 +310,19 @@ class PlannedChange:
 @dataclass(frozen=True)
 class Outlook:
     basis: str
-    """The planner's name for the machine, or the reason why the planner does not know it."""
+    """The planner's name for the machine, or the reason why the planner cannot model it."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Fractions of the time in passes and optimizer by their bottleneck; empty if unknown to the planner."""
+    """The time in passes and optimizer by bottleneck, as fractions; empty if the planner does not know it."""
     changes: tuple[PlannedChange, ...] = ()
     exposed: Mapping[str, float] = field(default_factory=lambda: {EXCHANGES: 1.0})
-    """Fractions of the exposed communication by its bottleneck, excluding waits for late ranks."""
+    """The exposed communication by bottleneck, as fractions, excluding waits for late ranks."""
 
     @property
     def is_known(self) -> bool:
         return bool(self.shares)
 
 
-# An undisturbed run: what bounds its steps, and what would help most.
+# What bounds the steps of an undisturbed run, and which change would help most.
 
 
 LEAST_SAVED = 0.02
@@ -334,7 +336,7 @@ BOUNDS = {
     "checkpoint": "checkpoints",
     "other": "the host between the passes",
 }
-"""What bounds the parts of a step other than passes, optimizer and transfers."""
+"""The bounds that are named for the other parts of a step (all except passes, optimizer and transfers)."""
 ALWAYS = (
     PlannedChange("no waiting for data", {"data_wait": 0.0}),
     PlannedChange("ranks that are never late", {WAITING: 0.0}),
@@ -343,7 +345,7 @@ UNPLANNED = (
     PlannedChange(FASTER, dict.fromkeys((*COMPUTE_PARTS, WAITING), 0.5)),
     PlannedChange("exchanges in half the time", {"exposed_comm": 0.5}),
 )
-"""Bounds based only on measured parts, which cannot distinguish bandwidth from latency."""
+"""Names of bounds that are based only on measured parts, which cannot distinguish bandwidth from latency."""
 
 
 def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
@@ -351,8 +353,8 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
 
     A change scales the measured parts by the same factors as the planner's parts, so that errors common to both
     predictions cancel."""
-    # The rank that waits least in exchanges shows the transfer time; the rest is waiting for late ranks. The rank that
-    # waits most for data delays the others, so part of their waiting time is also due to data.
+    # The time of the rank that waits least in exchanges is the transfer time; the rest is waiting for late ranks. The
+    # rank that waits longest for data delays the others, so part of their waiting time is also due to data.
     means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
     exposed_s = evidence.parts_s["exposed_comm"]
     data_s = evidence.parts_s["data_wait"]
@@ -372,7 +374,7 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
     planned_s = sum(evidence.planned_s.values())
     beside = f"; {format_seconds(planned_s)} were planned" if planned_s else ""
     shares = ", ".join(f"{seconds / step_s:.0%} {name}" for name, seconds in bounds.items() if seconds >= 0.01 * step_s)
-    # The changes that save enough time, best first.
+    # Only the changes that save enough time, best first.
     changes = (*(outlook.changes if outlook.is_known else UNPLANNED), *ALWAYS)
     found = []
     for one in changes:
@@ -393,7 +395,7 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
 
 
 def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[str, float]]:
-    """Yield (bound, seconds of a step that are due to it)."""
+    """Yield (bound, seconds per step that this bound accounts for)."""
     computed_s = sum(parts_s[name] for name in COMPUTE_PARTS)
     shares = outlook.shares if outlook.is_known else {COMPUTING: 1.0}
     for name, share in shares.items():
@@ -407,41 +409,41 @@ def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[st
 LEAST_STEPS = 8
 """With fewer steps than this, only a hang is reported."""
 WARM_STEPS = 2
-"""Number of first steps, which are spent compiling, connecting and allocating."""
+"""Number of steps at the start that are ignored, because they compile, connect and allocate."""
 
 EVALUATION_SHARE = 0.2
 """Evaluations that take less than this fraction of the combined time of steps and evaluations are not reported."""
 
 ADVICE: dict[Cause, str] = {
-    "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
+    "slow_device": "run trainspec doctor; scheduler=auto gives the rank fewer samples",
     "stolen_cores": "stop other processes there; scheduler=auto gives the rank fewer samples",
-    "slow_node": "trainspec doctor on the node; scheduler=auto leaves it out",
-    "narrow_link": "trainspec doctor; comm=int8 sends fewer bytes",
-    "lossy_link": "check the cable, the port and its errors: ethtool -S",
-    "delayed_link": "use another path; a larger batching.global_batch_size exchanges less often",
-    "unbalanced_stage": "scheduler=auto moves layers, or layout.stage_layers",
+    "slow_node": "run trainspec doctor on the node; scheduler=auto drops the node",
+    "narrow_link": "run trainspec doctor; comm=int8 sends fewer bytes",
+    "lossy_link": "check the cable and the port's error counters: ethtool -S",
+    "delayed_link": "use another network path; a larger batching.global_batch_size means fewer exchanges",
+    "unbalanced_stage": "scheduler=auto moves layers; or set layout.stage_layers",
     "uneven_lengths": "scheduler=auto gives late ranks fewer samples; put documents of similar length in a batch",
-    "slow_loader": "a faster or local disk, or more cores to read with",
-    "garbage_collection": "find what makes cycles of objects: gc.set_debug(gc.DEBUG_STATS)",
-    "host_bound": "compile=true; larger micro-batches",
-    "recompilation": "keep shapes the same: TORCH_LOGS=recompiles names what differs",
-    "checkpoint_writing": "checkpoint.mode=async, or a larger checkpoint.interval_steps",
-    "evaluation": "a larger train.eval_interval_steps, or a smaller data.heldout_fraction",
-    "slow_steps": "trainspec doctor; top and nvidia-smi show what else runs there, and how hot the GPUs are",
-    "memory_leak": "trainspec resume from a checkpoint before that step",
-    "memory_pressure": "recompute=selective, or smaller micro-batches",
+    "slow_loader": "use a faster or local disk, or more cores for reading",
+    "garbage_collection": "find the code that creates reference cycles: gc.set_debug(gc.DEBUG_STATS)",
+    "host_bound": "set compile=true, or use larger micro-batches",
+    "recompilation": "keep shapes the same: TORCH_LOGS=recompiles shows which ones differ",
+    "checkpoint_writing": "set checkpoint.mode=async, or a larger checkpoint.interval_steps",
+    "evaluation": "set a larger train.eval_interval_steps, or a smaller data.heldout_fraction",
+    "slow_steps": "run trainspec doctor; top and nvidia-smi show what else is running there, and how hot the GPUs are",
+    "memory_leak": "before memory runs out, stop the run and continue it with trainspec resume",
+    "memory_pressure": "set recompute=selective, or use smaller micro-batches",
     "hang": "the stack shows where it hangs; resilience.hang_floor_s ends the run sooner",
-    "network_timeouts": "check the switch and the ports for flaps",
-    "noise": "run on a machine of its own",
+    "network_timeouts": "check whether the switch's links or ports flap",
+    "noise": "run on a machine without other load",
 }
 
 
 OWN_ADVICE: dict[Cause, str] = {
-    "memory_leak": "find what keeps growing: tracemalloc, or lists that losses with their graphs are appended to",
-    "memory_pressure": "smaller batches, or activation checkpointing",
+    "memory_leak": "find what keeps growing: use tracemalloc, or look for lists of losses that still have their graphs",
+    "memory_pressure": "use smaller batches or activation checkpointing",
     "hang": "the stack shows where it hangs; --hang-s ends the run sooner or later",
 }
-"""Advice for user commands, where it differs because they have no recipe."""
+"""Advice for user commands where it differs, because they have no recipe."""
 
 NO_OUTLOOK = Outlook("the planner was not used: this is based on measured parts only")
 
@@ -450,8 +452,8 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
     """Return the verdicts on a run, most expensive first. For an undisturbed run, return what bounds it and what would
     help.
 
-    `look_ahead` asks the planner, which may take as long as a layout search."""
-    # Verdicts on the ranks that the others are waiting for, in a step that takes far longer than usual.
+    `look_ahead` asks the planner, which may take as long as a search for layouts."""
+    # Verdicts on a step that takes far longer than usual: the ranks that the others are waiting for.
     if not evidence.stalls:
         verdicts = []
     else:
@@ -494,7 +496,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
         times = OwnTimes(warm)
         verdicts += _of_part(warm, times, "slow_loader", warm.parts_s["data_wait"], "waits for its batches")
-        # A counter averaged over `AVERAGED_STEPS`, with NaN counted as 0.
+        # Average a counter over `AVERAGED_STEPS`, counting NaN as 0.
         series = np.nan_to_num(warm.counter("gc_s"))
         width = min(AVERAGED_STEPS, len(series))
         sums = np.cumsum(np.concatenate([np.zeros((1, warm.ranks)), series]), axis=0)
@@ -505,7 +507,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         verdicts += _lengths(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
         verdicts += find_retries(warm, steps_s) + find_memory(warm)
         verdicts = _explained(verdicts + find_common_slowness(warm, times))
-        # The planner's view assumes an undisturbed run, and obtaining it requires a search.
+        # The planner is asked only about an undisturbed run, because it assumes one, and because the search takes time.
         if all(one.cause == "noise" for one in verdicts):
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
@@ -515,9 +517,9 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 def with_evaluations(
     verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
 ) -> tuple[RunVerdict, ...]:
-    """Return the verdicts, plus one on evaluations between the steps if they take much of the time. `evaluations`:
-    (step, seconds). A single evaluation at the end of the run is necessary, so it is not reported. `steps` steps took
-    `steps_s` in total."""
+    """Return the verdicts, plus one on the evaluations between the steps if they take much of the time. `evaluations`:
+    (step, seconds) of each. `steps` steps took `steps_s` in total. A single evaluation at the end of the run is
+    necessary, so it is not reported."""
     seconds = sum(each_s for _, each_s in evaluations)
     if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
         return tuple(verdicts)
@@ -534,10 +536,9 @@ def with_evaluations(
 
 
 def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
-    """Return the ranks that the others are waiting for, and why they are late.
-
-    For a user command, the ranks were judged when the hang was detected, based on more information than the events
-    contain. The culprit is not `waiting`, even if it is also in a collective."""
+    """Return the ranks that the others are waiting for, and why they are late. For a user command, this was decided
+    when the hang was detected, from more information than the events contain: the culprit is not marked as `waiting`,
+    even if it is also in a collective."""
     if evidence.parts_are_known:
         places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
         return find_late(places, evidence.ranks)
@@ -557,7 +558,7 @@ def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Remove verdicts that another one explains: load on the machine if its cause is named, a rank with the longest
+    """Remove verdicts that another one explains: other load if the cause of the load is known, the rank with the longest
     samples if samples are uneven on all ranks, and slow exchanges if memory pressure interrupts all ranks."""
 
     def overlaps(one: RunVerdict, other: RunVerdict) -> bool:

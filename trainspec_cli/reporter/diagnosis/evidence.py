@@ -1,6 +1,5 @@
-"""The evidence for verdicts: arrays over steps and ranks, (T, R), in seconds unless stated otherwise.
-
-Unknown values are NaN. A counter over a window of several steps is spread evenly over these steps."""
+"""The evidence for verdicts: arrays over T steps and R ranks, with shape (T, R), in seconds unless stated otherwise.
+Unknown values are NaN. A counter that covers a window of several steps is spread evenly over these steps."""
 
 from __future__ import annotations
 
@@ -41,15 +40,15 @@ COUNTERS = (
     "available_bytes",
 )
 READINGS = ("rss_bytes", "swap_bytes", "available_bytes")
-"""Counters that are read only at the last step of a window, and are known only there."""
+"""Counters that are known only for the last step of a window, because they are read there."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection between two ranks as seen by its sender, over the steps (T,)."""
+    """A connection between two ranks as seen by its sender; arrays have the shape (T,)."""
 
     ranks: tuple[int, int]
-    """(sender, receiver). If the other end is unknown, the sender appears twice."""
+    """(sender, receiver). If the receiver is unknown, the sender is listed twice."""
     sent_bytes: Figures
     segments: Figures
     resent: Figures
@@ -60,18 +59,18 @@ class Connection:
 
 @dataclass(frozen=True)
 class RunEvidence:
-    """Everything known about a run, or about its newest steps."""
+    """All evidence on a run, or on its newest steps."""
 
     steps: npt.NDArray[np.int64]
     """(T,): the step numbers, ascending."""
     parts_s: Mapping[str, Figures]
-    """(T, R) by part."""
+    """The time of each part of a step, (T, R)."""
     counters: Mapping[str, Figures]
-    """(T, R) by name, from `COUNTERS`; empty if the ranks have no counters."""
+    """The counters listed in `COUNTERS`, by name, (T, R); empty if the ranks have no counters."""
     nodes: tuple[int, ...]
-    """The node of each rank."""
+    """The number of each rank's node."""
     kinds: tuple[int, ...]
-    """Ranks of one kind do the same work, such as those of one pipeline stage."""
+    """The kind of each rank. Ranks of one kind do the same work, such as those of one pipeline stage."""
     connections: tuple[Connection, ...] = ()
     stalls: Mapping[int, StallEvent] = field(default_factory=dict)
     """The newest stall report of each rank, for the step after the last one."""
@@ -80,10 +79,10 @@ class RunEvidence:
     retried_steps: tuple[int, ...] = ()
     """Steps that were repeated because an exchange between replica groups failed although no group left or joined."""
     looks: tuple[Look, ...] = ()
-    """Results of ranks that profiled themselves; the profiled steps are not part of the evidence."""
+    """Profiles that ranks have taken of themselves. The profiled steps are not part of the evidence."""
     total_steps: int | None = None
     changed_steps: tuple[int, ...] = ()
-    """Steps before which a rank's work changed because of a directive, a larger batch or a restart."""
+    """The first steps after a change in a rank's work (by a directive, a larger batch or a restart)."""
     planned_s: Mapping[str, float] = field(default_factory=dict)
     """Planned time in seconds of each part of a step; empty without a plan."""
     parts_are_known: bool = True
@@ -91,8 +90,8 @@ class RunEvidence:
 
     @property
     def on_accelerator(self) -> bool:
-        """Return True if exchanges run on accelerators, whose connections are not counted and whose exchanges take the
-        same time whatever the host does."""
+        """Return True if accelerators perform the exchanges. Their connections are not counted, and the exchanges do
+        not depend on what the host does."""
         return "host_queued_s" in self.counters
 
     @property
@@ -100,7 +99,7 @@ class RunEvidence:
         return len(self.nodes)
 
     def part(self, *names: str) -> Figures:
-        """Return the total seconds of these parts, (T, R)."""
+        """Return the total time of these parts, (T, R)."""
         return reduce(np.add, (self.parts_s[name] for name in names))
 
     def counter(self, name: str) -> Figures:

@@ -42,17 +42,17 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan
 
 SILENT_S = 1.5
-"""A rank that has not reported a stall within this many seconds of the first report counts as silent."""
+"""A rank that has not reported a stall within this many seconds of the first report is considered silent."""
 MOST_ROWS, LEAST_STEPS = 2**18, 2**12
-"""Approximate maximum number of rows (steps times ranks) to keep; at least `LEAST_STEPS` steps are kept."""
+"""Approximate maximum number of rows (steps times ranks) to keep. At least `LEAST_STEPS` steps are kept regardless."""
 MOST_RANKS = 10**6
 STEP_BYTES = 1024
-"""Approximate number of bytes that a rank writes per step, including its part of the counters."""
+"""Approximate number of bytes that a rank writes per step, including the counters."""
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """How a run's ranks are arranged according to its plan."""
+    """The arrangement of a run's ranks according to its plan."""
 
     ranks: int
     devices_per_node: int
@@ -79,7 +79,7 @@ class RunShape:
 
 
 def shape_of(run: RunDir) -> RunShape:
-    """Return a run's shape, from its plan.json (of any version that names nodes and layout) or, without a plan, from
+    """Return a run's shape from its plan.json (of any version that states nodes and layout) or, without a plan, from
     its processes.
 
     Raises UnreadableFileError."""
@@ -96,7 +96,7 @@ def shape_of(run: RunDir) -> RunShape:
     devices = whole(plan, "devices_per_node", 1)
     groups = whole(plan, "replica_groups", 1)
     ranks = whole(plan, "num_nodes", 1) * devices
-    # The file may be damaged or untrusted, and the next lines allocate arrays for this many ranks.
+    # The next lines allocate arrays for this many ranks, and the file may be damaged or untrusted.
     if ranks > MOST_RANKS or ranks % groups:
         raise unreadable(run.plan_json, f"has {ranks:,} ranks in {groups:,} replica groups")
     spec = plan.get("spec")
@@ -118,10 +118,10 @@ def shape_of(run: RunDir) -> RunShape:
 
 @dataclass
 class RankHistory:
-    """One rank's steps as the rank wrote them, without those that were undone."""
+    """The steps that one rank has written, without those that were undone."""
 
     steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
-    """Time in seconds by part, and time in seconds without a processor."""
+    """The time in seconds of each part, and the time in seconds without a processor."""
     counters: list[CountersEvent] = field(default_factory=list)
     usage: list[UsageEvent] = field(default_factory=list)
     """Resource readings of a user command."""
@@ -130,9 +130,10 @@ class RankHistory:
     is_hung: bool = False
     """True if this start ended because of the stall."""
     ended_by: StallEvent | None = None
-    """The hang that ended an earlier start, if any."""
+    """The stall report of a hang that ended an earlier start, if any."""
     most_samples: int = 0
-    """The largest number of samples in any step of its group so far; repeated steps do not count again."""
+    """The largest number of samples in any step of the rank's group so far. A repeated step does not count as a new
+    change."""
     changed_steps: set[int] = field(default_factory=set)
     """See `RunEvidence.changed_steps`."""
 
@@ -144,7 +145,8 @@ class RankHistory:
             self.stall = None
             self.is_hung = False
             samples = event.samples if isinstance(event.took, Absent) else event.took[1]
-            # A larger batch changes the time and memory of later steps; repeated steps must not count again.
+            # A larger batch changes the time and memory of later steps. A repeated step must not count as another
+            # change.
             if not isinstance(samples, Absent) and samples > self.most_samples:
                 self.most_samples = samples
                 self.changed_steps.add(event.step - 1)
@@ -165,7 +167,7 @@ class RankHistory:
                 time=event.time,
                 step=event.step,
                 waited_s=event.waited_s,
-                usual_s=self.stall.usual_s if self.stall else 0.0,  # a hang has no usual step time
+                usual_s=self.stall.usual_s if self.stall else 0.0,  # the event does not state a usual step time
                 host=event.host,
                 waiting=event.waiting,
                 waits_in=event.waits_in,
@@ -181,7 +183,7 @@ class RankHistory:
             self.steps.forget_beyond(event.step)
             self.changed_steps.add(event.step)
             self.counters = [one for one in self.counters if one.step <= event.step]
-            self.usage = []  # these belong to a process that has ended
+            self.usage = []  # they were written by a process that has ended
 
     @property
     def newest(self) -> int:
@@ -220,26 +222,26 @@ class RunReader:
         self.shape, self._remembered = shape, remembered_steps or max(LEAST_STEPS, MOST_ROWS // shape.ranks)
         last_bytes = None if remembered_steps is None else remembered_steps * STEP_BYTES
         self.forgotten_until = 0
-        """The newest step among those dropped to save memory."""
+        """The newest of the steps that were dropped to save memory."""
         self.histories = [RankHistory() for _ in range(shape.ranks)]
         self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
         self._links: list[LinkEvent] = []
         self.looks: list[Look] = []
         self._retried: set[int] = set()
         self.changed: DirectiveEvent | None = None
-        """The last layout change, which changed the ranks' work."""
+        """The step of the last layout change, because a new layout changes the ranks' work."""
         self.device_name = ""
         self.on_accelerator = False
 
     def read(self) -> int:
-        """Read the new events of all ranks; return their number."""
+        """Read the new events of all ranks, and return the number of events."""
         count = 0
         for rank, tail in enumerate(self._tails):
             count += self._read_rank(rank, tail.new_events())
         return count
 
     def _read_rank(self, rank: int, events: Iterable[Event]) -> int:
-        """Read a rank's events; return their number."""
+        """Read a rank's new events, and return their number."""
         history = self.histories[rank]
         count = 0
         for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
@@ -249,8 +251,8 @@ class RunReader:
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # A step is also repeated when a group leaves or joins. In that case its node has left or returned, and
-                # no link has failed.
+                # When a group leaves or joins, a step is repeated because of its node, and not because a link has
+                # failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
@@ -272,10 +274,10 @@ class RunReader:
         return min((history.newest for history in self.histories), default=0)
 
     def evidence(self, now: float | None = None) -> RunEvidence:
-        """Return the evidence on the steps since the last layout change that every rank has written. `now`: Unix time,
-        while the run is in progress."""
+        """Return the evidence on the steps since the last layout change, as far as every rank has written them. `now`:
+        Unix time, while the run is in progress."""
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
-        # Ranks write at different times. A step that one of them has not written yet cannot be compared.
+        # Ranks write at different times. Only steps that all of them have written can be compared.
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
         # A step where a rank profiled itself took longer and would look like a straggler.
@@ -291,14 +293,14 @@ class RunReader:
             nothing = np.zeros_like(counters["host_queued_s"])
             counters |= {"queued_s": nothing, "exposed_queued_s": nothing}
             counters.pop("cpu_s", None)
-        # The ranks' stall reports for the step after the newest completed one; empty as long as more reports may
-        # arrive. If no step hangs, the reports for the hang that ended an earlier start.
+        # Use the ranks' stall reports for the step after the newest completed one, but only once no more reports can be
+        # expected. If no step hangs, use the reports for the hang that ended an earlier start.
         last = max((history.newest for history in self.histories), default=0)
         found = {
             rank: history.stall
             for rank, history in enumerate(self.histories)
             if history.stall is not None
-            # Without a plan, each node identifies the hanging step by its own ranks.
+            # Without a plan, each node determines the hanging step from its own ranks only.
             and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
         if now is not None and any(now - stall.time < SILENT_S for stall in found.values()):
@@ -327,7 +329,7 @@ class RunReader:
 
     def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
         if not self.shape.has_plan:
-            # The counters of a run without a plan, which are memory readings only.
+            # A run without a plan has no counters other than memory readings.
             series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
             for rank, history in enumerate(self.histories):
                 for reading in history.usage:
@@ -353,7 +355,7 @@ class RunReader:
 
 
 def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
-    """Return the rows of the steps in a counter window."""
+    """Return the indices of the steps in a counter window."""
     first, last = np.searchsorted(steps, [event.step - event.steps + 1, event.step + 1]).tolist()
     return slice(first, last)
 
@@ -362,8 +364,8 @@ CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
 
 
 def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
-    """Yield the ranks' connections, with all connections from one rank to another merged."""
-    # The rank at the other end of each connection, by its local and peer address.
+    """Yield the connections between ranks, merging all connections from one rank to another."""
+    # Find the rank at the other end of each connection, by its local and peer address.
     seen = {
         (one.local, one.peer): rank
         for rank, history in enumerate(histories)
@@ -379,7 +381,8 @@ def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64])
         if (peer, local) in seen:
             other_ends[local, peer] = seen[peer, local]
         elif there and rank not in there:
-            # A rank counts only its busiest connections, so the other end may be missing. The node is still correct.
+            # A rank reports only its busiest connections, so the other end may be missing. Then any rank of the right
+            # node is used.
             other_ends[local, peer] = min(there)
     of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
     for rank, history in enumerate(histories):
@@ -403,7 +406,7 @@ def _unknown(steps: int) -> dict[str, Figures]:
 
 
 def read_run(run: RunDir) -> RunReader:
-    """Return a reader with everything known about a run so far. Raises UnreadableFileError if the run's plan is
+    """Return a reader that has read all events of a run so far. Raises UnreadableFileError if the run's plan is
     damaged."""
     reader = RunReader(run, shape_of(run))
     reader.read()

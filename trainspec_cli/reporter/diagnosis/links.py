@@ -1,4 +1,4 @@
-"""Find links that are narrow, or that lose or delay segments, and exchanges that time out and recover.
+"""Find links with low bandwidth, links that lose or delay segments, and exchanges that time out and recover.
 
 A late rank makes the others wait, but does not wait itself, so the rank that waits least in a step shows how long the
 transfer takes. The small exchange that ends each step shows the latency, independent of the bandwidth. Retransmitted
@@ -38,24 +38,24 @@ LOST = 1e-3
 LOST_SEGMENTS = 5
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
-"""If the ratio of time-outs to retransmitted segments is at least this, a path has outages rather than losing single
+"""If the ratio of time-outs to retransmitted segments is at least this, a path has outages; otherwise it loses single
 segments."""
 LATER_S, LATER = 5e-4, 1.0
-"""The latency has grown if it exceeds the usual one by at least this many seconds and by at least this fraction. A link
-with a delay delays the small exchange by at least half a round trip; by then, the queue of a narrow link has
+"""The latency has grown if it exceeds the usual latency by at least this many seconds and by at least this fraction. A
+link with a delay delays the small exchange by at least half a round trip; by then, the queue of a narrow link has
 drained."""
 OF_LARGE = 1 / 3
-"""A delay lengthens the small exchange by at least this fraction of the factor of the large ones. The usual time of the
-small one also contains what the ranks wait for one another."""
+"""If a delay lengthens the large exchanges by some factor, it lengthens the small exchange by at least this fraction of
+that factor. The factors differ because the usual time of the small exchange also contains waits for other ranks."""
 DELAY_SHARE = 0.05
-"""Delays that cost less than this fraction of a step are not reported. The value may be below the transfers' noise,
-because the small exchange shows a delay in every step."""
+"""Delays that cost less than this fraction of a step are not reported. This may be less than the noise of the
+transfers, because the small exchange shows a delay in every step."""
 LOADED, OF_RTT = 0.2, 0.3
-"""A longer latency is attributed to a link if round trips show at least this fraction of it (summed over the exchange's
-round trips, if ranks lack a processor for at most this fraction of a step). Behind a relay, round trips show nothing;
-there, ranks must not lack a processor at all."""
+"""Two conditions for attributing a longer latency to a link: ranks lack a processor for at most the first fraction of a
+step, and round trips show at least the second fraction of the increase (summed over the exchange's round trips). Behind
+a relay, round trips show nothing. In that case, ranks must not lack a processor at all."""
 OF_NOISE = 0.5
-"""If waiting for processors accounts for at least this fraction of a transfer's excess, no link is blamed."""
+"""If waiting for processors accounts for at least this fraction of a transfer's excess time, no link is blamed."""
 HELD_QUEUED_S = 1e-2
 """A rank throttled by a quota reads from its sockets late, which lengthens round trips to it by a few milliseconds."""
 LONG_STEPS_S = 3.0
@@ -63,7 +63,7 @@ LONG_STEPS_S = 3.0
 it."""
 
 OUTAGES = 2
-"""A link is blamed only if its connections time out at this many points of a run."""
+"""A link is blamed for outages only if its connections time out at this many separate places in a run."""
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
 """Outages are temporary: fewer than this fraction of the steps contain one, and these steps contain at least this
 fraction of the retransmissions."""
@@ -72,7 +72,7 @@ fraction of the retransmissions."""
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
         return []
-    # Take the minimum over the ranks: the last rank to arrive does not wait for any other, so its time is that of the
+    # Take the minimum over the ranks: the last rank to arrive waits for no other, so its time is the time of the
     # transfer.
     exposed_s = evidence.parts_s["exposed_comm"]
     step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
@@ -80,8 +80,9 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     excess_s = transfer_s - usual(transfer_s)
     stages = len(set(evidence.kinds))
     if stages > 1:
-        # In a pipeline, a rank also waits while the other stages compute: if one takes longer, their waits do, too, and
-        # its own become shorter. A slow link lengthens those of all ranks, each compared with its own usual one.
+        # In a pipeline, a rank also waits while the other stages compute. If one stage takes longer, the others wait
+        # longer, and that stage waits less. By contrast, a slow link lengthens the waits of all ranks, compared with
+        # each rank's usual wait.
         excess_s = np.minimum(excess_s, (exposed_s - usual(exposed_s)).min(axis=1))
         computed_s = evidence.part(*COMPUTE_PARTS)
         longer_s: Figures = np.maximum(0.0, computed_s - usual(computed_s)).max(axis=1)
@@ -105,14 +106,14 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
 
 
 def _is_queued_in_transit(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
-    """Return whether data sent between nodes is delayed on the way. The kernel sends acknowledgements even on behalf of
-    a rank without a processor."""
+    """Return whether data is delayed on its way between nodes. Round trips show this even if a rank lacks a processor,
+    because the kernel sends the acknowledgements."""
     return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link with outages: connections timed out in a few long steps and, unlike with packet loss,
-    almost nothing was retransmitted in the other steps."""
+    """Return a verdict on a link with outages: its connections timed out in a few long steps, but almost nothing was
+    retransmitted in the other steps (unlike with packet loss)."""
     waited = np.sum([np.nan_to_num(one.timeouts) for one in evidence.connections], axis=0) > 0
     where = np.flatnonzero(waited)
     bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
@@ -128,7 +129,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
         return []
     paths = paths_of(evidence.connections, span)
     worst = max(paths, key=lambda path: path.timeouts)
-    # More outages may follow if the time since the last one is at most twice the mean interval between them.
+    # More outages may follow, unless more than twice the mean interval has passed since the last one.
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
         f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
@@ -149,8 +150,8 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
 
 
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
-    """Return a verdict on why an episode's transfers take long; None if load on the machine is the cause, or if the
-    cause is unknown."""
+    """Return a verdict that states why an episode's transfers take long; None if the cause is load on the machine or is
+    unknown."""
     paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
@@ -162,12 +163,13 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
         share = resent / sum(path.segments for path in paths)
         text = f"{share:.2%} of segments were retransmitted, most of them between ranks {_names(losing.ranks)}"
         return _verdict(evidence, episode, "lossy_link", losing, paths, lambda path: path.resent, text)
-    # Whether transfers take long because ranks wait for a processor or are throttled. If data between nodes is delayed
-    # on the way, the link is the cause instead.
-    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one throttled rank delays all others
+    # Transfers may take long because ranks wait for a processor or are throttled. But if data is delayed on its way
+    # between nodes, the link is the cause.
+    # Take the maximum, because one throttled rank delays all others.
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
     queued_s = HELD_QUEUED_S if throttled_s > OF_NOISE * episode.excess else QUEUED_S
-    waits_no_longer = waiting_s + throttled_s <= OF_NOISE * episode.excess  # False if it is unknown
+    waits_no_longer = waiting_s + throttled_s <= OF_NOISE * episode.excess  # False if the value is unknown
     if not waits_no_longer and not _is_queued_in_transit(evidence, paths, queued_s):
         return None
     if losing is None and _answers_later(evidence, episode, paths):
@@ -176,7 +178,7 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
     if worst is None and not evidence.link_changes and not evidence.on_accelerator:
         return None
-    text = f"exchanges take {episode.excess * 1e3:.3g} ms longer a step, on the rank that waits least too"
+    text = f"exchanges take {episode.excess * 1e3:.3g} ms longer per step, even on the rank that waits least"
 
     def slowness(path: Path) -> float:
         return path.usual_rate / path.rate if path in measured else 0.0
@@ -195,9 +197,9 @@ def _losing(paths: Sequence[Path]) -> Path | None:
 
 
 def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link whose delay is below the transfers' noise. The small exchange at the end of a step
-    shows it, and its cost is the increase over all transfers. Links within a node have no such delay, and ranks
-    throttled by a quota merely answer late."""
+    """Return a verdict on a link whose delay is below the noise of the transfers. The small exchange at the end of each
+    step shows the delay; its cost is the increase in the time of all transfers. Links within a node have no such delay.
+    Ranks that are throttled by a quota answer late, which is not due to a link."""
     # Latencies within a node are caused by processors, not by links.
     if len(set(evidence.nodes)) == 1:
         return []
@@ -221,21 +223,21 @@ def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list
 
 
 def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
-    """Return (how much longer the small exchange at the end of a step takes in an episode, its usual time), measured on
-    the rank that enters it last."""
+    """Return (additional time in an episode, usual time) of the small exchange at the end of a step, measured on the
+    rank that enters it last."""
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
     return rise(evidence.counter("agreed_s"), episode, np.nanmin), float(np.nan_to_num(np.nanpercentile(agreed_s, 25)))
 
 
 def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
-    """Return whether the latency has grown by more than the queue of a narrow link explains."""
+    """Return whether the latency has grown by more than the queue of a narrow link could explain."""
     latency_s, usual_s = _latency_s(evidence, episode)
     # A delay lengthens the small exchange by at least half of the increase in round-trip time; by then, the queue of a
     # narrow link has drained.
     one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
     if not paths:
-        # Without connections, compare with the large exchanges of samples: a delay lengthens the small exchange by the
-        # larger factor, a narrow link the large ones.
+        # Without connections, compare with the large exchanges of the link samples: a delay lengthens the small
+        # exchange by a larger factor than the large ones, and a narrow link does the opposite.
         factors = [one.before_bytes_per_s / one.now_bytes_per_s for one in _slowdowns(evidence, episode)]
         if latency_s + usual_s < OF_LARGE * usual_s * max(factors, default=0.0):
             return False
@@ -246,20 +248,21 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     """Return a verdict on a link whose latency has grown; None if round trips do not confirm it."""
     latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-    # Ranks that wait for a processor also delay exchanges, and that time is not due to the link.
+    # Ranks that wait for a processor also delay exchanges. That time is not due to the link.
     names = ("queued_s", "exposed_queued_s")
     queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
     step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
     is_loaded = queued_s > LOADED * step_s
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
-    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # in a ring's small all-reduce
+    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # as in a ring's small all-reduce
     shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
-    # A relay acknowledges instead of the other end, and the connections of accelerators are unknown.
+    # Round trips are no evidence if a relay sends the acknowledgements instead of the other end, or if accelerators
+    # communicate over connections that are not counted.
     may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths) or (evidence.on_accelerator and not paths)
     if not shows_rtt and (is_loaded or not may_hide_rtt):
         return None
     now_s = latency_s + usual_s
-    text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
+    text = f"the small exchange that ends each step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
     return _verdict(evidence, episode, "delayed_link", worst, paths, lambda path: path.rtt_s - path.usual_rtt_s, text)
 
 
@@ -278,7 +281,7 @@ def _verdict(
         link = worst.ranks
         if cause == "narrow_link":
             sentences.append(
-                f"between ranks {_names(worst.ranks)} {worst.rate / 1e6:.3g} MB/s are carried, "
+                f"between ranks {_names(worst.ranks)} {worst.rate / 1e6:.3g} MB/s are transferred, "
                 f"{worst.usual_rate / 1e6:.3g} at other times"
             )
         elif cause == "delayed_link":
@@ -290,13 +293,13 @@ def _verdict(
         sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
     node = _node_of(evidence, paths, badness)
     found = verdict_of(evidence, episode, cause, *sentences, node=node, link=link)
-    # Load on the machine may hide the cost of lost segments even though the newest steps still lose some.
+    # Load on the machine may hide the cost of lost segments, so also check whether the newest steps still lose some.
     loses_still = cause == "lossy_link" and _resent(evidence)[-RECENT_STEPS:].sum() >= 1
     return replace(found, until_step=None) if loses_still else found
 
 
 def _slowdowns(evidence: RunEvidence, episode: Episode) -> list[LinkEvent]:
-    """Return the links that became slower in an episode or, if no change was measured in it, at any time."""
+    """Return the links that became slower in an episode or, if no link's change was measured then, at any time."""
     begun = int(evidence.steps[max(0, episode.first - 1)])
     until = int(evidence.steps[episode.last])
     changes = [one for one in evidence.link_changes if begun <= one.since_step <= until] or evidence.link_changes
@@ -310,7 +313,7 @@ def _resent(evidence: RunEvidence) -> Figures:
 
 
 def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
-    """Return a verdict on a link that has been losing segments from the start, so that no change reveals it."""
+    """Return a verdict on a link that has been losing segments from the start, which no change over time reveals."""
     if not len(step_s):
         return []
     first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
@@ -348,7 +351,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[RunVerdict]:
-    """Return a verdict on exchanges between replica groups that failed and were repeated. `steps_s`: duration of these
+    """Return a verdict if exchanges between replica groups failed and were repeated. `steps_s`: durations of these
     steps."""
     if not evidence.retried_steps:
         return []

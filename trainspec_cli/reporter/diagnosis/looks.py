@@ -1,4 +1,4 @@
-"""Profiles of suspected ranks ("looks"): which verdicts request one, which rank it profiles, and what it finds."""
+"""Profiles of suspected ranks ("looks"): which verdicts request a look, which rank it profiles, and what it finds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from trainspec_cli.recipe.results.verdict import Cause, Look, LookOrder, RunVerd
 MOST_LOOKS = 8
 """Maximum number of looks in a run, over all of its starts."""
 SAY_ALL: tuple[Cause, ...] = ("as_planned", "noise", "checkpoint_writing", "memory_leak", "memory_pressure")
-"""Causes that a look cannot explain: either they are not work in the steps, or a look would use the very resource that
-is short."""
+"""Causes that a look cannot explain, because they are not work within steps, or because the look would use the very
+resource that is short."""
 LINE_SHARE = 0.2
 """A line of code is named if it accounts for at least this fraction of the time that a rank spends outside torch
 operations."""
 
 
 def next_look(verdict: RunVerdict, nodes: Sequence[int], known: Sequence[LookOrder]) -> LookOrder | None:
-    """Return the look that a new verdict requests. None if it requests none, if its place has already been profiled, or
-    if the run has had the maximum number of looks. `nodes`: node of each rank."""
+    """Return the look that a new verdict requests. None if there is nothing to look for, if the place has already been
+    profiled, or if the run has had the maximum number of looks. `nodes`: the node of each rank."""
     # A look slows its rank down for some steps, so a run has only a few of them.
     if verdict.cause in SAY_ALL or len(known) >= MOST_LOOKS or any(one.place == verdict.place for one in known):
         return None
-    # The suspected rank profiles itself; otherwise the first rank of the node, link or run.
+    # The suspected rank profiles itself. If the verdict names no rank, the first rank of the node, link or run does.
     looker = nodes.index(verdict.node) if verdict.node in nodes else 0
     if verdict.link:
         looker = verdict.link[0]
@@ -44,7 +44,7 @@ def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
     look = next((one for one in reversed(looks) if one.order.place == verdict.place), None)
     if look is None:
         return verdict
-    # A line with a small fraction of the time may have been sampled by chance.
+    # Do not name a line with a small fraction of the time, which may have been sampled by chance.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
     names_line = code is not None
     rank = look.order.looker

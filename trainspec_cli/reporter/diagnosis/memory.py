@@ -14,20 +14,20 @@ from trainspec_cli.reporter.diagnosis.series import MOST_RANKS
 from trainspec_cli.run.recovery.watch import EIGHTHS, grows_steadily, slope_per_step
 
 SETTLING_STEPS = 10
-"""Number of steps at the start, which allocate memory that later steps reuse."""
+"""Number of steps at the start that are ignored, because they allocate memory that later steps reuse."""
 LEAST_READINGS = 2 * EIGHTHS
 READINGS = 6 * EIGHTHS
-"""Windows of at most this many recent readings are searched for leaks."""
+"""Leaks are searched for in windows of at most this many recent readings."""
 ALIKE = 0.5
-"""Few readings suffice if the memory grew by at least this fraction of the mean growth in each eighth of them. A cache
-that is filling up grows less and less."""
+"""A few readings suffice if memory grew in every eighth of them by at least this fraction of the mean growth. (A cache
+that is filling up grows less and less.)"""
 LEAST_LEAKING = 4
-"""Number of readings since the start of a leak that are needed to determine its slope."""
+"""Number of readings since the start of a leak that suffice to determine its slope."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
-"""Memory is not leaking if it grows by less than this fraction of its size, or by less than this number of bytes."""
+"""Growth by less than this fraction of the memory in use, or by less than this number of bytes, is not a leak."""
 OUTLASTS_RUN = 2.0
-"""A leak is not reported if memory suffices for this many times the run's steps: allocators keep slightly more with
-each step, and the growth is extrapolated from few readings."""
+"""A leak is not reported if memory suffices for this many times the run's steps. Allocators keep slightly more memory
+with each step, and the growth is extrapolated from a few readings."""
 SWAPPED_BYTES = 16 * 2**20
 
 
@@ -84,7 +84,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
         full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
         if full is not None and evidence.total_steps and full > OUTLASTS_RUN * evidence.total_steps:
             continue
-        end = "" if full is None else f", and {format_bytes(left or 0)} are left: none at about step {full:,}"
+        end = "" if full is None else f", and {format_bytes(left or 0)} are left, until about step {full:,}"
         verdicts.append(
             RunVerdict(
                 cause="memory_leak",
@@ -103,7 +103,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
     """Return (first step, bytes per step, bytes so far) of a leaking rank."""
-    # (steps, readings) since the rank's work last changed, because different work needs a different amount of memory.
+    # Use the (steps, readings) since the rank's work last changed, because other work needs another amount of memory.
     series = evidence.counter("rss_bytes")[:, rank]
     begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
     known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
@@ -120,11 +120,12 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
         if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
             base = float(held[0])
             begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
-            leaking = slice(max(begun, len(held) - count), None)  # readings before its start would flatten the slope
+            # Readings from before the leak would flatten the slope.
+            leaking = slice(max(begun, len(held) - count), None)
             if len(held[leaking]) >= LEAST_LEAKING:
                 slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
             before = max(0, leaking.start - 1)
-            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # rules out a single jump
+            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # this rules out a single jump
                 return int(steps[begun]), slope, float(held[-1] - base)
     return None
 

@@ -1,9 +1,9 @@
-"""Find ranks, or entire nodes, that take longer than expected for their own part of a step.
+"""Find ranks, or entire nodes, that take longer than expected for their own work in a step.
 
-All ranks finish a step together, so the step time does not show which rank is slow, but the time of each rank's own
-part does. It is compared with that of ranks doing the same work or, if there are none, with the rank's past. The
-kernel's counters show the reason: a quota, other processes on the rank's processor, memory, or more work. If none of
-these applies, the cause is the device."""
+All ranks finish a step together, so the step time does not show which rank is slow. Therefore the time of each rank's
+own work is compared with that of ranks doing the same work or, if there are none, with the rank's past. The kernel's
+counters show the reason: a quota, other processes on the rank's processor, memory, or more work. If none of these
+applies, the cause is the device."""
 
 from __future__ import annotations
 
@@ -38,58 +38,59 @@ from trainspec_cli.reporter.diagnosis.series import (
 )
 
 STOLEN_S = 8.0
-"""Other processes must occupy a rank's processor for at least this many seconds, because such load comes and goes."""
+"""To be reported, other processes must occupy a rank's processor for at least this many seconds, because such load
+comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
-"""This many seconds suffice if the time during which the rank's peers lack a processor is at most this fraction of the
-rank's excess."""
+"""This many seconds suffice if the peers wait for a processor for at most this fraction of the rank's excess wait."""
 RELIEVED = 0.97
-"""A rank with less than this fraction of its peers' samples was assigned fewer by the scheduler."""
+"""If a rank has less than this fraction of its peers' samples, the scheduler has assigned it fewer."""
 LEFT_S = 60.0
-"""Other load that ended within this many seconds counts as noise."""
+"""Other load that ends within this many seconds is classified as noise."""
 LASTING_STEPS = 8
-"""An episode without a counted reason is not reported if it lasts fewer steps than this. Because series are smoothed,
-load during 5 steps can appear in as many as 7."""
+"""An episode is not reported if it lasts fewer steps than this and no counter shows a reason. (Because series are
+smoothed, load during 5 steps can appear in as many as 7.)"""
 STEADILY = 0.8
-"""In a single disturbance, as opposed to several in succession, at least this fraction of the steps is slow."""
+"""An episode with at least this fraction of slow steps is a single disturbance, as opposed to several in succession."""
 UNCOUNTED_STEPS = 6
 """Number of slow steps that confirm a cause without a matching counter."""
 OF_PEERS = 0.4
-"""If the peers' time without a processor rises by at least this fraction of a rank's excess, the entire machine is
-loaded, unless that rank is always last."""
+"""If the peers' wait for a processor rises by at least this fraction of a rank's excess, the entire machine is loaded,
+unless that rank is always last."""
 LOADED = 0.05
 """The machine is loaded if ranks wait for a processor for this fraction of a step."""
 EXPLAINS = 0.4
-"""A counter explains an excess if it is at least this fraction of it."""
+"""A counter explains a rank's excess time if it accounts for at least this fraction of that time."""
 PAGES = 20.0
-"""Memory counts as short if a step reads this many pages back from disk."""
+"""Memory is considered short if a step reads this many pages back from disk."""
 RETRIES = 0.5
-"""Memory counts as short if an allocator releases its cache this many times in a step: each time it waits for the
+"""Memory is considered short if an allocator releases its cache this many times per step. Each time, it waits for the
 device, and new memory has to be mapped."""
 AS_SLOW = 0.5
-"""A peer counts as equally slow if it has at least this fraction of the rank's excess."""
+"""A peer is considered equally slow if it has at least this fraction of the rank's excess."""
 MORE_WORK = 0.5
 """More work explains a slow rank if the relative increase in work is at least this fraction of the relative increase in
 time."""
 
 
 CHANCE = 1e-5
-"""A rank is always last if the probability of this happening by chance is below this value (Hoeffding, 1963)."""
+"""A rank is considered always last if the probability that this happens by chance is below this value (Hoeffding,
+1963)."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that is slow in an episode, with the cause that its counters show."""
+    """A rank that is slow during an episode, with the cause that its counters show."""
 
     rank: int
     episode: Episode
     cause: Cause
     why: str
     is_counted: bool = False
-    """True if the kernel counted the cause, which rules out other load on the machine."""
+    """True if a kernel counter shows the cause, which rules out other load on the machine."""
 
 
 class OwnTimes:
-    """Each rank's own part of the steps, and its expected value."""
+    """The time of each rank's own work in the steps, and its expected value."""
 
     def __init__(self, evidence: RunEvidence):
         self.evidence = evidence
@@ -99,10 +100,11 @@ class OwnTimes:
         parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
         throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
         self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
-        """(T, R): time during which other processes had the processor; a thread throttled by a quota also waits."""
+        """(T, R): time during which a rank waited because other processes had the processor, excluding throttling by a
+        quota."""
         self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
-        """(T, R): own time, excluding waits for data or a processor, checkpoints and garbage collection, which have
-        separate verdicts."""
+        """(T, R): time of the ranks' own work. It excludes waits for data or a processor, checkpoints and garbage
+        collection, which have separate verdicts."""
         self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
@@ -111,8 +113,8 @@ class OwnTimes:
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
         """(T,): the ranks' median wait for a processor. Programs that share processors also share caches and cores.
         Computation therefore takes longer by about the same amount, on different ranks at different times."""
-        # If all ranks of a kind are on one node, a slow node makes them equally slow, and a comparison within the kind
-        # would miss that. They are therefore also compared with the usual level of the other ranks.
+        # If all ranks of a kind are on one node, a slow node makes all of them equally slow. A comparison within the
+        # kind would miss that, so these ranks are also compared with their kind's usual level.
         expected = self.expect(self.own_s)
         shares = self.evidence.shares
         if (shares > 1).any():  # a rank that the scheduler assigned more samples may take proportionally longer
@@ -137,7 +139,7 @@ class OwnTimes:
             of_kind = np.flatnonzero(kinds == kind)
             times = series[:, of_kind]
             if len(of_kind) > 1:
-                # Of two ranks, the faster one is the reference, because the median of both would hide the slow one.
+                # With two ranks, the faster one is the reference, because the median of both would hide the slow one.
                 middle = (len(of_kind) - 1) // 2
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
@@ -145,9 +147,9 @@ class OwnTimes:
         return expected
 
     def expect_queued(self) -> Figures:
-        """Return each rank's expected wait for a processor. On a busy machine, the wait is proportional to the rank's
-        computation, with the same ratio as for its peers. A rank with more computation waits longer even if nothing is
-        taken from it."""
+        """Return each rank's expected wait for a processor. On a busy machine, this wait is proportional to the rank's
+        computation, with the same ratio as for its peers. A rank with more computation therefore waits longer even if
+        no other process is bound to its processor."""
         processor_s = self.evidence.counter("cpu_s")
         of_peers_s = self.expect(np.nan_to_num(processor_s))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -162,8 +164,8 @@ class OwnTimes:
         return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
 
     def limit(self, series: Figures | None = None) -> Figures:
-        """Return the limit above which a series of seconds (T,) counts as high: a fraction of the surrounding steps,
-        and above the noise of single steps."""
+        """Return the limit (T,) above which a time is considered high: a fraction of the duration of the surrounding
+        steps, and at least the noise of single steps."""
         noise = 0.0 if series is None else NOISE_FACTOR * float(deviation(series))
         return np.maximum(LEAST_SHARE * np.maximum(self.usual_step_s, smoothed(self.step_s)), noise)
 
@@ -172,11 +174,12 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return verdicts on ranks that are slower than others with the same work, or on the node if all of its ranks are
     slow."""
     slow = []
-    # Without load counters, a slow rank may be due to other load, which comes and goes, so confirmation takes longer.
+    # Without load counters, other load may be the reason for a slow rank. Such load comes and goes, so confirmation
+    # takes longer.
     confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
-        # A counted reason, or a slow device on an idle machine, needs no long confirmation.
+        # No long confirmation is needed if a counter shows the reason, or for a slow device on an idle machine.
         at_once = found.is_counted or (found.cause == "slow_device" and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(found)
@@ -185,15 +188,16 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         for one in slow
         if one.is_counted or lasts(evidence, times, one.rank, [o.episode for o in slow if o.rank == one.rank])
     ]
-    # On a loaded machine, other programs temporarily share caches and memory with a rank. A short slowdown without a
-    # counted reason is such load, not a slow device.
+    # On a loaded machine, other programs temporarily share caches and memory with a rank. A short slowdown for which no
+    # counter shows a reason is due to such load, not to a slow device.
     unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
     visits = []
     for rank in {one.rank for one in unexplained}:
         of_rank = [one for one in unexplained if one.rank == rank]
         episodes = [one.episode for one in of_rank]
         loaded = sum(times.is_loaded(episode) for episode in episodes)
-        # Whether a rank is still slow, or was slow for a long time and during most of the time since the first episode.
+        # A slowdown is permanent if the rank is still slow, or was slow for long and most of the time since the first
+        # episode.
         newest = episodes[-1]
         span_s = times.step_s[episodes[0].first : newest.last + 1].sum()
         slow_s = sum(times.step_s[episode.where].sum() for episode in episodes)
@@ -201,7 +205,7 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         if loaded > len(episodes) / 2 and not came_to_stay:
             visits += of_rank
     slow = [replace(one, cause="noise") if one in visits else one for one in slow]
-    # The ranks whose processors are used by other processes; the cause is `noise` if this lasted only a short time.
+    # Find ranks whose processors are used by other processes. The cause is `noise` if this lasted only a short time.
     stolen = []
     of_all_peers_s = times.expect_queued()
     occupied: list[tuple[int, Episode]] = []
@@ -209,8 +213,9 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         is_long = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
-        # If the peers wait longer too, the load is machine-wide, and no single rank is to blame, unless this rank is
-        # last far more often than by chance: machine-wide load affects different ranks at different times.
+        # If the peers also wait longer, the load is machine-wide, and no single rank is to blame. The exception is a
+        # rank that is last far more often than by chance, because machine-wide load affects different ranks at
+        # different times.
         of_kind = np.flatnonzero(np.array(times.evidence.kinds) == times.evidence.kinds[rank])
         took_s = (times.own_s + times.queued_s)[episode.where][:, of_kind]
         more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
@@ -219,7 +224,7 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         )
         if episode.steadiness >= STEADY and is_long and is_alone:
             occupied.append((rank, episode))
-    last = dict(occupied)  # by rank
+    last = dict(occupied)  # the last episode of each rank
     for rank, episode in occupied:
         why = (
             f"other processes occupy its processor for {milliseconds(episode.excess)} more of each step than its peers'"
@@ -231,20 +236,21 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
-    """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes without a
-    counted reason are attributed to other load on the machine, which a user cannot change. A rank that the scheduler
-    assigned fewer samples is still slow, although no other rank waits for it any more."""
+    """Return whether a rank is still slow, was slow for some time, or is slow repeatedly. Shorter episodes for which no
+    counter shows a reason are attributed to other load on the machine, which a user cannot change. A rank is still slow
+    if the scheduler has assigned it fewer samples, even though no other rank waits for it any more."""
     slow = np.zeros(len(evidence.steps))
-    """The fraction of a step that counts as slow."""
+    """For each step, the fraction of it that counts as slow."""
     is_relieved = evidence.shares[:, rank] < RELIEVED
     may_be_load = not times.knows_load or any(times.is_loaded(episode) for episode in of_rank)
     for episode in of_rank:
         if until(evidence, episode) is None:
             return True
-        # On an idle machine, a rank that is slow in some of the steps is slow again and again.
+        # On an idle machine, a rank that is slow in some of the steps will be slow again.
         unsteady = 0.0 if may_be_load else episode.steadiness
         slow[episode.where] = 1.0 if episode.steadiness >= STEADILY else unsteady
-        # A rank with fewer samples no longer looks slow, so the steps where it is relieved extend the episode.
+        # A rank that is relieved (has fewer samples) no longer looks slow, so the steps where it is relieved extend the
+        # episode.
         later = is_relieved[episode.last + 1 :]
         begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
         ended = begun + int(np.argmin(np.append(later[begun:], False)))
@@ -253,7 +259,7 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     if not slow.any():
         return False
     least_s = STOLEN_S if may_be_load else STOLEN_ALONE_S
-    # Runs of slow steps start at even positions in `edges` and end at odd ones.
+    # In `edges`, the entries at even positions are starts of runs of slow steps, and those at odd positions are ends.
     edges = np.flatnonzero(np.diff(np.concatenate([[False], slow == 1.0, [False]]).astype(np.int8)))
     if len(edges):
         longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
@@ -269,8 +275,9 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
 def _suspects(
     times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures | float = 0.0
 ) -> Iterator[tuple[int, Episode]]:
-    """Yield (rank, episode) where the rank's series (T, R) is above its limit and above `least_s`."""
-    # The more ranks there are, the more often one of them is hit by chance.
+    """Yield (rank, episode) for the episodes where the rank's series in (T, R) is above its limit and above
+    `least_s`."""
+    # The more ranks there are, the more often noise exceeds the limit on one of them by chance.
     confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)
     above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
     for rank in np.flatnonzero(above >= confirming_steps).tolist():
@@ -283,7 +290,7 @@ def _suspects(
 def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Slow:
     """Return why a rank is slow in an episode, from the difference between its counters and those of its peers."""
     excess_s = episode.excess
-    # Leave out peers that are just as slow, because they would hide the difference.
+    # Ignore peers that are just as slow, because they would hide the difference.
     peers = _peers(evidence, times, rank, episode)
 
     def more(name: str) -> float:
@@ -293,18 +300,18 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         why = f"a quota throttles its control group for {milliseconds(more('throttled_s'))} per step"
         return Slow(rank, episode, "slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
-        why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
+        why = f"it reads {more('major_faults'):.0f} more pages per step back from disk than its peers"
         return Slow(rank, episode, "memory_pressure", why, is_counted=True)
     if more("allocator_retries") >= RETRIES:
-        # Before `starved_s`: while the allocator frees memory, the host queues nothing.
-        why = f"its allocator releases its cache {more('allocator_retries'):.1f} more times in a step than others"
+        # This is checked before `starved_s`, because the host queues nothing while the allocator frees memory.
+        why = f"its allocator releases its cache {more('allocator_retries'):.1f} more times per step than its peers'"
         return Slow(rank, episode, "memory_pressure", why, is_counted=True)
     if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
         return Slow(
-            rank, episode, "uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers"
+            rank, episode, "uneven_lengths", f"its samples require {work:.0%} more work than those of its peers"
         )
     if _difference(evidence.parts_s["other"], rank, peers, episode) > 0.5 * excess_s:
-        return Slow(rank, episode, "host_bound", "the time passes between the passes, in Python")
+        return Slow(rank, episode, "host_bound", "the time is spent between the passes, in Python")
     waited_s = more("host_queued_s")
     if np.isfinite(waited_s) and waited_s > EXPLAINS * excess_s:
         why = f"other processes occupy its host thread's processor for {milliseconds(waited_s)} more of each step"
@@ -315,16 +322,14 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return Slow(rank, episode, "host_bound", why)
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
-        why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"
+        why = f"the same work takes {milliseconds(busy_s)} more processor time per step than on its peers"
         return Slow(rank, episode, "slow_device", why)
-    return Slow(
-        rank, episode, "slow_device", "it computes longer than its peers, and no counter of the system shows a reason"
-    )
+    return Slow(rank, episode, "slow_device", "it computes longer than its peers, and no system counter shows a reason")
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
-    """Return the ranks that do the same work, except those that are just as slow, because they do not show the usual
-    level."""
+    """Return the ranks that do the same work. Those that are just as slow are left out, because they do not show the
+    usual level."""
     inside = episode.where
     excess_s = np.median(times.own_s[inside] - times.expected_s[inside], axis=0)
     of_kind = (other for other in range(evidence.ranks) if evidence.kinds[other] == evidence.kinds[rank])
@@ -334,8 +339,8 @@ def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) 
 def _more_work(
     evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
 ) -> float | None:
-    """Return how much more work a rank has than its peers, as a fraction, in the slow steps of an episode, if that
-    explains its time."""
+    """Return how much more work a rank has than its peers in the slow steps of an episode, as a fraction, if this
+    explains the rank's time."""
     if not peers:
         return None
     excess_s = (times.own_s - times.expected_s)[:, rank]
@@ -356,8 +361,8 @@ def _more_work(
 
 
 def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
-    """Return how far a rank's counter exceeds its peers' median in an episode or, without peers, its own level outside
-    the episode; NaN if unknown."""
+    """Return by how much a rank's counter exceeds the median of its peers in an episode or, without peers, the rank's
+    own level outside the episode; NaN if unknown."""
     inside = mean_known(series[episode.where, rank])
     if peers:
         others = means_known(series[episode.where][:, list(peers)])
@@ -366,7 +371,7 @@ def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episo
     return inside - (mean_known(outside) if np.isfinite(outside).any() else 0.0)
 
 
-# Nodes
+# Verdicts on entire nodes
 
 
 def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
@@ -383,7 +388,7 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
         # compared.
         if sizes[node] > 1 and len(sizes) > 1 and len({one.rank for one in shared}) == sizes[node]:
             of_nodes += shared
-            # The verdict on a node, based on the episodes that all of its ranks share.
+            # The verdict on a node is based on the episodes that all of its ranks share.
             causes = [one.cause for one in shared]
             often: Cause = max(sorted(set(causes)), key=causes.count)
             first = min(shared, key=lambda one: one.episode.first)

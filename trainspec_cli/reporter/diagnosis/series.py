@@ -1,8 +1,8 @@
-"""Find episodes where a series is too high, and what counters and connections show during them.
+"""Find episodes where a time series is too high, and what counters and connections show during these episodes.
 
-A series is smoothed to remove single outliers, compared with its noise, and confirmed. The noise is estimated from the
-differences between neighbouring steps, which a change of level does not affect. By contrast, a median absolute
-deviation from the series' median would count half of a long change as noise."""
+A series is smoothed to remove single outliers. It is too high if it exceeds its noise for long enough. The noise is
+estimated from the differences between neighbouring steps, which a change of level does not affect. By contrast, the
+median absolute deviation from the series' median would treat half of a long change as noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_SHARE = 0.1
 MOST_RANKS = 0.5
 """A cause that affects more than this fraction of the ranks is reported for the entire run."""
 STEADY = 0.6
-"""Fraction of an episode's steps that must be slow if other load could be the cause."""
+"""If other load could be the cause, at least this fraction of an episode's steps must be slow."""
 SMOOTHED_STEPS = 5
 CONFIRMING_STEPS = 3
 """A series must be above its limit for at least this many steps in a row."""
@@ -32,12 +32,12 @@ matter."""
 GAP_STEPS = 4
 """Two episodes with at most this many steps between them are merged."""
 NOISE_FACTOR = 2.5
-"""Distance of the limit from the usual level, in standard deviations of a single step. Those of the smoothed series are
-about half as large."""
+"""Distance of the limit from the usual level, in standard deviations of a single step. (The standard deviation of the
+smoothed series is about half as large.)"""
 FITTED_STEPS = 8
+"""A series is fitted to the work of at least this many steps."""
 EXTRAPOLATED = 4.0
-"""How a series depends on work is only extrapolated this many standard deviations of the work, from at least
-`FITTED_STEPS` steps."""
+"""The fit is extrapolated to work that exceeds the mean by at most this many standard deviations."""
 TO_DEVIATION = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation."""
 
@@ -49,9 +49,9 @@ class Episode:
     first: int
     last: int
     excess: float
-    """The median excess over these steps."""
+    """The median excess over the usual level in these steps, in seconds."""
     steadiness: float
-    """Fraction of the steps that are above the limit without smoothing."""
+    """Fraction of the steps in which the unsmoothed series is above the limit."""
 
     @property
     def steps(self) -> int:
@@ -62,7 +62,7 @@ class Episode:
         return slice(self.first, self.last + 1)
 
     def covers(self, other: Episode) -> float:
-        """Return the fraction of the shorter episode's steps that both episodes contain."""
+        """Return the overlap of two episodes, as a fraction of the shorter one's steps."""
         common = min(self.last, other.last) - max(self.first, other.first) + 1
         return max(0, common) / min(self.steps, other.steps)
 
@@ -75,7 +75,7 @@ def smoothed(series: Figures) -> Figures:
         return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
     # Repeat the ends so that a change in the newest steps is not lost.
     padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
-    # This runs over all ranks and steps, so it uses a partition, which finds the median without a full sort.
+    # This processes all ranks and steps, so it uses `np.partition`, which finds the median without a full sort.
     middle: Figures = np.partition(sliding_window_view(padded, SMOOTHED_STEPS, axis=0), half, axis=-1)[..., half]
     return middle
 
@@ -89,7 +89,7 @@ def deviation(series: Figures) -> Figures:
 
 
 def usual(series: Figures) -> Figures:
-    """Return the undisturbed level of a series: the lower quartile of the smoothed series. It stays the same even if
+    """Return the undisturbed level of a series: the lower quartile of the smoothed series. It is unaffected even if
     half of the run is disturbed."""
     level: Figures = np.percentile(smoothed(series), 25, axis=0)
     return level
@@ -104,7 +104,8 @@ def find_episodes(
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
     joined: list[tuple[int, int]] = []
     for first, last in zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True):
-        # A slow device is fast in some steps by chance; one disturbance should not be reported as several.
+        # A slow device is fast in some steps by chance. Merge episodes, so that one disturbance is not reported as
+        # several.
         if joined and first - joined[-1][1] <= GAP_STEPS:
             joined[-1] = joined[-1][0], last
         else:
@@ -134,7 +135,7 @@ def due_to_work(work: Figures, seconds: Figures, where: npt.NDArray[np.bool_]) -
 
 def until(evidence: RunEvidence, episode: Episode) -> int | None:
     """Return the last step of an episode; None if it may continue."""
-    # Smoothing repeats the values at the ends, so the newest steps do not show an end yet.
+    # Smoothing repeats the last values, so the end of an episode is not visible in the newest steps yet.
     return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
 
 
@@ -184,11 +185,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-# What the connections between two ranks show during an episode, and by how much the counters of all ranks rise.
+# Evaluate the connections between two ranks during an episode, and the rise of counters over all ranks.
 
 
 OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
-"""The full queue of a narrow link drops at most this fraction of the segments. Round trips take at least this many
+"""On a narrow link, the full queue drops at most this fraction of the segments, and round trips take at least this many
 seconds longer and at least this many times as long. A lossy link has no queue."""
 
 Pair = tuple[int, int]
@@ -201,26 +202,26 @@ class Path:
     ranks: Pair
     resent: float
     resent_later: float
-    """Number of retransmitted segments in the second half of the episode."""
+    """Number of segments retransmitted in the second half of the episode."""
     segments: float
     segments_later: float
     timeouts: float
     rate: float
     """Bytes per second while data was in flight; 0 if unknown."""
     usual_rate: float
-    """The same rate at other times."""
+    """The same rate outside the episode."""
     rtt_s: float
     usual_rtt_s: float
 
     def has_queue(self, least_s: float = QUEUED_S) -> bool:
-        """Return whether data waits in a queue: round trips take much longer than at other times, by at least
+        """Return whether data waits in a queue, so that round trips take much longer than at other times, by at least
         `least_s`."""
         return self.rtt_s > max(self.usual_rtt_s + least_s, QUEUED * self.usual_rtt_s)
 
     @property
     def overflows(self) -> bool:
-        """Return whether the retransmitted segments were dropped by a full queue. TCP fills the queue while it searches
-        for the link's rate, especially just after the link has become narrow."""
+        """Return whether a full queue dropped the segments that were retransmitted. TCP fills the queue while it
+        searches for the link's rate, especially just after the link has become narrow."""
         of_later = self.resent_later <= OVERFLOW * self.segments_later
         return self.has_queue() and (of_later or self.resent <= OVERFLOW * self.segments)
 

@@ -1,9 +1,9 @@
 """Write the steps of all ranks as a trace for Perfetto and chrome://tracing, on the first node's clock.
 
-The duration of each part of a step is known, but not the order; parts are drawn in the order of `PARTS`. The offset
+The durations of a step's parts are known, but not their order; parts are drawn in the order of `PARTS`. The offset
 between nodes' clocks is measured with the exchange that ends each step. No rank leaves it before the last one has
-entered, and all ranks leave within the time that the exchange takes from then on. The times at which two ranks left, by
-their nodes' clocks, therefore differ by the clock offset, to within that time."""
+entered, and from then on, all ranks leave within the duration of the exchange. The recorded times at which two ranks
+leave therefore differ by the clock offset, to within that duration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.paths import RunDir
 
 NEWEST_STEPS = 2000
-"""Number of newest steps in a trace; older ones are left out to keep the trace readable."""
+"""Maximum number of steps in a trace. Older steps are left out to keep the trace readable."""
 US = 1e6
 
 
@@ -34,16 +34,16 @@ class ClockOffset:
     node: int
     offset_s: float
     error_s: float | None
-    """None if no exchange shows it; the offset is then 0."""
+    """Uncertainty of the offset; None if no exchange shows the offset, which is then assumed to be 0."""
     exchanges: int
     """Number of exchanges that show the offset."""
 
 
 def clock_offsets(nodes: Sequence[int], left: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[ClockOffset, ...]:
-    """Return the offsets of all nodes. For each rank, `left` maps a step to the time when the rank left the exchange
-    that ends the step (Unix seconds on its node's clock), and to the duration of the shortest such exchange in these
-    steps, including waits."""
-    # Use the first rank of a node that left, because others may have been waiting for a processor.
+    """Return the offsets of all nodes. For each rank, `left` maps a step to two values: the time when the rank left the
+    exchange that ends the step (Unix seconds on its node's clock), and the duration of the shortest such exchange in
+    these steps, including waits."""
+    # Use the rank of a node that left first, because others may have been waiting for a processor.
     of_node: dict[int, dict[int, tuple[float, float]]] = {node: {} for node in nodes}
     for node, of_rank in zip(nodes, left, strict=True):
         for step, found in of_rank.items():
@@ -91,7 +91,7 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
         node = shape.nodes[rank]
         drawn += _draw_rank(of_rank, rank, node, ahead_s[node], newest - NEWEST_STEPS)
     for verdict in verdicts:
-        # Mark a verdict at its start, on its rank or on the first one.
+        # Mark a verdict at its start, on its rank or, if it has none, on the first rank.
         rank = verdict.rank if verdict.rank is not None else (verdict.link or (0,))[0]
         steps = (event for event in events[rank] if isinstance(event, StepEvent))
         begin = next((event.time for event in steps if event.step >= verdict.since_step), None)
@@ -104,13 +104,13 @@ def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> J
 
 
 def _draw_rank(events: Sequence[Event], rank: int, node: int, ahead_s: float, after: int) -> Iterator[JsonObject]:
-    """Yield a rank's steps after step `after`, with their parts, and the rank's counters and stalls."""
+    """Yield a rank's steps after step `after` with their parts, and the rank's counters and stalls."""
     place: JsonObject = {"pid": node, "tid": rank}
     for event in events:
         at = (event.time - ahead_s) * US
         if isinstance(event, StepEvent) and event.step > after:
             whole = event.step_time_s * US
-            begin = at - whole  # an event is written when its step ends
+            begin = at - whole  # the event's time is the end of its step
             queued_s = None if isinstance(event.queued_s, Absent) else event.queued_s
             about: JsonObject = {"loss": event.loss, "without a processor (s)": queued_s}
             yield {**place, "ph": "X", "name": f"step {event.step}", "ts": begin, "dur": whole, "args": about}

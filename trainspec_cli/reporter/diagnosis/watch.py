@@ -19,14 +19,14 @@ from trainspec_cli.run.folder.paths import RunDir
 SUPERVISOR = -1
 REMEMBERED_STEPS = 512
 LOOK_S, COST_SHARE, LONGEST_S = 1.0, 5e-3, 5.0
-"""The diagnosis waits at least this many seconds between two passes, and long enough to use at most this fraction of a
+"""Between two passes, the diagnosis waits at least this many seconds, and long enough to use at most this fraction of a
 processor, but never more than 5 s."""
 SEEN_TWICE = 2
 """A verdict is reported once this many consecutive diagnoses have found it."""
 
 
 class DiagnosisWatch:
-    """Diagnoses a run repeatedly: call `update` regularly. The run does not depend on it."""
+    """Diagnoses a run repeatedly: call `update` regularly. If the diagnosis fails, the run continues."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DiagnosisWatch:
         ask: Callable[[LookOrder], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`ask` asks a suspected rank to profile itself because of a new verdict; None if ranks are never asked."""
+        """`ask`: asks a suspected rank to profile itself because of a new verdict; None if ranks are never asked."""
         self._run = run
         self._clock = clock
         self._ask = ask
@@ -47,8 +47,8 @@ class DiagnosisWatch:
         self._reported: dict[tuple[object, ...], RunVerdict] = {}
 
     def update(self, report: Callable[[VerdictEvent], None]) -> None:
-        """Read new events, and call `report` for each verdict that was found or no longer holds. After a failure, such
-        as a damaged file, the diagnosis stops."""
+        """Read new events, and call `report` for each verdict that is new or no longer holds. After a failure, such as
+        a damaged file, the diagnosis stops."""
         if self._is_over or self._clock() < self._due_s:
             return
         began_s = time.thread_time()
@@ -68,19 +68,20 @@ class DiagnosisWatch:
         going_on = {place: one for place, one in found.items() if one.until_step is None}
         self._seen = {place: self._seen.get(place, 0) + 1 for place in going_on}
         for place, one in going_on.items():
-            # A single diagnosis may see temporary load on the machine. Hangs have already been confirmed by the ranks.
+            # A single diagnosis may only see temporary load on the machine, so verdicts need confirmation. Hangs do
+            # not: the ranks have confirmed them.
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
                 # Ask a rank to profile itself because of a new verdict.
                 if self._ask is not None:
-                    if self._orders is None:  # looks from earlier starts left traces, which name what was profiled
+                    if self._orders is None:  # count the looks of earlier starts by the traces that they left
                         traces = [read_object(path)["order"] for path in sorted(self._run.looks_folder.glob("*.json"))]
                         self._orders = [read_record(LookOrder, order) for order in traces if isinstance(order, dict)]
                     if (order := next_look(one, self._reader.shape.nodes, self._orders)) is not None:
                         self._orders.append(order)
                         self._ask(order)
-            # Report the verdict again once a look has found the line of code.
+            # Once a look has found the line of code, report the verdict again.
             elif place in self._reported and one.code and not self._reported[place].code:
                 self._reported[place] = one
                 self._write(one, report, is_over=False)

@@ -14,7 +14,7 @@ STYLE = Path(__file__).with_name("page.css")
 
 @dataclass(frozen=True)
 class PageOrigin:
-    """Where a page or its data comes from."""
+    """The origin of a page or of its data."""
 
     date: str
     """The date, for example 2026-11-23."""
@@ -79,7 +79,7 @@ def bar_rows(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[str]) -> str:
-    """Return a table; a heading that starts with # marks a column of numbers."""
+    """Return a table. A heading that starts with # marks a column of numbers."""
     heads = "".join(f"<th{' class=number' if h.startswith('#') else ''}>{escape(h.lstrip('#'))}</th>" for h in headings)
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
@@ -95,7 +95,7 @@ def text_row(cells: Sequence[str], kinds: Sequence[str] = ()) -> str:
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of texts; columns whose heading starts with # are aligned as numbers."""
+    """Return a table of texts. Columns whose heading starts with # are aligned as numbers."""
     kinds = ["number" if heading.startswith("#") else "" for heading in headings]
     return table(headings, [text_row(row, kinds) for row in rows])
 
@@ -111,7 +111,7 @@ def preformatted(text: str) -> str:
 
 
 def shorten(text: str, most_characters: int) -> str:
-    """Truncate overlong text, which trainspec itself never writes."""
+    """Truncate overlong text. (trainspec itself never writes such text.)"""
     if len(text) <= most_characters:
         return text
     return f"{text[:most_characters]}... ({len(text):,} characters)"

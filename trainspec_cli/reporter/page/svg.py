@@ -40,11 +40,11 @@ class LineSeries:
     label: str
     points: Sequence[Point]
     marked: bool = True
-    """True if every point is marked with a dot."""
+    """Whether every point is marked with a dot."""
 
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
-    """Draw stacked segments relative to `scale`, with `limit` as a line across."""
+    """Draw stacked segments whose lengths are relative to `scale`, with a line across the bar at `limit`."""
     drawn = []
     at = 0.0
     for segment in segments:
@@ -85,7 +85,7 @@ def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> st
     xs, ys = _places(lines)
     low = min(ys)
     high = max(ys)
-    # Otherwise a flat curve would lie on the frame, or lead to a division by 0.
+    # Widen the range, because a flat curve would otherwise lie on the frame or lead to a division by 0.
     margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
     frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
     # Steps are whole numbers, so their ticks are too.
@@ -94,14 +94,14 @@ def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> st
 
 
 def thin(points: Sequence[Point], stretches: int) -> list[Point]:
-    """Thin a long line: keep its first and last points, and the lowest and highest points of each stretch."""
+    """Thin out a long line. Keep its first and last points, and the lowest and highest points of each stretch."""
     if len(points) <= 2 * stretches:
         return list(points)
     bounds = [len(points) * place // stretches for place in range(stretches + 1)]
     kept = {0, len(points) - 1}
     for begin, end in pairwise(bounds):
         heights = {points[place][1]: place for place in range(begin, end)}
-        # Keep extremes instead of averages, so that a single-step spike stays visible.
+        # Extremes are kept instead of averages, so that a single-step spike stays visible.
         kept |= {heights[min(heights)], heights[max(heights)]}
     return [points[place] for place in sorted(kept)]
 
@@ -144,7 +144,7 @@ class _Frame:
     y_low: float
     y_high: float
     even: bool = False
-    """True if both axes are linear; otherwise they are logarithmic."""
+    """True if both axes are linear; False if both are logarithmic."""
 
     def x(self, value: float) -> float:
         inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT
@@ -171,7 +171,8 @@ class _Frame:
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten in the range; if these are many, only the powers of ten."""
+    """Return 1, 2 and 5 times the powers of ten in the range or, if that would be too many ticks, only the powers of
+    ten."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
@@ -189,7 +190,7 @@ def even_ticks(low: float, high: float) -> list[float]:
 
 
 def _is_flat(low: float, high: float) -> bool:
-    """Return whether the difference between the two values is too small for floating-point arithmetic."""
+    """Return whether the two values are too close to be distinguished in floating-point arithmetic."""
     return high - low <= 1e-12 * max(abs(low), abs(high))
 
 

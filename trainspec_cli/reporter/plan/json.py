@@ -100,7 +100,7 @@ def _candidate(candidate: Candidate) -> JsonObject:
     return {
         **plain,
         "layout": {key: value for key, value in layout.items() if key not in silent},
-        # The fullest stage determines whether a layout fits, so it gets the key `memory`.
+        # The stage that uses the most memory determines whether a layout fits, so it gets the key `memory`.
         "memory": to_plain(candidate.fullest_memory),
         "memory_by_stage": plain["memory"],
         "fits": candidate.fits,

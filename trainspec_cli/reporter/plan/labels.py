@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainspec_cli.reporter.plan.trace import TraceReport
 
 
-# The reports of a plan and of a sweep, as shown on the terminal, on the page and in JSON.
+# The reports of a plan and of a sweep, which the terminal, the page and JSON all show.
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class PlanSection:
     """A plug-in's section of a plan: a table with text below it."""
 
     key: str
-    """Key of these results in the plan's JSON."""
+    """The key of the section's results in the plan's JSON."""
     figures: JsonObject
     title: str
     about: str
-    """Text after the title."""
+    """Text that follows the title."""
     headings: tuple[str, ...]
     """The first two columns are text, the others are numbers."""
     rows: tuple[tuple[str, ...], ...]
     text: str
     known: str
-    """How well the results are known, with the source."""
+    """The uncertainty of the results, with the source."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class PlanReport:
     simulation: Simulation | None = None
     trace: TraceReport | None = None
     pools: PoolsPlan | None = None
-    """Plans on subsets of the pools, if the cluster has several pools."""
+    """If the cluster has several pools, plans on subsets of them."""
     defaults: tuple[str, ...] = ()
     """Overrides that were assumed because no recipe was specified."""
 
     profile: str = ""
-    """What the cluster's profile changed, or why it was not used; empty without a profile."""
+    """The changes made by the cluster's profile, or why it was not used; empty without a profile."""
 
     @property
     def best(self) -> Candidate | None:
@@ -103,7 +103,7 @@ class SweepReport:
 
 
 Formatter = Callable[[float], str]
-"""Formats a quantity."""
+"""A function that formats a quantity."""
 
 MEMORY_PARTS = {
     "parameters_bytes": "parameters",
@@ -132,7 +132,7 @@ TIME_PARTS = {
     "host_s": "host",
 }
 OVERHEADS = tuple(key for key in TIME_PARTS if key not in ("matmul_s", "attention_s"))
-"""Phases of a step other than the model's arithmetic."""
+"""The phases of a step other than the model's matrix products and attention."""
 LOST_PARTS = {
     "restart": "job down, starting again",
     "rework": "work undone by failures",
@@ -175,7 +175,7 @@ def layout_label(layout: Layout) -> str:
 
 
 def placed_label(candidate: Candidate) -> str:
-    """Return the layout and, with several pools, each pool's part: `samples 864 + 160`, or `layers 27 + 5`."""
+    """Return the layout and, with several pools, the part of each pool: `samples 864 + 160`, or `layers 27 + 5`."""
     layout = layout_label(candidate.layout)
     shared = "layers" if candidate.pipelines_cross_pools else "samples"
     parts = " + ".join(f"{getattr(part, shared):,}" for part in candidate.pools)
@@ -219,7 +219,7 @@ def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
 
 
 def recompute_label(candidate: Candidate) -> str:
-    """Return what the layout recomputes to save memory, and whether its optimizer state is in host memory."""
+    """Describe what the layout recomputes to save memory, and whether its optimizer state is in host memory."""
     return candidate.recompute + ", offload" * (candidate.offload == "optimizer")
 
 
@@ -275,7 +275,7 @@ def chance(candidate: Candidate) -> str:
 
 
 def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
-    """Return (heading, text) that explains why the first layout was chosen, and how it compares with an expert's usual
+    """Return (heading, text) pairs that explain why the first layout was chosen, and compare it with an expert's usual
     starting point."""
     best = capacity.best
     fastest = capacity.fastest
@@ -321,7 +321,7 @@ def goodput_percent(part: float) -> str:
 
 
 def alternative_label(other: Goodput) -> str:
-    """Describe another recovery mode and the duration of the run with it."""
+    """Describe the other recovery mode, with the duration that the run would have."""
     layout = f" in {other.layout}" if other.layout else ""
     return f"with resilience={other.mode}{layout}: {format_duration(other.wall_time_s)}"
 

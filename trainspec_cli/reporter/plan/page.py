@@ -57,9 +57,9 @@ from trainspec_cli.reporter.plan.text import assumption_row, run_rows
 CHARTED_CANDIDATES = 8
 TABLED_CANDIDATES = 20
 FOOTER = (
-    "Planned by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak of the "
-    "format that the matrix products run in; HFU counts what is executed, recomputation included. A GiB is 2<sup>30"
-    "</sup> bytes. Ranges are 90% intervals."
+    "Planned by trainspec. MFU counts model FLOPs, attention over its causal half, relative to the peak of the "
+    "format that the matrix products run in; HFU counts all FLOPs that are executed, including recomputation. A GiB is "
+    "2<sup>30</sup> bytes. Ranges are 90% intervals."
 )
 
 
@@ -111,7 +111,7 @@ def body_of(plan: PlanReport) -> Iterator[str]:
     if plan.pools:
         parts = plain_table(PART_HEADINGS, part_rows(best)) if best else ""
         choices = plain_table(choice_headings(plan.spec.model.unit), choice_rows(plan.pools))
-        text = "What each pool does in a step of the best layout, and the best plans on fewer."
+        text = "The part of each pool in a step of the best layout, and the best plans with fewer pools."
         yield section("Pools", f"{text} {sentence(plan.pools.verdict)}", parts + choices)
     if blueprint := plan.blueprint:
         order = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
@@ -138,7 +138,7 @@ def body_of(plan: PlanReport) -> Iterator[str]:
             (reason, render_bar([Segment("c-refused", reason, count, f"{count:,}")], most), f"{count:,}")
             for reason, count in plan.rejected.items()
         ]
-        yield section("Refused", "Layouts that are not in the list, by reason.", bar_rows(rows))
+        yield section("Refused", "Layouts that were rejected, by reason.", bar_rows(rows))
     if run:
         yield _run(plan.spec, run)
         yield _assumptions(run.assumptions, plan.capacity.assumptions)
@@ -190,9 +190,12 @@ def _step_times(candidates: Sequence[Candidate]) -> str:
         others |= {segment.kind: segment for segment in phases}
         name = f"{rank}  {labels.placed_label(candidate)}"
         rows.append((name, render_bar(phases, scale), format_duration(candidate.step_time_s)))
-    text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
+    text = (
+        "By phase: work is blue, communication that is not hidden behind it is orange, waiting is grey. "
+        "Values are those of the first layout."
+    )
     first = _segments(vars(shown[0].time), labels.TIME_PARTS, format_duration)
-    # Phases that occur only in other layouts get a legend entry without a value.
+    # Phases that occur only in other layouts have a legend entry without a value.
     absent = [segment for kind, segment in others.items() if kind not in {segment.kind for segment in first}]
     legend = render_legend(first) + (render_legend(absent, False) if absent else "")
     return section("Step time", text, bar_rows(rows) + legend)
@@ -208,7 +211,7 @@ def _goodput(run: RunForecast) -> str:
     ]
     seen = {segment.kind: segment for mode in reversed(modes) for segment in _losses(mode)}
     text = (
-        f"Wall time that does not become progress. A failure every {format_duration(recovery.mtbf_s)} is expected, "
+        f"Wall time without progress. A failure every {format_duration(recovery.mtbf_s)} is expected, "
         f"{recovery.failures:.3g} over the run; a checkpoint every "
         f"{format_duration(recovery.checkpoint_interval_s)} ({recovery.checkpoint_interval_steps:,} steps)."
     )
@@ -250,14 +253,14 @@ def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels
     return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in labels.present(breakdown, names)]
 
 
-# The page of a sweep: scaling, time and cost of each point, and one plan in detail.
+# The page of a sweep: scaling, time and cost of every point, and one plan in detail.
 
 
 def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
     """Render the page of a sweep: the scaling, then the plan for the last point that fits (or for the last point, if
     none fits)."""
     points = sweep.points
-    # The point of a sweep is usually to find the largest value that fits.
+    # The purpose of a sweep is usually to find the largest value that fits.
     shown = next((point for point in reversed(points) if point.plan.best), points[-1])
     chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
     # Draw the time and cost of each point as bars, because the values of a swept key need not be numbers.
@@ -272,7 +275,9 @@ def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> s
             rows = [
                 (value, render_bar([Segment("c-used", title, size, text)], most), text) for value, text, size in drawn
             ]
-            outcomes.append(section(f"{title} over {sweep.key}", "Of the best layout's whole run.", bar_rows(rows)))
+            outcomes.append(
+                section(f"{title} over {sweep.key}", "For the entire run in the best layout.", bar_rows(rows))
+            )
     above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *outcomes, chosen]
     return render_page(title_of(shown.plan), "".join([*above, *body_of(shown.plan)]), FOOTER)
 

@@ -1,7 +1,5 @@
-"""The optional parts of a plan: communication, network planes, pools, and a simulated disturbance.
-
-The terminal (here) and the page (`page.py`) share rows and sentences. A heading that starts with # marks a column of
-numbers."""
+"""The optional parts of a plan: communication, network planes, pools, and a simulated disturbance. The terminal output
+(here) and the page (`page.py`) share rows and sentences. A heading that starts with # marks a column of numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from trainspec_cli.reporter.console import Text, text_table
 from trainspec_cli.reporter.plan import labels
 from trainspec_cli.reporter.plan.labels import percent
 
-# The communication blueprint: which exchange crosses which tier, and with which algorithm.
+# The communication blueprint: the tier that each exchange crosses, and its algorithm.
 
 
 HEADINGS = ("axis", "#ranks", "widest tier", "exchange", "#message", "#a step", "by", "#takes", "#flat ring")
@@ -40,7 +38,7 @@ def render_blueprint(blueprint: Blueprint) -> RenderableType:
 
 
 def describe_tiers(blueprint: Blueprint) -> str:
-    """`scale-up domain 4 x 8 at 3.6 Tbit/s, leaf 2 x 16 at 400 Gbit/s, ...`: the bandwidth per device in each
+    """`scale-up domain 4 x 8 at 3.6 Tbit/s, leaf 2 x 16 at 400 Gbit/s, ...`: the bandwidth is per device and
     direction."""
     tiers = (
         f"{tier.name} {tier.elements:,} x {tier.devices:,} at {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
@@ -50,15 +48,16 @@ def describe_tiers(blueprint: Blueprint) -> str:
 
 
 def describe_order(blueprint: Blueprint) -> Iterator[str]:
-    """Yield the order of the axes over the nodes, and how much time a different node order would save."""
+    """Yield the order of the axes over the nodes, and the time that placing the nodes in another order would save."""
     yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
     if blueprint.node_places:
         usual_s = blueprint.unplaced_step_s
         step_s = blueprint.step_s
         gain = percent(1 - step_s / usual_s, 1)
-        yield f"nodes   placed so: a step of {format_duration(step_s)}, {gain} less than in the order of their numbers"
+        step = f"a step of {format_duration(step_s)}, {gain} less than in the order of their numbers"
+        yield f"nodes   placed in this order: {step}"
     elif blueprint.sorts_nodes:
-        yield "nodes   in the order of their numbers, which follow the switches"
+        yield "nodes   in the order of their numbers, which already follow the switches"
 
 
 def exchange_rows(blueprint: Blueprint) -> Iterator[tuple[str, ...]]:
@@ -92,8 +91,8 @@ def setting_lines(blueprint: Blueprint) -> Iterator[str]:
 
 
 def draw_tiers(blueprint: Blueprint) -> str:
-    """Draw each tier as a row of elements, with the full cluster at the top, and the axes where it is the widest
-    tier."""
+    """Draw each tier as a row of elements, with the full cluster at the top. Beside each tier, name the axes for which
+    it is the widest tier."""
     rows = []
     for number, tier in enumerate(reversed(blueprint.tiers)):
         top = number * ROW_HEIGHT
@@ -116,12 +115,12 @@ def draw_tiers(blueprint: Blueprint) -> str:
     return f'<svg class="chart" {box} role="img" aria-label="{label}">{"".join(rows)}</svg>'
 
 
-# A multi-plane fabric compared with a single-plane one, and the cost of component failures.
+# A multi-plane fabric in comparison with a single-plane one, and the cost of component failures.
 
 
 NO_PACKETS = (
-    "Failures are simulated by counts of paths, not packets: no queues, no congestion, no RDMA, and every NIC sends to "
-    "one other."
+    "Failures are simulated by counting paths, not packets: no queues, no congestion, no RDMA, and every NIC sends to "
+    "one other NIC."
 )
 LOSSES: dict[Part, str] = {
     "link": "lost with a link between T0 and T1",
@@ -178,12 +177,12 @@ def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
 def describe_dips(planes: PlanesPlan) -> str:
     """Describe how the forecast accounts for network failures."""
     return (
-        f"The forecast counts {planes.dips_per_day:.3g} failures of the network a day as dips, which cost "
+        f"The forecast counts {planes.dips_per_day:.3g} network failures per day as dips, which cost "
         f"{percent(planes.dip_share, 3)} of the time, instead of job failures."
     )
 
 
-# A cluster with several pools: each pool's part of a step in the best layout, and the plans on fewer pools.
+# For a cluster with several pools: each pool's part of a step in the best layout, and the plans on fewer pools.
 
 
 PART_HEADINGS = (
@@ -199,7 +198,10 @@ def render_pools(best: Candidate | None, plan: PoolsPlan, unit: str) -> Renderab
     if best:
         title = Text("Pools in a step of the best layout", style="bold")
         parts += [title, text_table(PART_HEADINGS, part_rows(best)), Text()]
-    parts += [Text("All pools, and fewer", style="bold"), text_table(choice_headings(unit), choice_rows(plan))]
+    parts += [
+        Text("Plans on all pools and on fewer", style="bold"),
+        text_table(choice_headings(unit), choice_rows(plan)),
+    ]
     return Group(*parts, Text(sentence(plan.verdict)))
 
 
@@ -228,7 +230,8 @@ def choice_headings(unit: str) -> tuple[str, ...]:
 
 
 def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
-    """Yield (pools, what they divide, layout, devices, step, units/s, relative speed, duration, price, energy)."""
+    """Yield (pools, what is divided among them, layout, devices, step, units/s, relative speed, duration, price,
+    energy)."""
     whole = plan.choices[0].tokens_per_s
     for choice in plan.choices:
         names = " + ".join(choice.pools) + (" alone" if len(choice.pools) == 1 else "")
@@ -254,7 +257,7 @@ def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
         yield *how, *figures
 
 
-# A simulated disturbance: the speed without the scheduler, with it and in the ideal case, and the decisions.
+# A simulated disturbance: the decisions, and the speed without the scheduler, with it, and in the ideal case.
 
 
 KINDS = {
@@ -264,8 +267,8 @@ KINDS = {
     "layout": "another layout",
 }
 WHERE = (
-    "The live scheduler decides by the same functions. It has run on CPUs and on an emulated accelerator, but never on "
-    "GPUs."
+    "The live scheduler uses the same functions for its decisions. It has run on CPUs and on an emulated accelerator, "
+    "but never on GPUs."
 )
 PACE_HEADINGS = ("", "#samples/s", "#of undisturbed", "#time")
 DECISION_HEADINGS = ("#step", "decision", "reason", "computing in a step")
@@ -277,7 +280,7 @@ MARGIN = 12
 
 
 def render_simulation(simulation: Simulation, width: int, *, verbose: bool = True) -> RenderableType:
-    """Render the speeds and, if `verbose`, the events, the speed by step and each decision."""
+    """Render the speeds and, if `verbose` is set, the events, the speed by step and each decision."""
     ranks = simulation.data_parallel_ranks
     batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
@@ -311,8 +314,8 @@ def event_lines(simulation: Simulation) -> Iterator[str]:
 
 
 def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (who divides the samples, samples per second, speed relative to an undisturbed run, duration of the full
-    run)."""
+    """Yield (how the samples are divided, samples per second, speed relative to an undisturbed run, duration of the
+    full run)."""
     undisturbed = simulation.global_batch_size / simulation.step_s
     yield (
         "undisturbed",
@@ -335,9 +338,9 @@ def describe_won_back(simulation: Simulation) -> str:
     won = simulation.won_back
     of_real = simulation.won_back_of_real
     if of_real is None:
-        return "other shares would recover nothing: 0 of 0"
+        return "other shares would not recover anything: 0 of 0"
     if won is None:
-        return "whole samples allow nothing to be recovered; a larger batch has finer shares"
+        return "with whole samples, nothing can be recovered; a larger batch allows finer shares"
     return f"{percent(won)} of what whole samples allow is recovered ({percent(of_real)} of what the speeds allow)"
 
 

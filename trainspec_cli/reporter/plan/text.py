@@ -1,4 +1,5 @@
-"""Render a plan for the terminal: the answer, the ranked layouts, the best layout in detail, and the run's forecast."""
+"""Render a plan for the terminal: the answer, the ranked layouts, the best layout in detail, and the forecast for the
+run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from trainspec_cli.reporter.plan.sections import (
 )
 
 WIDE = 120
-"""Terminal width, in columns, needed for the full table of layouts."""
+"""Terminal width, in columns, that the full table of layouts needs."""
 SHOWN_CANDIDATES = 8
 SHOWN_REASONS = 8
 SHOWN_ADVICE = 4
@@ -48,18 +49,18 @@ TIME_COLOURS = {key: COMMUNICATION for key in labels.TIME_PARTS if "comm" in key
 
 
 def render_plan(plan: PlanReport, width: int = WIDE, *, verbose: bool = False) -> RenderableType:
-    """Render one plan for a terminal of `width` columns: the answer, the best layouts, and what needs the reader's
-    attention, in at most 40 lines.
+    """Render one plan for a terminal of `width` columns: the answer, the best layouts, and the points that need the
+    reader's attention, in at most 40 lines.
 
     `verbose` adds the rest: memory and step time by part, communication, rejected layouts, all results for the run, and
     every assumption with its source."""
-    # The answer comes first, so that it stays visible above long output and survives `| head -5`.
+    # The answer comes first, so that it is easy to find in long output and survives `| head -5`.
     parts: list[RenderableType] = [_pairs(answer_rows(plan), bold=True)]
     if plan.capacity.advice:
         advice = plan.capacity.advice if verbose else plan.capacity.advice[:SHOWN_ADVICE]
         parts.append(Group(Text("What would fit", style="bold green"), _pairs([("→", text) for text in advice])))
     unit = plan.spec.model.unit
-    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} per {unit[:-1]} (attention counted causal)"
+    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} per {unit[:-1]} (causal attention)"
     lines = [("model", f"{labels.model_label(plan)}; {flops}"), ("cluster", labels.devices_label(plan))]
     if run := plan.run:
         step = f"{labels.batch_label(plan)} samples per step"
@@ -113,7 +114,7 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
         nearest = plan.capacity.candidates[0]
         needed = f"{labels.gib(nearest.peak_memory_bytes)} of {labels.gib(nearest.memory_limit_bytes)} GiB per device"
         return [("layout", considered), ("nearest", f"{labels.placed_label(nearest)}: {needed}")]
-    # Use the texts from the run's table, so that both agree.
+    # Use the texts of the run's table, so that the two agree.
     figures = {name: f"{value} ({bounds})" if bounds else value for name, value, bounds, _ in run_rows(plan.spec, run)}
     within = {assumption.key: assumption.known_within for assumption in run.assumptions}
     step = figures.get("step", format_duration(best.step_time_s))
@@ -124,10 +125,10 @@ def answer_rows(plan: PlanReport) -> list[tuple[str, str]]:
     memory_within = within.get("peak_memory_bytes", 1.0)
     peak_bytes = best.peak_memory_bytes
     peak = Interval(peak_bytes, peak_bytes / memory_within, peak_bytes * memory_within)
-    # The least certain inputs, a faster way to recover, then the largest overhead of a step and the largest memory
-    # user.
+    # List the least certain inputs, a faster way to recover, the largest overhead of a step, and the largest user of
+    # memory.
     levers = [f"step time within x{step_within:g} (trainspec calibrate)"] if step_within > 1 else []
-    # Costs are proportional to the price, and to the step time; other inputs change them less.
+    # Costs are proportional to the price and to the step time; the other inputs matter less.
     prices = {key: factor for key, factor in within.items() if factor > 1 and "price" in key}
     if prices:
         key, factor = max(prices.items(), key=lambda item: item[1])
@@ -180,15 +181,15 @@ def _asked_for(plan: PlanReport, width: int, verbose: bool) -> list[RenderableTy
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE), verbose=verbose))
     if plan.trace:
-        from trainspec_cli.reporter.plan.trace import render_trace  # it loads tables of results
+        from trainspec_cli.reporter.plan.trace import render_trace  # imported here because it loads tables of results
 
         parts.append(render_trace(plan.trace))
     return parts
 
 
 def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
-    """Return (label, text) lines for missing inputs, notes, and assumptions that differ from the defaults."""
-    # Carbon is missing for the same reason as energy.
+    """Return (label, text) lines for missing inputs, notes, and assumptions with other values than the defaults."""
+    # If carbon is missing, the reason is the same as for energy.
     rows = [
         (name, f"{value}: {detail}")
         for name, value, _, detail in run_rows(plan.spec, run)
@@ -207,8 +208,8 @@ def _checks(plan: PlanReport, run: RunForecast) -> list[tuple[str, str]]:
 
 
 def _differs(assumption: Assumption) -> bool:
-    """Return whether a value differs from the package's default. Values of a selected accelerator, pool or fabric have
-    no default."""
+    """Return whether a value differs from the package's default. The values of a selected accelerator, pool or fabric
+    have no default, so they never differ."""
     default: object = ClusterSpec()
     root, *path = assumption.key.split(".")
     for name in path:
@@ -260,7 +261,8 @@ def _candidates(plan: PlanReport, width: int, most: int, verbose: bool) -> Rende
         )
     parts.append(table)
     choice = labels.choice_lines(capacity)
-    # The usual starting point does not affect what to run, nor does the safest layout if it is already the first.
+    # These lines are left out because they do not affect what to run: the usual starting point, and the safest layout
+    # if it is already the first.
     for heading, text in choice if verbose else choice[:1]:
         parts.append(Text.assemble((f"{heading}  ", "bold"), text))
     best = plan.best
@@ -277,7 +279,7 @@ def _memory_cell(candidate: Candidate) -> RenderableType:
 
 
 def _peak(candidate: Candidate) -> str:
-    """Format the peak memory with the probability that it fits or, if it is above the limit, with its ratio to the
+    """Format the peak memory, followed by the probability that it fits or, if it is above the limit, its ratio to the
     limit."""
     over = percent(candidate.peak_memory_bytes / candidate.memory_limit_bytes)
     return f"{labels.gib(candidate.peak_memory_bytes)} GiB {labels.chance(candidate) if candidate.fits else over}"
@@ -295,7 +297,7 @@ def _memory(best: Candidate) -> RenderableType:
 
 def _time(best: Candidate) -> RenderableType:
     """Render the phases of a step as computed by planner/time/step.py (`StepTime`)."""
-    title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
+    title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication as far as it is not hidden"
     parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
     return _bars(title, rows, best.time.total_s)
@@ -342,18 +344,18 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     held = format_duration(recovery.checkpoint_s)
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {written}, holds training up for {held}"
     best_s = recovery.optimal_interval_s
-    # Near the optimum the loss is flat: an interval up to a quarter longer or shorter costs almost nothing more.
+    # The optimum is flat: an interval that is up to a quarter longer or shorter costs almost nothing more.
     if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
-        detail += f"; least is lost at one every {format_duration(best_s)}"
+        detail += f"; the optimum is one every {format_duration(best_s)}"
     yield "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
     # If a result is missing, its text names the key to set.
-    power = "the accelerator's power is not known: set cluster.accelerator.tdp_w=<watts>"
+    power = "the accelerator's power is unknown: set cluster.accelerator.tdp_w=<watts>"
     if spec.cluster.pools:
-        power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
+        power = "the power of a pool's accelerator is unknown: set its accelerator.tdp_w"
     owned = any(assumption.key == "cluster.cost.device_price_usd" for assumption in run.assumptions)
     price = power if owned else "set cluster.cost.price_usd_per_device_hour=<dollars>"
     if spec.cluster.pools:
-        price = "a pool's price is not known: its price_usd_per_device_hour"
+        price = "a pool's price is unknown: set its price_usd_per_device_hour"
     grid = f"CO2e; grid: {spec.cluster.site.name}"
     yield _figure_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
     yield _figure_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
@@ -375,7 +377,7 @@ def _shares(parts: Mapping[str, float]) -> str:
 
 
 def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
-    """Return (key, value, within, source). A source that has not been checked is marked."""
+    """Return (key, value, within, source). Sources that have not been checked are marked."""
     within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
     unchecked = "" if assumption.verified else "unchecked: "
     return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source
@@ -396,7 +398,7 @@ def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[Renderabl
 
 
 def bar(part: float, width: int) -> str:
-    """Draw a bar that covers the fraction `part` of `width` cells, to an eighth of a cell."""
+    """Draw a bar over the fraction `part` of `width` cells, with a resolution of an eighth of a cell."""
     eighths = round(part * width * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)

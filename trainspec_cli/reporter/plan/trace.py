@@ -17,8 +17,8 @@ from trainspec_cli.recipe.results.tools import TraceResult
 
 @dataclass(frozen=True)
 class TraceEstimate:
-    """The planner's values for what a trace counts: tensors, without allocator fragmentation, buffers inside
-    collectives and the device context."""
+    """The planner's values for the memory that a trace counts: tensors, but no allocator fragmentation, no buffers
+    inside collectives and no device context."""
 
     peak_memory_bytes: float
     peak_by_cause: dict[str, float]
@@ -44,8 +44,8 @@ class TraceReport:
 def compare_trace(
     candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
 ) -> TraceReport:
-    """Compare a trace of `candidate` with its estimate. `counted`: the engine's memory by cause, if the planner models
-    it."""
+    """Compare a trace of `candidate` with its estimate. `counted`: the planner's model of the engine's memory, by
+    cause, if there is one."""
     memory = candidate.fullest_memory
     by_cause = {
         "parameters": memory.parameters_bytes,
@@ -72,7 +72,7 @@ GROUPS = {
     "logits": ("logits",),
     "collectives": ("collectives",),
 }
-"""Displayed causes -> the causes that the engine's memory model and the trace count."""
+"""Maps each displayed cause to the causes that the engine's memory model and the trace distinguish."""
 
 
 def render_trace(trace: TraceReport) -> RenderableType:

@@ -12,13 +12,14 @@ from trainspec_cli.run.recovery.run_state import Event
 
 
 class RunBackend(Protocol):
-    """The processes of one generation of a run. Only `poll` and `kill()` read input or may block."""
+    """The processes of one generation of a run. Only `poll` and `kill()` receive messages or may block."""
 
     generation: int
 
     @property
     def hub(self) -> Hub | None:
-        """Messages for the workers; None if the workers are not the engine's and do not use the channel."""
+        """The hub that sends messages to the workers; None if the workers run another program than the engine, because
+        such workers do not connect to a hub."""
 
     def start(self, group: int, number: int) -> None:
         """Start a replica group for the `number`-th time. In a single-group run, this starts the entire run."""

@@ -1,8 +1,8 @@
-"""The processes of a launch, found by descent from the process that starts them.
+"""Find the processes of a launch as the descendants of the process that starts them.
 
-torchrun starts each worker in a new session. The children of a killed process pass to the nearest living ancestor that
-adopts orphans: on Linux, this is the present process, as long as a `Family` exists. On other systems, orphans pass to
-the init process, and are found by their environment."""
+torchrun starts each worker in a new session. When a process is killed, its children are adopted. On Linux, this process
+adopts them, as long as a `Family` exists. On other systems, the init process adopts them, and they are found by their
+environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Family:
-    """All processes of a job, or of one of its replica groups while the job's own family exists. Only `kill` blocks."""
+    """The processes of a job, or of one of its replica groups (only while a family for the entire job exists). Only
+    `kill` blocks."""
 
     _open = 0
     """Number of jobs whose orphans this process adopts."""
@@ -42,8 +43,8 @@ class Family:
             _adopt_orphans(True)
 
     def members(self) -> list[psutil.Process]:
-        """Return the living processes that have the job's marks in their environment, that descend from such a process,
-        or that did so when last seen."""
+        """Return the living processes that have the job's variables in their environment, or that descend from such a
+        process or did so when last seen."""
         if not ADOPTS:
             of_launch = processes.members(self._launch_id, wait_s=0.0)
             return [process for process in of_launch if self._is_marked(environ(process))]
@@ -118,8 +119,8 @@ def start(
     open_output: Callable[[Path], int] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a new session with the job's environment; its output goes to the job's torchrun log.
-    `pass_fds`: descriptors that it inherits. `open_output` returns a different destination for its output, and is then
-    responsible for the log."""
+    `pass_fds`: file descriptors that it inherits. `open_output`: returns a different destination for the output, and
+    must then write the log itself."""
     job.logs.mkdir(parents=True, exist_ok=True)
     with os.fdopen(open_output(job.torchrun_log), "wb") if open_output else job.torchrun_log.open("ab") as log:
         process = subprocess.Popen(

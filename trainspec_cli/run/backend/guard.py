@@ -1,11 +1,11 @@
 """`python -m trainspec_cli.run.backend.guard LAUNCH_ID GRACE_S RUN GENERATION SPOKEN_BYTES`: end a job whose
 supervisor was killed.
 
-It reads from its standard input, of which only the supervisor holds the write end. A supervisor that has seen its job
-end writes `DONE`. If the input ends without it, the supervisor is dead (`kill -9`, out of memory). The workers are then
-asked to stop, and killed after GRACE_S. Workers that have not started to train (their event files are still
-SPOKEN_BYTES long) have nothing to save and are killed immediately. It works the same on Linux and macOS, and
-independently of torchrun, which may itself be stuck.
+Its standard input is a pipe whose write end only the supervisor holds. When the job has ended, the supervisor writes
+`DONE`. If the pipe closes without `DONE`, the supervisor is dead (`kill -9`, out of memory). The workers are then asked
+to stop, and killed after GRACE_S. Workers that have not started to train (their event files are still SPOKEN_BYTES
+long) have nothing to save and are killed immediately. It works the same on Linux and macOS, and independently of
+torchrun, which may itself be stuck.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DONE = b"done"
 def main() -> None:
     launch_id, grace_s, root, generation, spoken_before = sys.argv[1:]
     run = RunDir(root)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last is Slurm's warning signal
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # Slurm warns with SIGUSR2
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == DONE:
         return

@@ -1,7 +1,7 @@
 """The hub of a run's start, which exchanges messages with the nodes' agents and the workers.
 
-It tracks whether each agent has joined, is connected, has left or is lost. For a worker, it tracks only the connection:
-the worker's node detects when it has exited."""
+It tracks for each agent whether it has joined, is connected, has left or is lost. For a worker, it tracks only the
+connection: the worker's node detects when it has exited."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainspec_cli.run.channel import messages
 from trainspec_cli.run.channel.wire import PendingPeer, Wire
 
 MAX_ACCEPTED = 256
-"""Maximum number of connections that one poll accepts, so that a flood of them does not keep the hub from serving its
-agents."""
+"""Maximum number of connections that one poll accepts, so that a flood of connections does not keep the hub from
+serving its agents."""
 
 
 def max_pending(num_nodes: int) -> int:
-    """Return how many connections may be in their handshake at the same time; a further one closes the oldest. Each is
-    polled at least twice, so that an agent can answer between two polls. A worker whose connection is closed
-    reconnects."""
+    """Return the maximum number of simultaneous handshakes; one more closes the oldest. The number is high enough for
+    each handshake to be polled at least twice, so that an agent can answer in between. A worker whose connection is
+    closed reconnects."""
     return num_nodes + 2 * MAX_ACCEPTED
 
 
@@ -36,15 +36,15 @@ class RemoteNode:
     hostname: str = ""
     wire: Wire | None = None
     has_left: bool = False
-    """True if the agent has exited in an orderly way."""
+    """True if the node's agent has exited in an orderly way."""
     loss: str = ""
-    """Why the node counts as lost."""
+    """Why the node is considered lost."""
     lost_at_s: float = -math.inf
     """Monotonic time when a node that had joined was lost."""
     refusal: str = ""
-    """Why the node cannot take part."""
+    """Why the node cannot take part in the run."""
     report: NodeReport | None = None
-    """The result of the node's checks."""
+    """The report of the checks on the node."""
     admitted: bool = False
     """True if workers may start on the node."""
 
@@ -72,7 +72,7 @@ class Came:
 
 @dataclass(frozen=True)
 class Lost:
-    """The agent of a node is lost, or did not connect; `RemoteNode.loss` states why."""
+    """The agent of a node was lost, or never connected; `RemoteNode.loss` states why."""
 
 
 News = tuple[RemoteNode, messages.AgentMessage | Came | Lost]
@@ -90,7 +90,7 @@ class Hub:
         *,
         welcomes_back: bool = False,
     ):
-        """Agents prove that they know `secret`. `welcomes_back`: whether a node that was lost may join again."""
+        """`secret`: agents must prove that they know it. `welcomes_back`: whether a lost node may rejoin."""
         self._secret = secret
         self._timeout_s = timeout_s
         self._welcomes_back = welcomes_back
@@ -105,8 +105,8 @@ class Hub:
         self._workers: dict[int, Wire] = {}
         """The workers' connections by global rank."""
         self._ready = selectors.DefaultSelector()
-        """The connections with unread input. A run may have thousands of workers, few of which have sent anything since
-        the last poll."""
+        """The connections with unread input. Of a run's thousands of workers, few have sent anything since the last
+        poll."""
         self._for_later: dict[type, messages.WorkerMessage] = {}
         """The newest message of each type, for workers that connect later."""
         self._speeds: messages.SpeedsReport | None = None
@@ -116,8 +116,8 @@ class Hub:
         return int(self._server.getsockname()[1])
 
     def poll(self) -> list[News]:
-        """Return the agents' reports and which nodes joined or were lost, and send what is due. Call this several times
-        per second."""
+        """Receive messages, and send those that are due. Return the agents' reports, and which nodes have joined or
+        been lost. Call this several times per second."""
         for peer in list(self._pending):
             try:
                 wire = peer.advance()
@@ -183,7 +183,7 @@ class Hub:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors are left, or the peer has already closed
+            except OSError:  # no file descriptors are left, or the peer has already closed the connection
                 if not self._pending:
                     return
                 self._pending.popleft().close()
@@ -192,7 +192,7 @@ class Hub:
                 self._pending.popleft().close()
             try:
                 self._pending.append(PendingPeer(connection, self._secret))
-            except OSError:  # the peer has already closed
+            except OSError:  # the peer has already closed the connection
                 connection.close()
 
     def _introduce(self, wire: Wire, received: list[messages.Message]) -> list[News]:
@@ -222,7 +222,7 @@ class Hub:
         for message in received:
             if isinstance(message, messages.SpeedsReport):
                 self._speeds = message
-            elif isinstance(message, messages.ShortageNote):  # the others wait for it without knowing why
+            elif isinstance(message, messages.ShortageNote):  # the other workers wait for this rank without knowing why
                 self.send_to_workers(message)
             else:
                 self._workers[rank].close()
@@ -250,11 +250,14 @@ class Hub:
         if wire.closed and not loss:
             loss = "closed its connection without notice: its processes were killed, or the node went down"
         elif not loss and wire.silent_s > self._timeout_s:
-            loss = f"has sent nothing for {self._timeout_s:g} s: the node is off, hangs, or its link is cut"
+            loss = (
+                f"has sent nothing for {self._timeout_s:g} s: the node is off or hanging, or its network link is down"
+            )
         return [*news, *_lose(node, loss)] if loss and not node.is_gone else news
 
     def _take(self, node: RemoteNode, received: list[messages.Message]) -> list[News]:
-        """Return the messages, if an agent may send them. An agent that sends anything else counts as lost."""
+        """Return the messages if all of them are of types that an agent may send. Otherwise the agent is considered
+        lost."""
         news: list[News] = []
         for message in received:
             if not isinstance(message, messages.AgentMessage) or isinstance(message, messages.Hello):

@@ -1,7 +1,7 @@
 """The processes of a run on one node, and the backend of a run whose processes are all on this node.
 
-A node has one torchrun for each replica group, or for its part of a group, and the workers under it. The local backend
-and a node's agent both hold a `NodeProcesses`, whose reports are the same messages that agents send."""
+A node runs one torchrun for each replica group, or for its part of a group; that torchrun starts the workers. The local
+backend and the nodes' agents both use `NodeProcesses`, which reports in the form of the messages that agents send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.run.rendezvous.address import Rendezvous
 
 HERE = 0
-"""This node's number."""
+"""The number of this node, the only one."""
 MOST_PATH_BYTES = 60
 """Maximum length of the folder name for temporary files, because the path of a Unix socket has at most 104 bytes on
 macOS (108 on Linux)."""
@@ -44,7 +44,7 @@ macOS (108 on Linux)."""
 
 class LocalBackend:
     def __init__(self, job: Job, plan: Plan | None):
-        # This comes first: from now on, an earlier start of this run writes nothing more, wherever it may still be
+        # This must come first: from now on, processes of an earlier start write nothing more, even if some are still
         # alive.
         self.generation = generations.begin(job.run)
         self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
@@ -117,10 +117,10 @@ class PassedThrough(Protocol):
     """Called before the first byte is printed."""
 
     def open(self, log: Path) -> int:
-        """Return the descriptor to which one start of the program writes."""
+        """Return the file descriptor for the output of one start of the program."""
 
     def look(self) -> None:
-        """Print the output that has appeared since the last call."""
+        """Print the output that the program has written since the last call."""
 
     def begin_line(self) -> None:
         """End an unfinished line of the program before something else is printed."""
@@ -135,8 +135,8 @@ class NodeProcesses:
     def __init__(
         self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
     ):
-        """`job` belongs to a generation; in a multi-node run, it is the part of the job for the node at `place`.
-        `passed`: prints the output."""
+        """`job`: the job of one generation or, in a multi-node run, its part for the node at `place`. `passed`: copies
+        the output to the terminal."""
         self._job = job
         self._plan = plan
         self._place = place
@@ -183,7 +183,7 @@ class NodeProcesses:
 
 
 class _GroupProcesses:
-    """One start of a group."""
+    """One start of a replica group on this node."""
 
     def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedThrough | None):
         self._job = job
@@ -238,9 +238,9 @@ class _GroupProcesses:
             self._torchrun.wait(processes.KILL_TIMEOUT_S)
 
     def _find_failure(self, code: int | None) -> WorkerExited | None:
-        """Return a failed worker of a group before torchrun reports it, because torchrun first waits for the other
-        workers. In a single-group run, all workers get that time to report. `code`: torchrun's exit code, if it has
-        exited."""
+        """Look for a failed worker of a group, because torchrun reports a failure only after waiting for the other
+        workers. In a single-group run, let torchrun wait, so that all workers can write their reports. `code`:
+        torchrun's exit code, if it has exited."""
         ranks = self._job.ranks or ()
         if code is None:
             if len(self._workers) < len(ranks):

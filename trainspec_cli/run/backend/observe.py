@@ -1,5 +1,5 @@
-"""Turn the nodes' reports and the content of the run folder into the events on which `run.recovery` bases its
-decisions."""
+"""Turn the nodes' reports and the content of the run folder into the events that `run.recovery` bases its decisions
+on."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 
 
 class RunningStart(Protocol):
-    """One start of a replica group, on one or several nodes. It has ended once all of its nodes have reported its
-    end."""
+    """One start of a replica group, on one or several nodes. The start has ended once all of these nodes have reported
+    so."""
 
     group: int
     number: int
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
-        """Return what a message from one of its nodes means for the run."""
+        """Return the run event that follows from a message of one of its nodes."""
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
         """Record that a node is lost; its processes end by themselves. `number`: the node's number in the job."""
 
     def poll(self) -> Iterator[run_state.Event]:
-        """Yield new events and, once it has ended, the end of the start."""
+        """Yield new events, the last of which is the end of the start."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -66,7 +66,7 @@ class GroupStart:
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
         self._step = 0
-        """The newest step in this start."""
+        """The newest step of this start."""
 
     def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
         if isinstance(message, WorkerExited):
@@ -130,7 +130,7 @@ class GroupStart:
         killed = [failure for failure in causes if failure.was_killed]
         was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
         if self._oom_kills and was_killed:
-            # The shortage occurred with the current setting.
+            # Memory ran out with the current setting.
             if self._plan is not None:
                 step = max(self._step, newest_checkpoint(self.job.run))
                 layout, setting = _in_force(self.job.run, self._plan, step)
@@ -140,7 +140,7 @@ class GroupStart:
         result = read_result(self.job.run) if self._is_alone else None
         return run_state.GroupEnded(
             group=self.group,
-            # A result with status `stopped` is not final, because the stop may not have been requested.
+            # A result with the status `stopped` does not mean success, because the stop may not have been requested.
             done=bool(result and result.status == "done") if self._is_alone else exit_code == 0,
             headline=headline,
             exit_code=exit_code,
@@ -158,7 +158,7 @@ class GroupStart:
         failure started there."""
         reported = find_failures(self.job)
         seen = self._failure
-        if seen is not None and seen.whole_node:  # the folder may already contain the failure
+        if seen is not None and seen.whole_node:  # the failure may already be recorded in the folder
             return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:
             return reported
@@ -192,7 +192,7 @@ def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
 
 
 class RendezvousWatch:
-    """Keeps the rendezvous server alive, and kills it if the recipe injects that fault."""
+    """Keeps the rendezvous server alive, and kills it if the recipe injects this fault."""
 
     def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
         self._rendezvous, self._events = rendezvous, EventTail(run.events(0))

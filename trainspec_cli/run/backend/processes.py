@@ -1,7 +1,7 @@
 """Find and end a launch's processes from outside, by an environment variable that all of them inherit.
 
-This is for processes that did not start the launch themselves: the guard, and code that checks whether a dead
-supervisor has left workers behind. It reads the environment of every process of this user, so it is used only when
+The users of this module did not start the launch themselves: the guard, and the check for workers that a dead
+supervisor has left behind. The search reads the environment of every process of this user, so it is done only when
 needed. The process that starts a launch finds its processes by descent instead (`family.py`)."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ POLL_S = 0.1
 KILL_TIMEOUT_S = 10.0
 """A killed process that still exists after this many seconds is stuck in the kernel (on a device or network disk)."""
 EXEC_TIMEOUT_S = 1.0
-"""Total time in seconds to wait for processes without an environment, which may be in the middle of execve."""
+"""Total time in seconds to wait for processes that have no environment, perhaps because they are in the middle of
+execve."""
 YOUNG_S = 10.0
 """A process older than this many seconds is not in the middle of execve."""
 
@@ -49,7 +50,7 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
         if time.monotonic() > deadline:
             break
         time.sleep(0.001 if unsure else 0)
-    # Without waiting, a process that has no environment yet would be missed.
+    # A process that has no environment yet would otherwise be missed.
     if wait_s:
         _without_environment.update(unsure)
     return found
@@ -88,7 +89,7 @@ def kill(launch_id: str) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """Kill the processes that `find` returns, in the same way as `kill`."""
+    """Like `kill`, for the processes that `find` returns."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (left := find()) and time.monotonic() < deadline:
         kill_once(left)
@@ -150,8 +151,8 @@ def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
 
 
 def _may_be_in_exec(process: psutil.Process) -> bool:
-    """Return whether a process may be in the middle of execve: it already has its program but no environment yet.
-    Kernel threads have neither."""
+    """Return whether a process may be in the middle of execve: it already has its program, but no environment yet.
+    (Kernel threads have neither.)"""
     try:
         return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
     except (psutil.Error, OSError):

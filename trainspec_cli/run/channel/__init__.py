@@ -3,8 +3,8 @@
 Agents and workers connect to the supervisor's hub (`run/backend/hub.py`), prove that they know the job's secret, and
 exchange typed messages (`messages.py`): over a Unix socket if all of them are on one node, otherwise over TCP.
 
-    agent -> hub      its identity, what its node can do, how processes ended, beats
-    hub -> agent      start, stop or kill a group; end; beats
+    agent -> hub      its identity, what its node can do, how processes ended, heartbeats
+    hub -> agent      start, stop or kill a group; end; heartbeats
     worker -> hub     confirmed speeds of ranks and links; memory shortages, which the hub forwards to other workers
     hub -> worker     a new layout, a request for a profile, the number of replica groups to expect
 

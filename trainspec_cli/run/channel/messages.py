@@ -41,7 +41,7 @@ class NodeRefuses:
 
     why: str
     hint: str = ""
-    """What the user can do about it."""
+    """What the user can do to make the node usable."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WorkerExited:
     """The global rank."""
     summary: str
     was_killed: bool = False
-    """True if it was ended by SIGKILL."""
+    """True if the worker was killed by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WorkersOrphaned:
 
 @dataclass(frozen=True)
 class GroupExited:
-    """No process of a group's start is left on the node."""
+    """All processes of a group's start on the node have ended."""
 
     group: int
     number: int
@@ -84,7 +84,7 @@ class GroupExited:
 
 @dataclass(frozen=True)
 class StepsMade:
-    """The progress that a user-defined command has made on the node in this start."""
+    """How far a user-defined command has come on the node since this start."""
 
     group: int
     number: int
@@ -93,7 +93,7 @@ class StepsMade:
 
 @dataclass(frozen=True)
 class RankStands:
-    """The position of a rank that has made no progress for a long time."""
+    """The position in the code of a rank that has made no progress for a long time."""
 
     rank: int
     host: str
@@ -102,7 +102,7 @@ class RankStands:
     stack: str
     """Stack of the main thread."""
     place: str
-    """The innermost line of the user's code, and the function of torch or another library that it called."""
+    """The innermost line of the user's code, and the function of torch or another library that this line called."""
     waiting: bool
     """True if the main thread is in torch or another training library."""
     stopped: bool
@@ -112,7 +112,7 @@ class RankStands:
 
 @dataclass(frozen=True)
 class NodeStands:
-    """No rank of a user-defined command is making progress on the node."""
+    """On this node, no rank of a user-defined command is making progress."""
 
     group: int
     number: int
@@ -123,14 +123,14 @@ class NodeStands:
 
 @dataclass(frozen=True)
 class ProcessSilent:
-    """A process of a command whose steps are not counted."""
+    """A process of a user-defined command whose steps are not counted."""
 
     rank: int | None
-    """The rank according to its environment."""
+    """The rank that the process's environment states."""
     host: str
     pid: int
     command: str
-    """The end of its command line."""
+    """The last part of the process's command line."""
     stopped: bool
     """True if it was stopped by SIGSTOP."""
 
@@ -157,8 +157,8 @@ class NodeWorks:
 
 @dataclass(frozen=True)
 class WorkedLong:
-    """A user-defined command whose steps are not counted has run on the node for so long that a restart may get just as
-    far."""
+    """A user-defined command whose steps are not counted has run on the node for a long time, so its state has most
+    likely advanced."""
 
     group: int
     number: int
@@ -166,7 +166,7 @@ class WorkedLong:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """The agent was asked to stop; Slurm asks all agents."""
+    """The agent was asked to stop. Slurm asks all agents."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class StartGroup:
 @dataclass(frozen=True)
 class StopWorkers:
     group: int | None
-    """None means to stop all groups, because the run should end."""
+    """The group to stop; None for all groups, because the run should end."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class HangFound:
     """A user-defined command hangs; the node should record the positions of its ranks."""
 
     late: tuple[int, ...]
-    """The ranks that the others are waiting for."""
+    """The ranks that all other ranks are waiting for."""
 
 
 @dataclass(frozen=True)
@@ -233,17 +233,17 @@ class SpeedsReport:
     step_s: Seconds
     """Compute time of the slowest rank in the last step, including the exchanges in its micro-batches."""
     layout: Layout
-    """The layout during the measurement."""
+    """The layout in which the speeds were measured."""
     micro_batches: Count
     """Number of micro-batches per rank per step."""
     samples: tuple[Count, ...]
-    """Number of samples per step, by global rank; so are the other lists."""
+    """Number of samples per step, indexed by global rank like the lists below."""
     fixed_s: tuple[Seconds, ...]
-    """Fixed part in seconds of a micro-batch's forward and backward."""
+    """Fixed part of the time for a micro-batch's forward and backward pass, in seconds."""
     per_sample_s: tuple[Seconds, ...]
-    """Additional time in seconds per sample in the micro-batch."""
+    """Additional time per sample of the micro-batch, in seconds."""
     links: tuple[MeasuredLink, ...] = ()
-    """The links whose speeds are known."""
+    """The links with known speeds."""
 
     @property
     def compute_s(self) -> tuple[float, ...]:
@@ -253,7 +253,7 @@ class SpeedsReport:
 
     @property
     def even_s(self) -> tuple[float, ...]:
-        """Return what each rank's compute time per step would be, in seconds, if all ranks had the same number of
+        """Return the compute time per step, in seconds, that each rank would have if all ranks had the same number of
         samples."""
         share = sum(self.samples) / len(self.samples)
         each = zip(self.fixed_s, self.per_sample_s, strict=True)
@@ -265,14 +265,14 @@ class SpeedsReport:
 
 @dataclass(frozen=True)
 class ShortageNote:
-    """A rank has run out of memory in a step that the others may never finish."""
+    """A rank has run out of memory. The other ranks may never finish this step."""
 
     rank: int
     step: int
     """Number of updates completed before that step."""
 
 
-# hub -> worker; also a `LookOrder`, to the rank that is to be profiled
+# hub -> worker; a `LookOrder`, sent to the rank to profile, is also such a message
 
 
 @dataclass(frozen=True)
@@ -283,13 +283,13 @@ class Proposal:
     number: int
     """Number of the supervisor's proposal, starting at 1."""
     before: Layout
-    """The layout where the proposal is made; it is void in any other layout."""
+    """The layout for which the proposal was computed; in any other layout, it is ignored."""
     proposal: LayoutProposal
 
 
 @dataclass(frozen=True)
 class ExpectGroups:
-    """Number of replica groups that are running or may still join. A run that has not taken a step yet waits for
+    """Number of replica groups that are running or may still join. Before its first step, a run waits for all of
     them."""
 
     groups: int
@@ -317,5 +317,5 @@ def decode(line: bytes) -> Message:
         raise ValueError("not a message of this protocol")
     message: Message = from_plain(_MESSAGES[kind], plain)
     if isinstance(message, GroupExited) and message.exit_code is not None and message.exit_code not in EXIT_CODES:
-        raise ValueError(f"{message.exit_code} is not an exit code of a process")
+        raise ValueError(f"{message.exit_code} is not a process's exit code")
     return message

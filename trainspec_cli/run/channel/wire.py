@@ -3,9 +3,9 @@
 Messages go over TCP, or over a Unix socket on the same node, after both ends have proved that they know the job's
 secret. Neither end blocks: each polls its socket while doing its own work.
 
-Hub and agents send beats. A peer that is silent for too long counts as lost: its process hangs, its node is off, or its
-cable is cut (TCP alone would wait for a quarter of an hour). Workers send no beats, because the agent or supervisor
-that started them sees them exit."""
+Hub and agents send heartbeats. A peer that is silent for too long is considered lost: its process hangs, its node is
+off, or its cable is cut (TCP alone would take a quarter of an hour to notice). Workers send no heartbeats, because the
+agent or supervisor that started them sees when they exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALL_TIMEOUT_S = 60.0
 """An agent retries for this many seconds after the hub has closed its connection, which happens when too many agents
 connect at the same time."""
 LINE_BYTES = 2**22
-"""A peer that sends a longer line, or leaves this many bytes unread, is disconnected."""
+"""A peer is disconnected if it sends a longer line or leaves this many bytes unread."""
 SHOWN_BYTES = 80
 """Number of bytes of an invalid line that the error message shows."""
 
@@ -50,11 +50,11 @@ class PendingPeer:
         connection.setblocking(False)
         self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
         self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
-        connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
+        connection.send(self._challenge.nonce)  # this does not block, because 32 bytes fit into an empty send buffer
 
     def advance(self) -> Wire | None:
-        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError if that
-        can no longer happen because of a wrong proof, a closed connection or a timeout."""
+        """Return the wire once the peer has proved that it knows the secret; None until then. Raises OSError after a
+        wrong proof, a closed connection or a timeout."""
         if time.monotonic() > self._deadline:
             raise HandshakeError("the connection did not authenticate in time")
         try:
@@ -100,14 +100,14 @@ class Wire:
             self.close()
 
     def beat(self) -> None:
-        """Send a beat if none has been sent for `BEAT_INTERVAL_S`. Call this often."""
+        """Send a heartbeat if none has been sent for `BEAT_INTERVAL_S`. Call this often."""
         if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
             self._beat_at = time.monotonic()
             self.send(Beat())
 
     def receive(self) -> list[Message]:
-        """Return the received messages, excluding beats, at most `LINE_BYTES` at a time. A peer that sends an invalid
-        message is disconnected."""
+        """Return the received messages, excluding heartbeats, at most `LINE_BYTES` at a time. A peer that sends an
+        invalid message is disconnected."""
         self._read()
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > LINE_BYTES:

@@ -1,5 +1,5 @@
-"""A worker's end of the connection to its supervisor, and the supervisor's mailbox for the threads that follow the
-run."""
+"""A worker's end of the connection to its supervisor, and the mailbox between the workers and the supervisor's
+threads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FLUSH_S = 1.0
 
 
 class SupervisorConnection:
-    """A background thread connects, reconnects after a loss, and receives messages, so that no step waits for these. A
-    worker can train without a connection: with an empty `address`, it receives nothing."""
+    """A background thread connects, reconnects after a loss, and receives messages, so that training steps never wait
+    for the network. A worker can train without a connection: with an empty `address`, it receives nothing."""
 
     def __init__(self, address: str = "", secret: bytes = b"", rank: int = 0):
         """`address`: HOST:PORT, or the path of a Unix socket. `rank`: the global rank."""
@@ -71,7 +71,7 @@ class SupervisorConnection:
         while not self._closed.is_set():
             try:
                 wire = call_hub(self._address, self._secret)
-            except OSError:  # the supervisor listens before workers start, so it has exited, or a cable is cut
+            except OSError:  # the supervisor, which was listening before workers started, has exited, or a cable is cut
                 self._closed.wait(RETRY_S)
                 continue
             # select.select does not accept descriptors above 1,023, and a rank may have more connections than that.
@@ -94,10 +94,10 @@ class SupervisorConnection:
 
 
 class WorkerMail:
-    """Passes messages between the supervisor's threads that follow a run and the workers of its newest start.
+    """Passes messages between the workers of a run's newest start and the supervisor's threads.
 
-    It exists as long as the run does. The supervisor empties it before each start, and moves messages to and from that
-    start's hub."""
+    It exists as long as the run does. The supervisor empties it before each start, and exchanges its messages with the
+    hub of that start."""
 
     def __init__(self) -> None:
         self.speeds: SpeedsReport | None = None

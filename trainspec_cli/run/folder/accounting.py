@@ -33,17 +33,18 @@ from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
 WARMUP_STEPS = 3
-"""Number of first steps after a start, which compile and allocate. They are excluded if more steps were taken."""
+"""Number of steps at each start that are excluded from the speed if there are later ones, because they compile and
+allocate."""
 
 
 @dataclass(frozen=True)
 class Throughput:
     tokens_per_s: float
-    """Samples per second if the steps do not count tokens."""
+    """If steps do not count tokens: samples per second."""
     mfu: float
     """Model FLOPs per second as a fraction of all devices' peak, excluding recomputation."""
     steps: int
-    """Number of steps over which the speed is measured."""
+    """Number of steps that the speed is averaged over."""
     left_out: int
     """Number of earlier steps that were excluded."""
 
@@ -83,7 +84,8 @@ class Recovery:
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
     """Return the cost of each failure of a run. A restart's stall lasts from the failure to the first new work. For a
-    user-defined command, the next start shows the lost steps if its optimizer counts its updates."""
+    user-defined command, the number of lost steps is known once the next start is running, and only if the optimizer
+    counts its updates."""
     log = RecoveryLog()
     for event in events:
         log.take(event)
@@ -126,21 +128,21 @@ def recovery_of(event: RecoveryEvent) -> Recovery:
 
 @dataclass
 class WallTime:
-    """Time in seconds by purpose. The parts sum to the time from the first launch to the last event."""
+    """Time in seconds by purpose. The parts add up to the time from the first launch to the last event."""
 
     productive: float = 0.0
-    """Time in steps that count, excluding the parts below."""
+    """Time in steps that were kept, excluding the parts below."""
     data_wait: float = 0.0
-    """Time for which steps waited for data."""
+    """Time that steps spent waiting for data."""
     checkpoint: float = 0.0
-    """Time for which training waited for checkpoints."""
+    """Time that training spent waiting for checkpoints."""
     evaluation: float = 0.0
     start_up: float = 0.0
     """Time from a launch to its first step."""
     detection: float = 0.0
-    """Time from a failure until the supervisor noticed it."""
+    """Time from a failure until the supervisor detected it."""
     recovery: float = 0.0
-    """Time from then until training continued."""
+    """Time from the detection of a failure until training continued."""
     recomputed: float = 0.0
     """Time in steps that were lost and had to be repeated."""
     idle: float = 0.0
@@ -153,7 +155,7 @@ class WallTime:
 
     @property
     def goodput(self) -> float | None:
-        """Return the productive fraction; None if no time has passed."""
+        """Return the productive fraction of the time; None if no time has passed."""
         return self.productive / self.total_s if self.total_s else None
 
     def put(self, bucket: str, seconds: float) -> None:
@@ -168,7 +170,7 @@ BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
 class Attempt:
-    """Collects what happens between two launches: steps individually as numbers, everything else as sums."""
+    """Collects the times between two launches: the steps individually, and everything else as sums."""
 
     def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
         self.launched, self.begin = launched, begin
@@ -212,10 +214,10 @@ class Attempt:
             spent.productive += step_time_s - data_wait_s - checkpoint_s
         whole_s = max(0.0, self.last_time - self.begin.time)
         spent.other = whole_s - spent.total_s
-        if spent.other < 0:  # two clocks differ because of jitter
+        if spent.other < 0:  # the two clocks that measured the times differ slightly
             spent.productive += spent.other
             spent.other = 0.0
-        if spent.productive < 0:  # a clock was set back, so keep the parts' proportions
+        if spent.productive < 0:  # a clock was set back, so only the parts' proportions are kept
             spent.productive = 0.0
             scale = whole_s / spent.total_s if spent.total_s else 0.0
             spent = WallTime(*(getattr(spent, bucket) * scale for bucket in BUCKETS))
@@ -223,7 +225,7 @@ class Attempt:
 
 
 def account_run(run: RunDir, now: float | None = None) -> WallTime:
-    """Account for the wall time of a run folder. `now` is the end if the run is still alive."""
+    """Account for the wall time of a run folder. `now`: the end of the accounted time if the run is still alive."""
     return account(read_sound(run.events(0)), list(read_sound(run.supervisor_events)), now)
 
 
@@ -257,7 +259,7 @@ class RunAccount:
         since = self._attempts[-1].last_time if self._attempts else 0.0
         launched = [time for time in self._launches if since <= time <= event.time]
         if self._attempts and self._marks and not launched:
-            return  # another replica group leads from now on
+            return  # from now on, another replica group leads
         self._attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted=self._restarted))
         self._restarted = False
 
@@ -281,8 +283,8 @@ class RunAccount:
 def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
     """Account for the time from an attempt's last event to the next launch whose workers started, or to the last event.
 
-    The marks divide this time into intervals, each of which counts once. Launches that ended before their workers
-    started are included, because the attempt before them was not the one that was slow to notice their failures."""
+    The marks divide this time into intervals, each of which counts once. Launches whose workers never started are
+    included, because the time until their failure was noticed is not the previous attempt's fault."""
     spent = WallTime()
     until = following.launched if following else math.inf
     is_restarted = following is not None and following.restarted
@@ -336,8 +338,8 @@ def read_reliefs(run: RunDir, layout: str) -> list[Relief]:
 
 
 def read_sound_reliefs(run: RunDir, layout: str) -> list[Relief]:
-    """Return the same settings without the lines that this version cannot follow. Such lines end the workers' next
-    start."""
+    """Return the same settings, ignoring lines that this version cannot follow. (Such lines make the workers' next
+    start fail.)"""
     found = [event for event in read_sound(run.directives) if isinstance(event, MemoryEvent) and event.layout == layout]
     return [Relief(one.failed, one.taken) for one in found if _is_known(one.failed) and _is_known(one.taken)]
 

@@ -30,8 +30,8 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
-"""Events that cannot be written because the disk is full are kept, up to this size, and are written once there is space
-again."""
+"""Events that cannot be written because the disk is full are kept in memory, up to this many bytes, and written once
+there is space again."""
 TAIL_BYTES = 2**16
 MAX_LINE_BYTES = 2**22
 """The maximum length of an event's line."""
@@ -51,7 +51,7 @@ class EventWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: Event, at: float | None = None) -> None:
-        """Append `event` with this writer's rank and the time: now, or `at` if the event happened earlier."""
+        """Append `event` with this writer's rank and the time: `at` if the event happened earlier, otherwise now."""
         stamped: JsonObject = {
             **to_plain(event),
             "time": time.time() if at is None else at,
@@ -79,12 +79,12 @@ class EventWriter:
 
 
 class EventTail:
-    """Reads what has been appended to a file since the last call. An incomplete line is held back until it is
+    """Reads what has been appended to a file since the last call. An incomplete line is returned only once it is
     complete."""
 
     def __init__(self, path: Path, last_bytes: int | None = 0):
-        """Start at the end of the file, or `last_bytes` before it (None: at its start). A line that is cut off there is
-        skipped."""
+        """Start at the end of the file, or `last_bytes` before it (None: at its start). If a line is cut off there, it
+        is skipped."""
         self._path = path
         size = path.stat().st_size if path.is_file() else 0
         self._offset = 0 if last_bytes is None else max(0, size - last_bytes)
@@ -139,8 +139,8 @@ def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
 
 
 def read_sound(path: Path) -> Iterator[Event]:
-    """Yield the events in a file except for damaged ones. The end of a run is recorded regardless of the folder's
-    content, and `report` shows the damage."""
+    """Yield the events in a file except for damaged ones. This is used to record the end of a run, which damaged files
+    must not prevent; `report` shows the damage."""
     yield from _sound(read_events(path))
 
 

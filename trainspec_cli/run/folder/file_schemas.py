@@ -25,4 +25,4 @@ FILE_SCHEMAS: Mapping[str, Callable[[], JsonObject]] = {
     ),
     "certificate": lambda: record_schema("a certificate", Certificate, is_versioned=False),
 }
-"""Name -> schema, in the current version."""
+"""Maps the name of each kind of file to its schema in the current version."""

@@ -1,4 +1,4 @@
-"""Write files so that no reader ever sees them half-written; `read_json` and `read_object` read their content."""
+"""Write files so that no reader ever sees a half-written file; `read_json` and `read_object` read them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
-    """Replace `old`, at the start of a file, with `new`. The rest of the file and its mode stay unchanged.
+    """Replace `old` at the start of a file with `new`. The rest of the file and its mode stay unchanged.
 
     A copy of the original file is made first, under a name that must be unused or have the same content. Raises
     FileExistsError if the copy's name is taken, and ValueError if the file does not start with `old`."""
@@ -54,13 +54,13 @@ def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
     try:
         with path.open("rb") as source, partial.open("xb") as target:
             if source.read(len(old)) != old:
-                raise ValueError(f"{path} has changed meanwhile")
+                raise ValueError(f"{path} has changed in the meantime")
             target.write(new)
             shutil.copyfileobj(source, target)
             target.flush()
             os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             os.fsync(target.fileno())
-        # A copy left by an interrupted call is used as it is.
+        # If an interrupted call has left a copy, it is used.
         if not (backup.is_file() and filecmp.cmp(path, backup, shallow=False)):
             with path.open("rb") as source, backup.open("xb") as target:
                 os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
@@ -76,7 +76,7 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json_text(content) + "\n")
 
 
-# Files that state which version of the training spec they follow.
+# Files that state their version of the training spec.
 
 
 Record = TypeVar("Record")
@@ -104,7 +104,7 @@ def read_versioned_record(path: Path, record_type: type[Record], name: str) -> R
         raise unreadable(path, f"is not a valid {name}: {fault}") from fault
 
 
-# Values of many steps as columns of plain numbers, which take eight bytes each, whereas an event takes a kilobyte.
+# Values of many steps as columns of plain numbers. A number takes eight bytes, whereas an event takes a kilobyte.
 
 
 class StepColumns:

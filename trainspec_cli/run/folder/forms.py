@@ -24,7 +24,7 @@ class Form:
 
     kind: str
     patterns: tuple[str, ...]
-    """Paths in a run folder, where * matches any part of a name."""
+    """The paths of these files in a run folder, where * matches any part of a name."""
     notation: Literal["json", "jsonl", "yaml"]
     about: str
     steps: Mapping[str, Step] = field(default_factory=dict)
@@ -46,17 +46,19 @@ def _without_own_number(content: JsonObject) -> JsonObject:
 
 
 NUMBERED: Mapping[str, Step] = {UNSTATED_VERSION: _without_own_number}
-RECIPE = Form("recipe", ("composed.yaml",), "yaml", "a recipe, also the composed one of a run")
-PROFILE = Form("profile", (), "yaml", "what `trainspec calibrate` has learned of a cluster")
+RECIPE = Form("recipe", ("composed.yaml",), "yaml", "a recipe, including a run's composed recipe")
+PROFILE = Form("profile", (), "yaml", "what `trainspec calibrate` has learned about a cluster")
 FORMS = (
     RECIPE,
     PROFILE,
-    Form("run", ("run.json",), "json", "where a run comes from", needs=("recipe", "created_at")),
-    Form("plan", ("plan.json", "plan_all_nodes.json"), "json", "what the workers run", needs=("spec", "layout")),
+    Form("run", ("run.json",), "json", "the origin of a run", needs=("recipe", "created_at")),
+    Form(
+        "plan", ("plan.json", "plan_all_nodes.json"), "json", "the plan that the workers run", needs=("spec", "layout")
+    ),
     Form("result", ("result.json",), "json", "how a run ended", needs=("status",)),
-    Form("events", ("events/*.jsonl", "events/group*/*.jsonl"), "jsonl", "what happened, a line for each event"),
-    Form("directives", ("directives.jsonl",), "jsonl", "what the scheduler has changed"),
-    Form("verdicts", ("verdicts.jsonl",), "jsonl", "what slowed a run"),
+    Form("events", ("events/*.jsonl", "events/group*/*.jsonl"), "jsonl", "the events of a run, one per line"),
+    Form("directives", ("directives.jsonl",), "jsonl", "changes made by the scheduler"),
+    Form("verdicts", ("verdicts.jsonl",), "jsonl", "causes of a run's slowdowns"),
     Form(
         "speeds",
         ("speeds.json",),
@@ -101,7 +103,7 @@ FORMS = (
         needs=("step", "ranks"),
     ),
     Form("checkpoint", ("checkpoints/step_*/manifest.json",), "json", "a checkpoint", schema="trainspec.checkpoint"),
-    Form("certificate", (), "json", "what `trainspec certify` has measured", schema="trainspec.certificate"),
+    Form("certificate", (), "json", "the measurements of `trainspec certify`", schema="trainspec.certificate"),
 )
 """The forms by kind; RECIPE and PROFILE are distinguished by their keys."""
 

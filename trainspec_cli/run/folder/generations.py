@@ -1,12 +1,12 @@
-"""The starts of a run: which one owns its folder, what its processes share, and whether it was asked to stop.
+"""The starts of a run: which one owns the run folder, what its processes share, and whether it was asked to stop.
 
 Every launch and every resume opens a new generation: RUN/generations/00000003.json exists from the third start on. If a
 worker of an older generation comes back (a repaired cable, a node that was considered dead), it finds this file and
 writes nothing more: it is fenced off.
 
 A process that asks a start's workers to stop first records the request in RUN/stops/00000003.json. Workers also write a
-checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are ended. In these
-cases the run has failed, because no stop was requested."""
+checkpoint and exit when another process sends them a signal, or when torchrun dies and its workers are ended. Without a
+recorded request, this means that the run has failed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 
 FENCED = "fenced"
-"""The error code with which processes of an older start exit."""
+"""The error code of processes that exit because a newer start owns the run."""
 CHECK_INTERVAL_S = 1.0
 SECRET_BYTES = 32
 
 
 def newest(run: RunDir) -> int:
-    """Return the newest generation; 0 before the first start. Listing the folder makes a network file system query its
-    server."""
+    """Return the newest generation; 0 before the first start. The folder is listed, because this makes a network file
+    system query its server."""
     try:
         numbers = [int(path.stem) for path in run.generations.iterdir() if path.stem.isdigit()]
     except FileNotFoundError:
@@ -55,18 +55,18 @@ def begin(run: RunDir) -> int:
 
 @dataclass(frozen=True)
 class UnplannedWork:
-    """The work that every node does in a job without a plan."""
+    """The work of every node in a job without a plan."""
 
     kind: str
-    """The kind of the job, by which each node looks up its code."""
+    """The kind of job; each node looks up the code for it."""
     work: str
-    """A JSON object specific to that kind of job."""
+    """A JSON object whose content depends on the kind of job."""
 
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """The file of a generation, which states where its processes rendezvous. The fields from `num_nodes` on describe
-    what every node runs."""
+    """The file of a generation. It states where the processes rendezvous and, from the field `num_nodes` on, what every
+    node runs."""
 
     generation: int
     at: float
@@ -77,7 +77,7 @@ class GenerationRecord:
     """The name or address to which the other nodes connect."""
     hub_port: int
     rendezvous: dict[str, str]
-    """Environment variables."""
+    """Environment variables that tell the processes how to rendezvous."""
     num_nodes: int
     launch_id: str
     logs: str
@@ -85,10 +85,10 @@ class GenerationRecord:
     examine: tuple[str, ...]
     """Arguments for Python to run each node's check; if empty, the nodes are not checked."""
     nodes: tuple[int, ...] = ()
-    """The nodes' numbers in the job, in the order of their places; those from `num_nodes` on are spares. If empty, each
-    node's place is its number."""
+    """The nodes' numbers in the job, ordered by place; from place `num_nodes` on, they are spares. If empty, each
+    node's number is its place."""
     own: UnplannedWork | None = None
-    """None for a recipe, whose plan describes what to run."""
+    """None for a recipe, because its plan describes what to run."""
 
     @property
     def kind(self) -> str:
@@ -113,8 +113,8 @@ def read(run: RunDir, number: int) -> GenerationRecord | None:
 
 
 class Fence:
-    """Who owns the run, as seen by a worker or supervisor of one start. Without a generation (if it was not started by
-    a launch), everything is allowed."""
+    """Lets a worker or supervisor of one start check who owns the run. Without a generation (in a process that no
+    launch started), everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
         self._run = run
@@ -141,7 +141,7 @@ class Fence:
             raise WorkerError(message, code=FENCED)
 
     def check_now_and_then(self) -> None:
-        """Call `check` at most once per `CHECK_INTERVAL_S`, for frequent writes."""
+        """For frequent writes: call `check`, but at most once per `CHECK_INTERVAL_S`."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check()
 
@@ -153,7 +153,7 @@ def create_secret(path: Path) -> bytes:
     """Write a new secret to a file that must not exist yet, and return the secret. Raises MachineError if the file
     system cannot keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # O_EXCL fails if the file exists, so that nobody else can have prepared it.
+    # With O_EXCL, opening fails if the file exists, so nobody else can have prepared it.
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(SECRET_BYTES))
@@ -178,11 +178,11 @@ def _unusable(path: Path, what: str) -> MachineError:
     return MachineError(Problem("secret", f"the job's secret, {path}, {what}", hint=hint, environment=True))
 
 
-# Requests to stop
+# Requests to stop a start's workers
 
 
 def note_stop(run: RunDir, generation: int) -> None:
-    """Record the request. A full disk does not prevent the workers from being asked, because the supervisor remembers
+    """Record the request. If the disk is full, the workers are still asked to stop, because the supervisor remembers
     its own requests."""
     with contextlib.suppress(OSError):
         write_json(run.stop(generation), {"generation": generation, "host": socket.gethostname(), "at": time.time()})
@@ -193,7 +193,7 @@ def was_stop_noted(run: RunDir, generation: int) -> bool:
 
 
 def may_stop(run: RunDir) -> bool:
-    """Return True if this worker's start was asked to stop. If the worker was not started by a launch, a signal is
-    sufficient."""
+    """Return True if the start that this worker belongs to was asked to stop. For a worker that no launch started, a
+    signal is sufficient."""
     generation = os.environ.get(GENERATION)
     return generation is None or was_stop_noted(run, int(generation))

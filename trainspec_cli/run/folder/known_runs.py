@@ -21,14 +21,14 @@ from trainspec_cli.run.folder.paths import RunDir
 
 FILE = "runs.jsonl"
 MOST_BYTES = 256 * 1024
-"""Enough for about a thousand runs; the older half is dropped when the file grows beyond this size."""
+"""Maximum size, for about a thousand runs. When the file grows beyond it, the older half is dropped."""
 
 
 @dataclass(frozen=True)
 class KnownRun:
     path: str
     launched_from: str
-    """The working directory of the command line."""
+    """The working directory of the command that started it."""
     name: str
     """The value of `run.name`."""
     at: float
@@ -36,7 +36,7 @@ class KnownRun:
 
 
 def remember_run(run: RunDir, name: str = "") -> None:
-    """Add a run that was just recorded."""
+    """Add a run that was just created."""
     known = KnownRun(str(run.root.resolve()), str(Path.cwd()), name, time.time())
     line = json_text(to_plain(known), indent=None).encode() + b"\n"
     with suppress(OSError, MachineError):  # a run must not fail because of its index (see the module's docstring)

@@ -22,9 +22,9 @@ from trainspec_cli.run.folder.paths import RunDir
 MEMORY = Path("/dev/shm")
 PREFIX = "trainspec-"
 SECRET = "memory_secret"
-"""The key in run.json for the random word."""
+"""The key in run.json of the random word in the folder's name."""
 OWNER = "run.json"
-"""The file in the folder that names the run to which it belongs."""
+"""The file that names the run to which the folder belongs."""
 BLOCK_BYTES = 512
 """The unit of `st_blocks`, regardless of the file system's block size."""
 HINT = "set checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
@@ -35,7 +35,7 @@ def new_secret() -> str:
 
 
 def newest_copy(run: RunDir) -> int:
-    """Return the newest step of which any rank has a copy on this node, or 0."""
+    """Return the newest step for which any rank has a copy on this node, or 0."""
     folder = find_copies(run)
     return _newest_in(folder) if folder else 0
 
@@ -64,8 +64,8 @@ def make_memory_folder(run: RunDir) -> Path:
 
 
 def memory_folder(run: RunDir) -> Path:
-    """Return the memory folder. Its name is the same for every start of a run and on every node, but differs for
-    another run or for a copy of this run's folder."""
+    """Return the memory folder. Its name is the same for every start and node of a run, but different for another run
+    and for a copy of this run's folder."""
     key = json.dumps(
         [str(run.root.resolve()), read_field(run.run_json, read_object(run.run_json), SECRET, str)], allow_nan=False
     )
@@ -83,11 +83,11 @@ def own_folders() -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of a run in this node's memory; the run folder may have been deleted."""
+    """The copies of one run in this node's memory. The run's folder may have been deleted since."""
 
     folder: Path
     run: RunDir | None
-    """None if the run is unknown."""
+    """The run's folder; None if the run is unknown."""
     step: int
     """The step of the newest copy; 0 if none is complete."""
     bytes: int
@@ -99,7 +99,7 @@ def list_copies() -> list[Copies]:
 
 
 def remove_copies(run: RunDir) -> None:
-    """Remove the copies of a run that resumes from disk, or does not resume at all."""
+    """Remove the in-memory copies of a run that will not resume from them."""
     if folder := find_copies(run):
         remove_folder(folder)
 

@@ -1,4 +1,4 @@
-"""Keep a copy of the user-defined code that a run executes next to its recipe, and find what has changed since."""
+"""Keep a copy of the user-defined code that a run executes next to its recipe, and find later changes to the code."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class KeptFile:
     copy: str
     """The copy's name in the run's `code` folder."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Recipe keys that name the file, each with the object in the file that it names. Empty if the file is imported by
-    such a file."""
+    """Recipe keys that name the file, each with the object that it refers to. Empty for a file that is only imported by
+    such files."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
     files: dict[str, KeptFile] = {}
     before = read_code(run).files
     for extension in user_code_of(spec):
-        if extension.kind is SOURCE and before:  # it was read when the run started, and may have been deleted since
+        if extension.kind is SOURCE and before:  # the file may have been deleted since the run read it
             files |= {path: file for path, file in before.items() if extension.path in file.keys}
             continue
         source = find(extension)
@@ -82,8 +82,8 @@ def describe_changed_code(run: RunDir) -> Iterator[str]:
 
 
 def check_code(spec: RunSpec, run: RunDir) -> None:
-    """Raise MachineError if the code that a worker is about to run differs from the code recorded at the start. Either
-    it has changed since, or this node has a different file at that path."""
+    """Raise MachineError if the code that a worker is about to run differs from the code recorded at the start, because
+    the file has changed or because this node has a different file at that path."""
     noted = read_code(run).files
     for extension in worker_code_of(spec):
         for file in source_files(find(extension)):

@@ -96,7 +96,7 @@ class RunDir:
         return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:
-        """Return the file containing the secret with which the processes of a start authenticate to one another."""
+        """Return the file containing the secret that the processes of a start use to authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
 
     def stop(self, generation: int) -> Path:

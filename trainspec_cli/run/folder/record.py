@@ -66,11 +66,11 @@ class RunRecord:
     """The state of the repository where the run was started; None without a repository. May also be content from
     another version."""
     resumes: tuple[object, ...] = ()
-    """Each is a `Resume`, or content from another version."""
+    """Calls of `trainspec resume`, oldest first: each is a `Resume`, or content from another version."""
     command: tuple[str, ...] | Absent = ABSENT
     """The user-defined command of a run without a recipe."""
     memory_secret: str | Absent = ABSENT
-    """The random word in the name of the folder for in-memory copies."""
+    """The random word that is part of the name of the folder for in-memory copies."""
     others: dict[str, object] = field(default_factory=dict)
     """Keys from other versions, which are preserved."""
 
@@ -129,8 +129,8 @@ def read_plan(run: RunDir) -> Plan:
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
-    """Return the plan with which each start of the run begins, before any nodes are dropped. Raises the errors of
-    `read_plan`."""
+    """Return the plan from which each start of the run begins; later plans may leave out dropped nodes. Raises the
+    errors of `read_plan`."""
     all_nodes = run.plan_of_all_nodes
     return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
@@ -143,7 +143,7 @@ def read_plan_file(path: Path) -> Plan:
     stated = plain.pop(PLAN_DIGEST, None)
     if stated is not None and stated != _digest(plain):
         hint = "undo the change, and pass the values that you want to change to trainspec resume: key=value"
-        raise unreadable(path, "was altered: its digest does not match its content", hint)
+        raise unreadable(path, "was altered: its content does not match its digest", hint)
     try:
         return from_plain(Plan, plain)
     except RecipeError as error:
@@ -162,7 +162,7 @@ class PlanOutline:
 
     spec: JsonObject = field(default_factory=dict)
     total_steps: int | None = None
-    """Same as `Plan.total_steps`; None if the plan does not state it."""
+    """Same as `Plan.total_steps`; None if plan.json does not state it."""
     prediction: JsonValue = None
     kernels: JsonValue = field(default_factory=dict)
     replica_groups: int = 1
@@ -195,13 +195,13 @@ def read_section(run: RunDir, name: str) -> JsonObject:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """result.json: how the run ended. The workers write it. If they did not, the supervisor does, with null for values
-    that only the workers know."""
+    """result.json: how the run ended. It is written by the workers or, if they could not, by the supervisor, with null
+    for values that only the workers know."""
 
     status: str
     """done, stopped or failed."""
     exit_code: int | None = None
-    """Exit code of the supervisor or, for a user-defined command, of that command."""
+    """Exit code of the supervisor or, for a user-defined command, of the command."""
     reason: str | Absent = ABSENT
     """Why the run failed; absent if it did not fail."""
     hint: str | Absent = ABSENT
@@ -214,19 +214,20 @@ class RunResult:
     sets: dict[str, SetFigures] | Absent = ABSENT
     heldout_accuracy: float | Absent | None = ABSENT
     heldout_dice: float | Absent | None = ABSENT
-    """Same as in the last `eval` event."""
+    """The fields from `heldout_loss` to this one have the values of the last `eval` event."""
     tokens_per_s: float | Absent | None = ABSENT
     samples_per_s: float | Absent | None = ABSENT
     mfu: float | None = None
     peak_memory_bytes: Count | None = None
     wire_bytes: dict[str, Count] | Absent = ABSENT
     """Bytes that the ranks (of one replica group) sent to one another during the last start, by purpose: gradients,
-    parameters, other. The kernel counts them at the sockets. Absent for GPUs, which use other links."""
+    parameters, other. The kernel counts them at the sockets. Absent if the ranks use GPUs, whose links the kernel does
+    not see."""
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
     recoveries: tuple[Recovery, ...] | Absent = ABSENT
-    """Added by the supervisor."""
+    """The cost of each failure, which the supervisor adds."""
 
 
 def read_result(run: RunDir) -> RunResult | None:
@@ -247,12 +248,12 @@ class WorkerErrorRecord:
     rank: Count
     host: str
     type: str
-    """The exception's name."""
+    """The name of the exception's class."""
     message: str
     traceback: str
     time: UnixSeconds | None = None
     code: str | None = None
-    """The code of an anticipated error. Among these, only `hang` includes a traceback."""
+    """The error code, if the error is an anticipated one. Only the code `hang` comes with a traceback."""
     hint: str | None = None
     step: Count | None = None
     exit_code: int | None = None

@@ -46,7 +46,7 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 @dataclass(frozen=True)
 class LaunchOrigin:
-    """The recipe and command line that a run comes from."""
+    """The recipe and the command line that define a run."""
 
     recipe: str
     argv: Sequence[str]
@@ -89,8 +89,8 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
     usual = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         candidate = parent / (usual if number == 1 else f"{usual}-{number}")
-        # Two launches within the same second get different folders, because creating a folder fails for all but the
-        # first.
+        # Two launches within the same second get different folders, because creating the same folder fails for all but
+        # the first.
         with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
             return candidate
@@ -100,14 +100,15 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
 def write_launch(
     job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
 ) -> None:
-    """Write the files that the workers need, and those for reproducing the run. run.json comes last: from then on, the
-    run exists. Call this while the run is claimed. Raises RecipeError if another launch was faster."""
+    """Write the files that the workers need, and those for reproducing the run. run.json is written last, and makes the
+    folder a run. Call this while the run is claimed. Raises RecipeError if another launch has created a run here
+    first."""
     run = job.run
     # Check again now that the run is claimed, because two launches into the same folder both pass the first check.
     check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
-    # Keep the additional files that an export needs, because the originals may be deleted.
+    # Copy the additional files that an export needs, because the originals may be deleted.
     from trainspec_cli.data.corpus.chat import keep_template
     from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
 
@@ -153,7 +154,7 @@ def write_resume(
     data_folder: Path | None = None,
 ) -> None:
     """Record that the run continues under `plan`, and remove the records of how the last start ended. `from_step`: None
-    for a run that was recorded but never started. `data_folder`: set if the data has changed."""
+    for a run that was recorded but never started. `data_folder`: the new folder, if the data has changed."""
     run = job.run
     record = read_run_record(run)
     if from_step is not None:
@@ -169,7 +170,7 @@ def write_resume(
 
 
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
-    """Write the files of a start. `kernels`: measurements for this start; None keeps those of an earlier start."""
+    """Write the files that a start needs. `kernels`: new measurements; None keeps those of an earlier start."""
     if kernels is not None:
         write_versioned(job.run.kernels_json, to_plain(kernels))
     write_plan(job.run, plan)
@@ -180,8 +181,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 
 
 def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
-    """Write the plan for the next start, which leaves out a node. The first plan is kept, so that a resume can start
-    from it."""
+    """Write the plan for the next start, without a dropped node. The original plan is kept for a later resume."""
     if not run.plan_of_all_nodes.exists():
         write_text(run.plan_of_all_nodes, read_text(run.plan_json))
     write_plan(run, plan)
@@ -189,7 +189,7 @@ def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
 
 @contextmanager
 def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
-    """Guard all writes in a run folder: written files are private to this user, and an OSError becomes a MachineError
+    """Use this around all writes to a run folder. Files are private to this user, and an OSError becomes a MachineError
     that names the file or the folder. `named_by`: as for `check_free`."""
     try:
         with private_files():
@@ -213,11 +213,12 @@ def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
 
 
 _CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)
-"""The file is missing, not accessible to this user, or a link, which no trainspec run creates."""
+"""Errors that mean that no run is alive here: the file is missing, not accessible to this user, or a link, which
+trainspec never creates."""
 GLANCE_S = 0.5
-"""`is_running` holds the lock for a moment, so a claim retries for this many seconds."""
+"""`is_running` holds the lock briefly, so a claim retries for this many seconds."""
 CLOCK_ERROR_S = 2.0
-"""The precision of a process's start time."""
+"""Tolerance in seconds when a process's start time is compared with the time of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,20 +229,20 @@ class Owner:
     host: str = ""
     launch_id: str
     slurm_job_id: str | Absent | None = ABSENT
-    """The Slurm job where it runs, if any."""
+    """The Slurm job in which the launch runs, if any."""
 
 
 @contextmanager
 def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     """Hold the claim on the run during the block. Raises RecipeError if another launch holds it, or if that launch's
     workers are still alive. The file is written in place, because the lock belongs to the file, not to its name."""
-    # Slurm restarts a job only after the previous start has ended. Processes that survive on a disconnected node are
-    # fenced off.
+    # Slurm restarts a job only after its previous start has ended. Processes that survive on a disconnected node are
+    # fenced off, so no check for them is needed.
     with suppress(FileNotFoundError, ValueError):
         held_by = read_object(run.pid_json).get("slurm_job_id")
         if held_by and held_by == os.environ.get("SLURM_JOB_ID"):
             run.pid_json.unlink()
-    # Links to a file outside the run are not followed, and a pipe with that name does not block opening it.
+    # The flags ensure that a link to a file outside the run is not followed, and that opening a pipe does not block.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not (
@@ -256,7 +257,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Slurm has restarted the job, which removed the file and wrote a new one: keep it.
+            # Slurm has restarted the job, whose new supervisor has replaced the file: keep it.
             if _is_same_file(descriptor, run.pid_json):
                 run.pid_json.unlink(missing_ok=True)
     finally:
@@ -264,7 +265,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
 
 
 def find_owner(run: RunDir) -> Owner | None:
-    """Return the launch whose supervisor holds the run; None if there is none, or if that is unknown."""
+    """Return the launch whose supervisor holds the claim; None if there is none, or if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -285,7 +286,7 @@ def find_owner(run: RunDir) -> Owner | None:
 
 
 def is_running(run: RunDir) -> bool:
-    """Return True if a supervisor holds the run or orphaned workers are alive; False if that is unknown."""
+    """Return True if a supervisor holds the claim or orphaned workers are alive; False if that is unknown."""
     try:
         descriptor = os.open(run.pid_json, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -336,5 +337,5 @@ def _read(descriptor: int) -> Owner | None:
     try:
         plain = parse_json(os.pread(descriptor, 4096, 0))
         return read_record(Owner, plain) if isinstance(plain, dict) else None
-    except ValueError:  # not JSON, or a FieldError
+    except ValueError:  # the content is not JSON, or not a record of this kind
         return None

@@ -1,9 +1,8 @@
-"""The GPUs visible to a process on this node, as reported by their drivers: NVIDIA's through NVML, AMD's through amdsmi
-or /sys.
+"""The GPUs visible to a process on this node, as reported by their drivers: NVIDIA's driver through NVML, AMD's through
+amdsmi or /sys.
 
-There is no silent fallback to the CPU. A driver that does not answer, a lost GPU, a device selection without a valid
-device, or an accelerator on which trainspec does not run is a problem with advice. A run on `device: auto` or `cuda` is
-rejected with that problem."""
+There is no silent fallback to the CPU. A run on `device: auto` or `cuda` is rejected, with advice, if a driver does not
+answer, a GPU is lost, the device selection names no valid device, or trainspec does not run on the accelerator."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ DEV = Path("/dev")
 
 CPU_HINT = "or set cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-"""NVLink generation -> GB/s of one link in one direction (NVIDIA's architecture papers)."""
+"""Maps an NVLink generation to the GB/s of one link in one direction (NVIDIA's architecture papers)."""
 HIDING = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) that hide all GPUs."""
+"""Values of CUDA_VISIBLE_DEVICES (and of HIP_... and ROCR_...) that hide all GPUs."""
 MOST_NVLINKS = 18
 WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores; all others have 128 (CUDA programming guide)."""
 PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe generation -> GB/s of one lane in one direction."""
+"""Maps a PCIe generation to the GB/s of one lane in one direction."""
 AMD_VENDOR = 0x1002
 AMD_NAMES = {
     0x738C: "AMD Instinct MI100",
@@ -44,10 +43,10 @@ AMD_NAMES = {
     0x75A0: "AMD Instinct MI350X",
     0x75A3: "AMD Instinct MI355X",
 }
-"""PCI device -> name (from libdrm's amdgpu.ids); /sys has no names."""
+"""Maps a PCI device to its name (from libdrm's amdgpu.ids), because /sys has no names."""
 UNTESTED_AMD = "trainspec has never run on an AMD GPU: this path is based only on ROCm's documentation"
 OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
-"""PCI vendors of accelerators in /sys/class/accel for which trainspec can plan but on which it cannot run."""
+"""PCI vendors of accelerators in /sys/class/accel. trainspec can plan for them, but cannot run on them."""
 INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
 """PCI devices in the Intel Data Center GPU Max series."""
 
@@ -56,9 +55,9 @@ INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9
 class FoundGpus:
     gpus: tuple[Gpu, ...] = ()
     problem: Problem | None = None
-    """Why the GPUs of this node cannot be used; `gpus` is then empty."""
+    """Why the GPUs of this node cannot be used. If set, `gpus` is empty."""
     notes: tuple[str, ...] = ()
-    """Information for the user that does not stop the run."""
+    """Information for the user about conditions that do not stop the run."""
 
 
 def _unusable(message: str, hint: str) -> MachineError:
@@ -139,7 +138,7 @@ def _nvidia_gpus(sys: Path, dev: Path) -> FoundGpus:
             raise
         return FoundGpus(notes=("CUDA_VISIBLE_DEVICES hides this node's GPUs, whose driver does not answer",))
     if (dev / "nvidiactl").exists():
-        message = "this node has an NVIDIA driver (/dev/nvidiactl), and its library NVML (libnvidia-ml.so.1) is missing"
+        message = "this node has an NVIDIA driver (/dev/nvidiactl), but its library NVML (libnvidia-ml.so.1) is missing"
         raise _unusable(message, "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility")
     return FoundGpus()
 
@@ -148,9 +147,9 @@ def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> Machine
     """Return the error for a GPU or driver that does not answer. `error`: error from NVML. `others`: the remaining
     GPUs."""
     by_code = {
-        4: "let this user read /dev/nvidia* (the container's --gpus, or the group that owns the devices)",
-        9: "load the driver (sudo modprobe nvidia), or install it again after an update of the kernel",
-        15: "the GPU fell off the bus: dmesg | grep -i xid, then reset or reboot the node",
+        4: "let this user read /dev/nvidia* (with the container's --gpus, or in the group that owns the devices)",
+        9: "load the driver (sudo modprobe nvidia), or reinstall it after a kernel update",
+        15: "the GPU fell off the bus: check dmesg | grep -i xid, then reset the GPU or reboot the node",
         16: "reset the GPU (sudo nvidia-smi --gpu-reset), or reboot the node",
         18: "the driver was updated while its kernel module stayed loaded: reboot, or reload the module",
     }
@@ -174,18 +173,18 @@ def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ..
         if count and visible.strip() in HIDING:
             return [], (f"CUDA_VISIBLE_DEVICES={visible!r} hides the {count} GPUs of this node",)
         if len(set(entries)) < len(entries):
-            message = f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice, and CUDA then shows none"
+            message = f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice, so CUDA shows none"
             raise _unusable(message, "name each once, or unset CUDA_VISIBLE_DEVICES")
     chosen: list[tuple[int, Any]] = []
     for place, entry in enumerate(entries):
         named = _named(nvml, entry, count)
         if named is None and not chosen and count:
             message = f"CUDA_VISIBLE_DEVICES={visible}: {entry} names none of the {count} GPUs of this node"
-            raise _unusable(message, "nvidia-smi -L lists them; unset CUDA_VISIBLE_DEVICES")
+            raise _unusable(message, "unset CUDA_VISIBLE_DEVICES, or name GPUs that nvidia-smi -L lists")
         if named is None:
             ignored = ",".join(entries[place:])
             notes.append(
-                f"CUDA_VISIBLE_DEVICES: {entry} names no GPU, and CUDA ignores it and what follows ({ignored})"
+                f"CUDA_VISIBLE_DEVICES: {entry} names no GPU, so CUDA ignores it and all entries after it ({ignored})"
             )
             break
         chosen.append(named)
@@ -214,7 +213,7 @@ def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
             if nvml.nvmlDeviceGetUUID(handle).startswith(entry):
                 return index, handle
         except nvml.NVMLError:
-            continue  # this lost GPU was not selected
+            continue  # a lost GPU that was not selected does not matter
     return None
 
 
@@ -225,17 +224,17 @@ def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> 
     for index, handle in chosen:
         if _is_slice(nvml, handle):
             if len(chosen) > 1:
-                notes.append("CUDA shows a process one MIG slice, the first of those that are named")
+                notes.append("CUDA shows a process only the first of the MIG slices that are named")
             return [(index, handle)]
         if _ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
             divided = True
             if (first := _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, 0)) is not None:
-                notes.append("this node's GPUs are divided (MIG), and CUDA shows a process one slice, the first")
+                notes.append("this node's GPUs are partitioned (MIG), and CUDA shows a process only the first slice")
                 return [(index, first)]
     if divided:
-        message = "MIG is enabled, but has no slice: CUDA shows no GPU"
+        message = "MIG is enabled, but no slice exists, so CUDA shows no GPU"
         raise _unusable(
-            message, "sudo nvidia-smi mig -cgi PROFILE -C makes slices, sudo nvidia-smi -mig 0 disables MIG"
+            message, "create slices (sudo nvidia-smi mig -cgi PROFILE -C), or disable MIG (sudo nvidia-smi -mig 0)"
         )
     return chosen
 
@@ -281,7 +280,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
     memory_mhz = _ask(nvml, "nvmlDeviceGetMaxClockInfo", whole, nvml.NVML_CLOCK_MEM, default=0)
     lanes = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", whole, default=0)
     generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", whole, default=0)
-    # The total rate of the links that are up; 0 if all are down, None if the driver reports no links.
+    # Add up the rates of the links that are up: 0 if all are down, None if the driver reports no links.
     states = []
     for link in range(MOST_NVLINKS):
         state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
@@ -327,7 +326,7 @@ def _amd_gpus(sys: Path, dev: Path) -> FoundGpus:
         entries = [part.strip() for part in visible.split(",") if part.strip()]
         if visible.strip() in HIDING:
             return FoundGpus(notes=(f"{variable}={visible!r} hides the {len(found)} GPUs of this node",))
-        # The GPUs with these numbers or UUIDs (`GPU-<unique id>`).
+        # Entries are numbers or UUIDs (`GPU-<unique id>`).
         said = f"{variable}={visible}"
         chosen = []
         for entry in entries:
@@ -337,7 +336,7 @@ def _amd_gpus(sys: Path, dev: Path) -> FoundGpus:
                 named = next((gpu for gpu in shown if entry.lower() in (gpu[0], f"gpu-{gpu[0]}")), None)
             if named is None:
                 message = f"{said}: {entry} names none of the {len(shown)} AMD GPUs of this node"
-                raise _unusable(message, "rocm-smi lists them; unset the variable")
+                raise _unusable(message, "unset the variable, or name GPUs that rocm-smi lists")
             chosen.append(named)
         shown = chosen
     return FoundGpus(tuple(gpu for _, gpu in shown), notes=(UNTESTED_AMD,))
@@ -347,7 +346,7 @@ def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
     """Return each AMD GPU with its unique id, as reported by amdsmi; None without amdsmi or its library."""
     try:
         import amdsmi  # type: ignore[import-not-found, unused-ignore]
-    # the module is missing, or the library that it loads
+    # the module or the library that it loads is missing
     except (ImportError, OSError, KeyError, AttributeError, RuntimeError):
         return None
     try:
@@ -355,7 +354,9 @@ def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
     except amdsmi.AmdSmiException as error:
         if (sys / "class/kfd").is_dir():
             message = f"AMD's driver does not answer: {' '.join(str(error).split())}"
-            raise _unusable(message, "amd-smi list, and the groups render and video of this user") from error
+            raise _unusable(
+                message, "run amd-smi list, and check that this user is in the groups render and video"
+            ) from error
         return None
     try:
         return [_amd_described(amdsmi, handle) for handle in amdsmi.amdsmi_get_processor_handles()]
@@ -370,7 +371,7 @@ def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
     chip = amdsmi.amdsmi_get_gpu_asic_info(handle)
     total = int(amdsmi.amdsmi_get_gpu_memory_total(handle, amdsmi.AmdSmiMemoryType.VRAM))
     used = int(amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))
-    # 942 -> (9, 0x42), 1100 -> (11, 0x00): the last two digits are hexadecimal.
+    # The last two digits are hexadecimal: 942 -> (9, 0x42), 1100 -> (11, 0x00).
     target = str(chip.get("target_graphics_version", "")).removeprefix("gfx")
     try:
         capability = (int(target[:-2]), int(target[-2:], 16))

@@ -53,18 +53,17 @@ class Job:
     ranks: range | None = None
     """Global ranks of a replica group; None for all ranks."""
     nodes: tuple[int, ...] = ()
-    """The nodes' numbers in the order of their places, if there are several nodes; those beyond the plan's nodes are
-    spares."""
+    """With several nodes: their numbers, ordered by place. The nodes after those of the plan are spares."""
     left_out: tuple[int, ...] = ()
     """Numbers of the nodes that were dropped because they were too slow."""
     program: str = "torchrun"
     """Name of the program started on each node, for messages."""
     log: str = "torchrun.log"
-    """Name of its output file on each node."""
+    """Name of that program's output file on each node."""
     max_restarts: int | None = None
-    """Maximum number of restarts after failures over the entire job; None if the plan's resilience decides."""
+    """Maximum number of restarts after failures over the entire job; None if the plan's resilience settings decide."""
     earlier_steps: int = 0
-    """Number of steps in earlier starts, for a job whose checkpoints trainspec does not know."""
+    """Number of steps completed by earlier starts, for a job whose checkpoints trainspec does not know."""
     join_timeout_s: float | None = None
     """Time in seconds that the nodes wait for one another; None for the plan's value."""
     begins_unseen: bool = False
@@ -81,12 +80,12 @@ class Job:
 
     @property
     def launch_id(self) -> str:
-        """The id that every process of the job has in its environment, by which the process can be found."""
+        """The id that every process of the job has in its environment, so that the process can be found."""
         return self.environment[LAUNCH_ID]
 
 
 def build_job(plan: Plan, root: Path, machine: Machine, worker: Sequence[str] = ENGINE) -> Job:
-    """Build the job. `worker` is the command that torchrun starts on every device, with the run folder as the last
+    """Build the job. `worker`: the command that torchrun starts on every device; the run folder is appended as its last
     argument."""
     root = root.absolute()
     logs = next_log_folder(RunDir(root).logs)
@@ -125,7 +124,7 @@ def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: 
 
 
 def next_log_folder(logs: Path) -> Path:
-    """Return logs/launch_01, or the next number for a resume."""
+    """Return logs/launch_01 or, for a resume, the folder with the next number."""
     taken = [path.name for path in logs.glob("launch_*")]
     return logs / f"launch_{len(taken) + 1:02d}"
 
@@ -162,7 +161,7 @@ def ranks_of(plan: Plan, group: int) -> range:
 
 
 def devices_of(plan: Plan, group: int) -> dict[str, str]:
-    """Return the variable that makes only a group's own GPUs visible to it, if several groups share a node."""
+    """If several groups share a node, return the environment variable that makes only the group's own GPUs visible."""
     per_node = plan.replica_groups // plan.num_nodes
     if plan.device != "cuda" or per_node < 2:
         return {}
@@ -171,7 +170,7 @@ def devices_of(plan: Plan, group: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[first : first + plan.group_size])}
 
 
-# The command line
+# The command line of a job
 
 
 def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
@@ -185,7 +184,7 @@ def torchrun_command(processes: int, logs: Path, worker: Sequence[str]) -> tuple
 
 def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker: Sequence[str]) -> tuple[str, ...]:
     """Return the command for one node of a multi-node job. Ranks follow the nodes' numbers. `name` distinguishes this
-    start from others on the same rendezvous server. torchrun is told this node's address, because by default it
+    start from other starts on the same rendezvous server. torchrun is told this node's address, because by default it
     resolves the node's name, which may yield a loopback address."""
     nodes = ("--nnodes", str(place.num_nodes), "--rdzv-conf", f"node={place.node}")
     return (*_TORCHRUN, *nodes, *_options(name, processes, own_address(place.head), logs), *worker)
@@ -194,10 +193,14 @@ def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker
 def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, ...]:
     return (
         *("--nproc-per-node", str(processes)),
-        # The supervisor decides on restarts, for the entire run, because torchrun does not know about checkpoints.
+        # torchrun itself restarts nothing, because it does not know about checkpoints. The supervisor restarts the
+        # entire run.
         *("--max-restarts", "0"),
         *("--rdzv-backend", "trainspec"),
-        *("--rdzv-endpoint", "private"),  # torchrun requires an endpoint; the environment has the real address
+        *(
+            "--rdzv-endpoint",
+            "private",
+        ),  # torchrun requires an endpoint, but the workers take the real address from the environment
         *("--rdzv-id", name),
         *("--local-addr", address),
         *("--log-dir", str(logs)),
@@ -206,11 +209,11 @@ def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, 
 
 
 def render_command(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
-    """Return shell code equivalent to the launch, with one setting or option per line."""
+    """Return shell code that is equivalent to the launch, with one variable or option per line."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     options: list[str] = []
     for word in map(shlex.quote, command):
-        # An option and its value stay on one line.
+        # Keep an option and its value on one line.
         if options and options[-1].startswith("-") and not word.startswith("-") and " " not in options[-1]:
             options[-1] += f" {word}"
         else:
@@ -218,7 +221,7 @@ def render_command(command: Sequence[str], environment: Mapping[str, str], folde
     return " \\\n  ".join([f"cd {shlex.quote(str(folder))} && env", *settings, *options]) + "\n"
 
 
-# The environment
+# The environment variables of a job
 
 
 def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, str]:
@@ -299,7 +302,7 @@ def python_path() -> dict[str, str]:
 
 
 GIT_TIMEOUT_S = 10.0
-# Git runs no commands to answer these questions; these settings are for versions that would run some.
+# Git runs no commands for these queries. The settings are for git versions that would run some.
 _NO_COMMANDS = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)([^;]*)(?:;(.*))?")
@@ -310,14 +313,15 @@ def versions() -> dict[str, str]:
     found: dict[str, str] = {}
     wanted = ["trainspec"]
     while wanted:
-        # One spelling for `nvidia_ml_py`, `nvidia-ml-py` and `Nvidia.ml.py` (PEP 503).
+        # Names are normalised, because `nvidia_ml_py`, `nvidia-ml-py` and `Nvidia.ml.py` are the same package (PEP
+        # 503).
         name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
         if name in found:
             continue
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # the dependency is for another system, or trainspec runs from a checkout
+            continue  # the dependency is for another system, or trainspec is run from a checkout
         found[name] = distribution.version
         needed = (_REQUIREMENT.match(line) for line in distribution.requires or ())
         wanted += [match.group(1) for match in needed if match and "extra" not in (match.group(3) or "")]
@@ -330,7 +334,7 @@ class GitState:
 
     commit: str
     branch: str | None
-    """None for a detached head."""
+    """The current branch; None for a detached head."""
     dirty: bool | None
     """True if tracked files differ from the commit; None if unknown."""
 
@@ -340,7 +344,7 @@ class GitRefusal:
     """Git refuses to read the repository."""
 
     refused: str
-    """The reason, in git's words."""
+    """Git's message, which states the reason."""
 
 
 def git_state(folder: Path) -> GitState | GitRefusal | None:
@@ -424,13 +428,13 @@ def _git(
 
 SYSTEM_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _RANDOM = 1 << 40
-"""The bit that uuid sets in the random address that it generates when the machine does not have one."""
+"""The bit that the `uuid` module sets in the hardware address that it makes up if the machine has none."""
 _PURPOSE = "trainspec machine 1"
 
 
 def machine_identity(files: tuple[Path, ...] = SYSTEM_IDS) -> str:
     """Return 32 hexadecimal digits that stay the same until the system is reinstalled or the processor model changes;
-    empty if the system has neither an id nor a network address. The digest serves only this purpose, because the
+    empty text if the system has neither an id nor a network address. The digest serves only this purpose, because the
     system's id itself must stay private."""
     identity = next(filter(None, map(_read, files)), "")
     if not identity and not (address := uuid.getnode()) & _RANDOM:

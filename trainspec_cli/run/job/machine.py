@@ -24,8 +24,9 @@ from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
-# avx512_bf16 alone does not make bf16 faster: conversions cost more than its products gain. The quickstart takes 1.5
-# times the processor time of fp32 (on a processor with AMX, with oneDNN limited to AVX512_CORE_BF16).
+# avx512_bf16 alone does not make bf16 faster: converting numbers to bf16 costs more time than the faster products save.
+# With it, the quickstart takes 1.5 times the processor time of fp32 (measured on a processor with AMX, with oneDNN
+# limited to AVX512_CORE_BF16).
 BF16_CPU_FLAG = "amx_bf16"
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
@@ -121,7 +122,8 @@ def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     return BF16_CPU_FLAG in cpu_flags(cpuinfo)
 
 
-# One node's place in a multi-node job: its number, the first node's address, and its own address as seen from there.
+# One node's place in a multi-node job: its number, the first node's address, and this node's address as seen from the
+# first node.
 
 
 BACKLOG = 1024
@@ -131,7 +133,7 @@ SPARE_DESCRIPTORS = 512
 @dataclass(frozen=True)
 class NodePlace:
     node: int
-    """0 is the node that runs the supervisor and the rendezvous server."""
+    """Node 0 runs the supervisor and the rendezvous server."""
     num_nodes: int
     head: str
     """The first node's name or address."""
@@ -149,7 +151,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def allow_connections(connections: int) -> None:
-    """Raise the limit on open files by this many connections above the usual need, as far as the system allows."""
+    """Raise the limit on open files so that it suffices for this many connections beyond the usual need, as far as the
+    system allows."""
     wanted = connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -157,14 +160,14 @@ def allow_connections(connections: int) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             break
-        except (ValueError, OSError):  # macOS accepts less than it reports
+        except (ValueError, OSError):  # macOS accepts a lower limit than it reports
             allowed //= 2
 
 
 def listening_address(head: str) -> str:
-    """Return the address at which this node, the first, listens for the others: that of the job's interface. If its
-    name resolves to a loopback address here (as in many /etc/hosts) but to another address elsewhere, it has to listen
-    on every interface, which is ""."""
+    """Return the address at which this node, the first one, listens for the others: the address of the job's network
+    interface. If the node's name resolves to a loopback address here (as in many /etc/hosts) but to another address
+    elsewhere, return "", which means every interface."""
     address = own_address(head)
     named = head != "localhost" and not _is_address(head)
     return "" if named and ipaddress.ip_address(address).is_loopback else address
@@ -187,7 +190,9 @@ def own_address(head: str) -> str:
             return str(way.getsockname()[0])
     except OSError as error:
         message = f"{socket.gethostname()} has no route to the first node, {head}: {error.strerror or error}"
-        hint = f"check that its name is known here (getent hosts {head}) and the network is up (ip address)"
+        hint = (
+            f"check that its name resolves on this node (getent hosts {head}) and that the network is up (ip address)"
+        )
         raise MachineError(Problem("no_route", message, hint=hint, environment=True)) from error
 
 
@@ -204,11 +209,12 @@ TUNER_FILE = "NCCL_TUNER_CONFIG_FILE"
 EXAMPLE_TUNER = "NVIDIA/nccl, ext-tuner/example/README.md"
 TUNER_COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 PROTOCOL = "simple"
-"""The example tuner's default protocol, because a row changes only the algorithm."""
+"""The example tuner's default protocol. Every row of the table states it, because only the algorithm should change."""
 
 
 def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
-    """Return the variables that the plan's blueprint sets, including the path of the tuner's table if there is one."""
+    """Return the environment variables that the plan's blueprint sets, including the path of the tuner's table if there
+    is one."""
     if plan.blueprint is None:
         return ()
     table: tuple[Setting, ...] = ()
@@ -232,7 +238,7 @@ def write_communication(plan: Plan, run: RunDir) -> None:
         write_text(run.nccl_env, "\n".join(lines) + "\n")
     if plan.blueprint.tuner:
         about = (
-            f"For NCCL's example tuner plugin ({EXAMPLE_TUNER}), which forces ring and {PROTOCOL} where no row fits."
+            f"For NCCL's example tuner plugin ({EXAMPLE_TUNER}), which forces ring and {PROTOCOL} where no row matches."
         )
         lines = [f"# {about}", f"# {TUNER_COLUMNS}"]
         for row in plan.blueprint.tuner:
@@ -243,11 +249,11 @@ def write_communication(plan: Plan, run: RunDir) -> None:
 
 
 def describe_communication(plan: Plan, run: RunDir) -> list[str]:
-    """Return each setting as an assignment, below its reason and source as comments, or the reason why nothing is set;
-    empty for a run without NCCL between nodes."""
+    """Return each setting as an assignment, preceded by a comment with its reason and source, or else the reason why
+    nothing is set; empty text for a run without NCCL between nodes."""
     settings = communication_settings(plan, run)
     if settings:
-        lines = ["# Set for the workers of this run; a variable that you have set yourself is not changed."]
+        lines = ["# Set for the workers of this run; variables that you have set yourself stay unchanged."]
         for setting in settings:
             lines += [f"# {setting.reason} ({setting.source})", f"{setting.name}={on_one_line(setting.value)}"]
         return lines
@@ -256,4 +262,4 @@ def describe_communication(plan: Plan, run: RunDir) -> list[str]:
         return []
     wiring = plan.spec.cluster.fabric.nic_wiring
     why = f"cluster.fabric.nic_wiring is {'null' if wiring is None else wiring}"
-    return [f"# No variable of NCCL is set for the workers of this run: {why}."]
+    return [f"# No NCCL variable is set for the workers of this run: {why}."]

@@ -1,8 +1,8 @@
-"""What a run changes when it runs out of memory: a smaller micro-batch, then recomputation, then offloading.
+"""The changes that a run makes when it runs out of memory: a smaller micro-batch, then recomputation, then offloading.
 
 The global batch, and with it the loss and the gradients, stay the same up to rounding, because only the number of
 passes and the location of the optimizer state change. Settings are ordered by the memory that they leave free. Each
-shortage leads to a later one, so a run uses each setting at most once."""
+shortage leads to a later setting, so a run uses each setting at most once."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def build_ladder(
 ) -> tuple[MemorySetting, ...]:
     """Return `start`, the plan's setting, followed by the settings to use one after another when memory runs out.
 
-    `keeps_micro_batches`: the samples of a micro-batch share statistics (batch norm). `may_offload`: the optimizer
-    state is not already in host memory. `needed_bytes` predicts the memory that a setting needs (None if unknown). A
-    setting that does not need less than the previous one is left out."""
+    `keeps_micro_batches`: the micro-batch size must stay, because its samples share statistics (batch norm).
+    `may_offload`: the optimizer state is not in host memory yet. `needed_bytes` predicts the memory that a setting
+    needs (None if unknown). A setting that does not need less than the previous one is left out."""
     ladder = [start]
     least = needed_bytes(start)
     for setting in _below(start, keeps_micro_batches=keeps_micro_batches, may_offload=may_offload):
@@ -47,7 +47,7 @@ def build_ladder(
 
 
 def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool) -> Iterator[MemorySetting]:
-    """Yield settings: first halve the micro-batch down to one sample, then recompute, then offload."""
+    """Yield settings that first halve the micro-batch down to one sample, then recompute, then offload."""
     setting = start
     while setting.micro_batch_size > 1 and not keeps_micro_batches:
         setting = replace(setting, micro_batch_size=math.ceil(setting.micro_batch_size / 2))
@@ -62,22 +62,22 @@ def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool
 def next_setting(
     ladder: Sequence[MemorySetting], failed: MemorySetting, taken: MemorySetting | None = None
 ) -> MemorySetting | None:
-    """Return the first setting of `ladder` after both `failed`, with which the run ran out of memory, and `taken`,
-    which was used last; None if no setting is left."""
+    """Return the next setting of `ladder` to use. It comes after both `failed` (the run ran out of memory with it) and
+    `taken` (the setting used last). None if no setting is left."""
     last = max(rank_setting(setting) for setting in (failed, taken or failed))
     return next((setting for setting in ladder if rank_setting(setting) > last), None)
 
 
 def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
-    """Return the setting that results from applying `reliefs` to `setting`. A setting that needs at least as much
-    memory as a failed one is replaced by that one's successor."""
+    """Return the setting that results from applying `reliefs` to `setting`. If the result needs at least as much memory
+    as a failed setting, it is replaced by that setting's successor."""
     while True:
         asks_as_much = [
             relief.taken
             for relief in reliefs
             if _is_alike(relief.failed, setting) and setting.micro_batch_size >= relief.failed.micro_batch_size
         ]
-        # A relief that leads nowhere, which occurs only in a damaged file, is skipped.
+        # A relief without a new setting occurs only in a damaged file, and is skipped.
         found = [taken for taken in asks_as_much if rank_setting(taken) > rank_setting(setting)]
         if not found:
             return setting
@@ -85,8 +85,8 @@ def apply_reliefs(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySe
 
 
 def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:
-    """Return `plan` as changed by the shortages so far. After the first shortage, no rank processes more samples at a
-    time than the others."""
+    """Return `plan` with the setting that the shortages so far have led to. After the first shortage, no rank may
+    process larger micro-batches than the others."""
     setting = apply_reliefs(plan.memory_setting, reliefs)
     if setting == plan.memory_setting and not any(_is_alike(relief.failed, setting) for relief in reliefs):
         return plan

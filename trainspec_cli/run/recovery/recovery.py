@@ -10,14 +10,14 @@ with random events. A replica group passes through these phases:
                              +---> gone        it is not restarted
 
 A single-group run keeps its state only in checkpoints. After a failure its workers have a grace period to report, and
-it restarts as a new generation from its newest checkpoint, if that promises progress. With several groups, a failed one
-is killed immediately: the others hold the state, continue, and heal it when it returns. After a memory shortage the
-next start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
+it restarts as a new generation from its newest checkpoint, if a restart promises progress. With several groups, a
+failed one is killed immediately: the others hold the state, continue, and heal it when it returns. After a memory
+shortage the next start uses a setting that needs less memory (`memory.py`); if none is left, the run ends.
 
 A single-group run drops a node that is too slow (`SlowNodes` in `supervise.py`): it writes a checkpoint, exits and
 restarts without the node. A run with several groups keeps its slow nodes and assigns them fewer samples.
 
-When a node dies, its agent's connection closes or stays silent for `run.node_timeout_s` (`backend/hub.py`). The backend
+When a node dies, its agent's connection closes, or is silent for `run.node_timeout_s` (`backend/hub.py`). The backend
 (`backend/nodes/backend.py`) records why the groups that ran there will fail (`GroupStart` in `backend/observe.py`), and
 reports NodeLost. Here, `_node_lost` orders those groups to be killed. For a single-group run, the loss is recorded
 (errors/nodeNNNNN.json, by `supervise.py`). When no process of a group is left, GroupEnded follows. A single-group run
@@ -74,15 +74,16 @@ from trainspec_cli.run.recovery.run_state import (
 FAILURE_GRACE_S = 10
 """Time in seconds that workers may take to exit once one of them, or their torchrun, has failed."""
 LISTING_S = 2.0
-"""torchrun itself ends its workers within `FAILURE_GRACE_S`, and then lists how each of them exited."""
+"""Time in seconds within which torchrun, after a worker has failed, ends the others and lists how each of them
+exited."""
 RESTART_WINDOW_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
-"""Fraction of `resilience.exchange_timeout_s` that the others must have waited, because clocks are read 10 times per
-second."""
+"""The other groups must have waited for this fraction of `resilience.exchange_timeout_s`. It is below 1 because clocks
+are read only 10 times per second."""
 ANSWER_S = 2.0
-"""A group whose exchange failed retries within this time."""
+"""Time in seconds within which a group retries a failed exchange."""
 
 
 def begin(
@@ -135,8 +136,8 @@ def next_action(state: RunState, event: Event) -> Decision:
             # A single-group run cannot continue after losing a node. With several groups, the groups that ran on it
             # become absent.
             losses = (RecordLosses(),) if state.is_alone else ()
-            # A group that is already waiting or ending stays as it is, because it has no processes there or they are
-            # being killed.
+            # A group that is already waiting or ending stays as it is, because its processes are gone or are being
+            # killed.
             hit = [number for number in event.groups if state.groups[number].phase == "running"]
             groups = list(state.groups)
             for number in hit:
@@ -175,7 +176,7 @@ def next_action(state: RunState, event: Event) -> Decision:
             return _stop(state._replace(stop_requested=True))
         case RendezvousRestarted():
             return state, (Inform("the rendezvous server ended; it starts again"),)
-        # The supervisor only records these events; a change in the group's presence determines what follows
+        # These events are only recorded; what happens next depends on the presence of the groups' nodes
         case NodeBack() | NodesSeen():
             return state, ()
 
@@ -199,12 +200,12 @@ def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
     return groups_left >= resilience.min_groups
 
 
-# Time passes; groups start and take steps
+# Events: time passes, groups start and take steps
 
 
 def _tick(state: RunState, event: Tick) -> Decision:
     state = state._replace(now_s=event.now_s)
-    # They were asked to stop, and their time is up.
+    # The workers were asked to stop, and have used up their time.
     if event.now_s > state.deadline_s:
         return state._replace(killed=True), ()
     actions: list[Action] = []
@@ -212,8 +213,8 @@ def _tick(state: RunState, event: Tick) -> Decision:
     newest_retry_s = max(group.retried_s for group in state.groups)
     for number, group in enumerate(state.groups):
         # The others have waited for this group as long as allowed, while it neither took a step nor retried. They may
-        # be unable to continue without it, because a quorum is more than half of the living groups. A group does not
-        # wait for itself, so another one must have taken a step since then, or retried without an answer.
+        # be unable to continue without it, because a quorum is more than half of the living groups. This is only
+        # assumed if another group has since taken a step, or retried without an answer.
         allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
         asked = newest_retry_s > allowed_until_s and event.now_s - newest_retry_s > ANSWER_S
         stuck = group.stepped_s > 0 and (newest_step_s > allowed_until_s or asked)
@@ -230,7 +231,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     group = state.groups[number]
     if group.phase != "waiting" or state.now_s < group.start_at_s:
         return state, ()
-    # A new generation has a new rendezvous and new logs; its backend reports the connected nodes again.
+    # A new generation has a new rendezvous, new logs and a new backend, which reports the connected nodes again.
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
         return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
@@ -255,7 +256,7 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     return state, (Launch(number, starts),)
 
 
-# Workers and groups fail
+# Events: workers and groups fail
 
 
 def _kill_within(state: RunState, number: int, seconds: float) -> Decision:
@@ -274,7 +275,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
-    # It was asked to exit, so this is not a failure, unless it exited in another way.
+    # The group was asked to exit, so this is a failure only if it exited in another way.
     if state.leaving is not None:
         return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
@@ -282,7 +283,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
-    """Restart from the newest checkpoint, or end the run; other code reports how the run ended."""
+    """Restart from the newest checkpoint, or end the run. (How the run ended is reported elsewhere.)"""
     group = state.groups[0]
     over = state.stop_requested or state.stopping or bool(event.left_behind)
     if not over and (taken := _less_memory(state, event)):
@@ -292,7 +293,7 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
             *actions,
             Inform(f"{event.headline}; the run continues from step {event.checkpoint_step} {words}"),
         )
-    # Another start that would most likely end in the same way would only repeat the error.
+    # Another start would most likely only repeat the error.
     over = over or _comes_again(group, event, has_budget=state.restarts_left is not None)
     if state.restarts_left is not None:
         return (state, ()) if over else _restart_of_budget(state, event)
@@ -305,10 +306,8 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
-    """Restart a job with a fixed number of restarts, as long as one is left.
-
-    If the same exception occurs at the same place twice, without a further step in between, it is a bug in the program
-    and would recur."""
+    """Restart a job with a fixed number of restarts, as long as any are left. If the same exception occurs at the same
+    place twice without a step in between, it is assumed to be a bug in the program that would recur."""
     left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
@@ -324,12 +323,10 @@ def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
-    """Return whether another start would most likely end in the same way.
-
-    That is the case for an anticipated error, and for an error of the run itself before a new checkpoint was written.
-    An external failure may not recur, so the run restarts if there is a checkpoint. After SIGKILL it restarts even
-    without one, unless the kernel sent the signal because memory ran out, or the previous start also ended without a
-    step."""
+    """Return whether another start would most likely end in the same way. This is the case for an anticipated error,
+    and for an error of the run itself if no new checkpoint was written. External failures may not recur, so the run
+    restarts if there is a checkpoint. After SIGKILL, it restarts even without a checkpoint, unless the kernel sent the
+    signal because memory ran out, or the previous start also ended without a step."""
     if event.has_worked or event.foreseen:
         return event.foreseen
     if not event.from_outside:
@@ -360,8 +357,8 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
-    """Return the next setting after a memory shortage; None without a shortage, or if no setting is left. Such starts
-    do not count towards `max_restarts_per_hour`, because each setting is used only once."""
+    """Return the next setting after a memory shortage; None without a shortage, or if no setting is left. Starts with
+    less memory do not count towards `max_restarts_per_hour`, because each setting is used only once."""
     if event.shortage is None or state.resilience.mode == "none":
         return None
     return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)
@@ -386,11 +383,11 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
     return state, f"it starts again after {pause:.0f} s" if pause else "it starts again"
 
 
-# Nodes come and go
+# Events: nodes come and go
 
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
-    """Restart without the slow node. If the workers did not exit as requested, that counts as a failure."""
+    """Restart without the slow node. Workers that did not exit as requested count as a failure."""
     leaving = state.leaving
     group = state.groups[0]
     assert leaving is not None, "a node is being left out"
@@ -415,7 +412,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
     return state._replace(killed=True), (Refuse("agents_failed", message),)
 
 
-# The run ends
+# Decisions that end the run
 
 
 def _stop(state: RunState) -> Decision:
@@ -432,12 +429,12 @@ def _drop_waiting(state: RunState) -> RunState:
 
 
 def _count_groups(before: RunState, number: int, decision: Decision) -> Decision:
-    """Extend a decision on group `number` if it changes how many groups are running or may come. The workers are
-    informed of that number, and a run with several groups ends if too few are left."""
+    """After a decision about group `number`, update how many groups are running or may join. If that has changed, the
+    workers are informed. A run with several groups ends if too few are left."""
     state, actions = decision
     if before.expected_groups and _may_come(before.groups[number]) == _may_come(state.groups[number]):
         return decision
-    # A single-group run ends with its group, and a run that is already ending needs no other reason.
+    # A single-group run ends with its group anyway, and a run that is already ending needs no other reason.
     if state.is_alone or state.is_ending or state.killed:
         return decision
     left = sum(map(_may_come, state.groups))

@@ -1,4 +1,4 @@
-"""A job's failure rate, recovery time and lost work."""
+"""Compute a job's failure rate, recovery time and lost work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 
 PRIOR_WEIGHT = 1 / math.log(10) ** 2
-"""Weight of the cluster's own value, expressed as a number of observed failures. One standard deviation of its
-logarithm is assumed to be a factor of 10. With N observed failures, the logarithm of the rate has a variance of about
-1/N."""
+"""Weight of the failure rate stated for the cluster, expressed as a number of observed failures. The stated rate is
+assumed to be uncertain by a factor of 10 (one standard deviation of its logarithm). A rate from N observed failures has
+a variance of about 1/N in its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Durations:
 
 
 def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: float) -> Durations:
-    """Return the durations for a job with `state_bytes_per_device` bytes of training state on each device."""
+    """Return the recovery times of a job with `state_bytes_per_device` bytes of training state on each device."""
     started_s = cluster.detect_s + cluster.swap_s + cluster.start_s
     heal_s = state_bytes_per_device / (cluster.heal_gb_per_s * 1e9)
     return Durations(started_s + load_s, started_s + heal_s, heal_s)
@@ -41,8 +41,8 @@ def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
 
 
 def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
-    """Return an updated mean time between failures if `mtbf_s` was expected and `failures` occurred in `observed_s` of
-    running: a weighted mean of the two logarithms. Without a failure, it stays the same."""
+    """Return the mean time between failures, updated after `failures` failures in `observed_s` of running: the weighted
+    mean of the logarithms of the expected value (`mtbf_s`) and the observed one. Without failures, it is `mtbf_s`."""
     if not failures:
         return mtbf_s
     seen_s = max(observed_s, 1.0) / failures
@@ -52,34 +52,32 @@ def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
 
 
 def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:
-    """Return the mean time between failures that send the run back to a checkpoint. Only these make checkpoints
-    necessary.
-
-    An elastic run with two or more groups goes back only after a job-wide failure (simultaneous independent failures of
-    all groups are neglected: their rate is of second order)."""
+    """Return the mean time between failures that send the run back to a checkpoint. Only these failures make
+    checkpoints necessary. An elastic run with two or more groups goes back only after a job-wide failure (simultaneous
+    independent failures of all groups are neglected: their rate is of second order)."""
     if resilience.mode != "elastic" or replica_groups == 1:
         return mtbf_s
     return mtbf_s / cluster.job_wide_fraction if cluster.job_wide_fraction else float("inf")
 
 
-# The checkpoint interval: writing should cost as much as the work that failures undo.
+# The checkpoint interval: writing checkpoints should cost as much time as the work that failures undo.
 
 
 AUTO_SHORTEST_S = 60.0
-"""The minimum amount of work before the first checkpoint of `auto`, and between two checkpoints. Shorter runs write
-only the last one, and a restart takes longer anyway."""
+"""The minimum time of work, in seconds, before the first checkpoint of `auto` and between two of them. Shorter runs
+write only the last checkpoint; restarting them would take longer than this anyway."""
 MOST_LOST_S = 600.0
-"""The maximum amount of work between cheap checkpoints of `auto`."""
+"""The maximum time of work, in seconds, between checkpoints of `auto`, if they are cheap."""
 MOST_WAITED = 0.05
-"""The largest fraction of the time for which checkpoints of `auto` may block training."""
+"""The largest fraction of the total time that checkpoints of `auto` may block training."""
 
 
 def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
     """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
 
-    `checkpoint_s` (C) is the time for which a checkpoint blocks training, and `mtbf_s` (M) is the mean time between
-    failures of the entire job. The result is accurate while C is small compared with M; at C = M/10 the loss is about
-    1% above the minimum.
+    `checkpoint_s` (C) is the time that a checkpoint blocks training, and `mtbf_s` (M) is the mean time between failures
+    of the entire job. The result is accurate while C is small compared with M; at C = M/10 the loss is about 1% above
+    the minimum.
     """
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
@@ -98,35 +96,35 @@ def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval for the time that training waits (`blocked_s`), but at least the time needed to write a
-    checkpoint."""
+    """Return Daly's interval, given the time `blocked_s` that a checkpoint blocks training. The interval is at least
+    the time needed to write a checkpoint."""
     return max(daly_interval_s(blocked_s, mtbf_s), written_s)
 
 
 def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
-    """Return the interval for `checkpoint.interval_steps: auto`. It is that of `checkpoint_interval_s`, clamped to one
-    to ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s` is longer, it is
-    that, so that training waits for at most a twentieth of the time."""
+    """Return the interval for `checkpoint.interval_steps: auto`. It is the result of `checkpoint_interval_s`, clamped
+    to one to ten minutes, because runs also end for reasons other than failures. If twenty times `blocked_s` is longer
+    than ten minutes, that is the upper limit, so that training need not wait for more than a twentieth of the time."""
     longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
     return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
 
 
 def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
-    """Return the nearest integer number of steps, at least one. For an infinite interval, return more steps than any
-    run has, but a number that fits into a record."""
+    """Return the nearest integer number of steps, at least one. For an infinite interval, return a number that is
+    larger than any run's step count but still fits into a record."""
     if math.isinf(interval_s):
         return LARGEST_WHOLE
     return max(1, round(interval_s / step_time_s))
 
 
-# Decide which replica groups take the next step together, and which group heals from which, using plain numbers.
+# Decide which replica groups take the next step together, and which group copies the state from which.
 
 
 @dataclass(frozen=True)
 class ConnectedGroup:
     heard_at_s: float
     asked_at_s: float = math.inf
-    """The time at which it asked to take part in the next step; infinite while it computes."""
+    """The time at which the group asked to take part in the next step; infinite while the group is computing."""
 
     @property
     def asks(self) -> bool:
@@ -136,7 +134,7 @@ class ConnectedGroup:
 @dataclass(frozen=True)
 class QuorumRules:
     silence_s: float
-    """A replica group that has been silent for this many seconds counts as dead."""
+    """A replica group that has been silent for this many seconds is considered dead."""
     patience_s: float
     """Time in seconds that replica groups wait for a group that is alive but has not asked to take part."""
 
@@ -160,18 +158,19 @@ def choose_members(
 
 @dataclass(frozen=True)
 class Healing:
-    """The copies that a rank of a replica group makes before the step, to and from the same rank in other groups."""
+    """The copies of training state before a step, between a rank of a replica group and the same rank in other
+    groups."""
 
     gives_to: tuple[int, ...]
-    """Quorum indices of the groups that copy the state from it."""
+    """Quorum indices of the groups that copy the state from this rank's group."""
     takes_from: int | None
-    """Quorum index of the group from which it copies the state; None if its own state is the newest."""
+    """Quorum index of the group from which this rank copies the state; None if its own state is the newest."""
 
 
 def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
     """Plan the copies of rank `rank` in the group at index `place`; `steps` lists the updates that each group has made.
-    Groups that are behind copy from those that are ahead, in rotation. Each rank starts at a different one, which
-    spreads the load."""
+    The groups that are behind are distributed over the groups that are ahead. To spread the load, the assignment
+    differs from rank to rank."""
     front = [other for other, step in enumerate(steps) if step == max(steps)]
     behind = [other for other, step in enumerate(steps) if step < max(steps)]
     sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}

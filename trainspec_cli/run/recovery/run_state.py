@@ -11,8 +11,8 @@ from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]
-"""The presence of a group's nodes: all are connected; some may still come; or one is no longer awaited (but may still
-come)."""
+"""The presence of a group's nodes: all are connected, some are missing but awaited, or one is no longer awaited (it may
+still come)."""
 
 
 class GroupState(NamedTuple):
@@ -22,33 +22,34 @@ class GroupState(NamedTuple):
     presence: Presence = "awaited"
     starts: int = 0
     restarts_s: tuple[float, ...] = ()
-    """Times of its restarts within the last hour."""
+    """Times of the group's restarts within the last hour."""
     start_at_s: float = -math.inf
-    """While waiting: the earliest time of its next start."""
+    """While waiting: the earliest time for the group's next start."""
     kill_at_s: float = math.inf
-    """While running: it has failed, and its workers must exit by then."""
+    """While running: the deadline by which its workers must exit, because the group has failed."""
     failures_in_a_row: int = 0
-    """Number of failures since it last took a step."""
+    """Number of failures since the group last took a step."""
     needs_generation: bool = False
-    """While waiting: whether its next start opens a new generation of the run."""
+    """While waiting: True if its next start opens a new generation of the run."""
     checkpoint_step: int = 0
-    """Step of the newest checkpoint when it was last started."""
+    """Step of the newest checkpoint when the group was last started."""
     stepped_s: float = 0.0
-    """Time of its last step; 0 before the first step of this start."""
+    """Time of the group's last step; 0 before the first step of this start."""
     retried_s: float = 0.0
-    """Time when it last retried a step because an exchange had failed."""
+    """Time at which it last retried a step because an exchange had failed."""
     taken: MemorySetting | None = None
-    """The setting used by its last start that followed a memory shortage."""
+    """The setting chosen after its last memory shortage."""
     cause: str = ""
     reached_step: int = 0
-    """Its step at the last failure, and the cause (`GroupEnded.cause`)."""
+    """The group's step at its last failure, and the cause of that failure (`GroupEnded.cause`)."""
     is_planned: bool = False
-    """While waiting: whether it ended because memory ran out or to drop a node, so that its next start does not count
-    as a restart after a failure."""
+    """While waiting: True if it ended because memory ran out or to drop a node. Its next start then does not count as a
+    restart after a failure."""
 
 
 class RunState(NamedTuple):
-    """The state of a run. It is a named tuple because a forecast makes hundreds of thousands of them (`_replace`)."""
+    """The state of a run. It is a named tuple, because a forecast creates hundreds of thousands of them with
+    `_replace`."""
 
     resilience: ResilienceSpec
     groups: tuple[GroupState, ...]
@@ -57,32 +58,32 @@ class RunState(NamedTuple):
     """Step of the newest checkpoint, or 0."""
     now_s: float = 0.0
     deadline_s: float = math.inf
-    """If the workers were asked to stop, they must exit by then."""
+    """The deadline by which workers that were asked to stop must exit."""
     stop_requested: bool = False
     """True if a user or a scheduler has asked the run to end."""
     stopping: bool = False
     killed: bool = False
-    """Whether to kill the remaining processes: at the deadline, after a second request, or before they have anything to
-    save."""
+    """True if the remaining processes must be killed: after the deadline, after a second request, or because they have
+    nothing to save yet."""
     has_begun: bool = False
-    """True if the workers of this generation have written an event; before that, they have nothing to save."""
+    """True once the workers of this generation have written an event. Before that, they have nothing to save."""
     has_stepped: bool = False
     expected_groups: int = 0
     """Number of groups that are running or may still come, if the run has several."""
     given_up: str = ""
-    """Why the run ends without a request: for example, too few groups are left."""
-    last_failure: str = "their nodes did not come"
+    """Why the run ends although no stop was requested, for example because too few groups are left."""
+    last_failure: str = "their nodes did not connect"
     exit_code: int | None = None
     """The exit code of the last group that ended."""
     memory_ladder: tuple[MemorySetting, ...] = ()
     """The settings to use one after another when memory runs out."""
     leaving: NodeSlow | None = None
-    """Set if the workers were asked to write a checkpoint and exit, so that the next start drops this node."""
+    """The node to drop from the next start. If set, the workers were asked to write a checkpoint and exit."""
     left_out: tuple[int, ...] = ()
     """Nodes that were dropped."""
     restarts_left: int | None = None
-    """Remaining restarts after failures, for a job that has a fixed number of them and manages its own checkpoints.
-    Here, the job's steps stand in for checkpoints. None if the plan's resilience decides."""
+    """Remaining restarts after failures, for a job that has a fixed number of them and manages its own checkpoints. For
+    such a job, completed steps count as checkpoints. None if the plan's resilience settings decide."""
 
     @property
     def is_alone(self) -> bool:
@@ -94,7 +95,7 @@ class RunState(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether no group holds the training state any more, so that it must be read from a checkpoint."""
+        """Return True if no group holds the training state any more, so that it must be read from a checkpoint."""
         return not any(group.phase == "running" for group in self.groups)
 
     @property
@@ -103,7 +104,7 @@ class RunState(NamedTuple):
         return self.stopping or any(group.phase == "done" for group in self.groups)
 
 
-# Events: what was observed
+# Events: the backend's observations
 
 
 @dataclass(frozen=True)
@@ -145,33 +146,34 @@ class WorkerFailed:
 
 @dataclass(frozen=True)
 class Orphaned:
-    """A torchrun of the group has exited and left workers behind."""
+    """One of the group's torchruns has exited and left workers behind."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class GroupEnded:
-    """No process of the group's start is left, except for those stuck in the kernel."""
+    """All processes of the group's start have ended, except for those stuck in the kernel."""
 
     group: int
     done: bool
     headline: str = ""
-    """Why it failed, if it did."""
+    """Why the group failed, if it did."""
     exit_code: int | None = None
     """torchrun's exit code, negative for a signal; None if torchrun had to be killed."""
     own_error: bool = False
-    """True if a worker has reported an error in its own code."""
+    """True if a worker has reported an error in the run's own code."""
     foreseen: bool = False
     """True if the error would recur if the run were restarted unchanged."""
     from_outside: bool = False
     """True if workers or torchrun were ended by a signal or exited without a report, and none has reported an error."""
     checkpoint_step: int = 0
-    """Step of the newest checkpoint; for a user-defined command, the number of steps completed by all of its starts."""
+    """Step of the newest checkpoint or, for a user-defined command, the number of steps completed by all of its
+    starts."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None
-    """Set if it failed because it ran out of memory."""
+    """The memory shortage that made the group fail, if any."""
     has_worked: bool = False
     """True if a user-defined command whose steps are not counted has run for a long time, so that its state has most
     likely advanced."""
@@ -224,7 +226,7 @@ class NodesSeen:
     hostnames: tuple[str, ...]
     """The nodes' hostnames by place, the run's own nodes first; empty for a node that is not connected."""
     waiting: str = ""
-    """For messages: which of the run's own nodes are missing, if only some of them are."""
+    """For messages: the run's own nodes that are missing, if only some are."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ class AgentsFailed:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The supervisor has been asked to stop for the `times`-th time."""
+    """The supervisor was asked to stop, for the `times`-th time."""
 
     times: int
 
@@ -260,19 +262,19 @@ Event = (
 )  # fmt: skip
 
 
-# Actions: what the supervisor does
+# Actions of the supervisor
 
 
 @dataclass(frozen=True)
 class Launch:
     group: int
     number: int
-    """The number of the group's start, from 1."""
+    """The number of the group's start, counted from 1."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Ask workers to write a checkpoint and exit: all workers, because the run should end, or those of one group."""
+    """Ask workers to write a checkpoint and exit: those of one group, or all of them if the run should end."""
 
     group: int | None = None
 
@@ -330,7 +332,7 @@ class RecordLosses:
 
 @dataclass(frozen=True)
 class Expect:
-    """Let a run that has not taken a step yet wait for this number of groups."""
+    """Tell the workers how many groups a run waits for before its first step."""
 
     groups: int
 

@@ -1,4 +1,4 @@
-"""Decide when a step hangs, and which rank the others are waiting for, using plain numbers."""
+"""Decide when a step hangs, and which rank the others are waiting for. All inputs are plain numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from statistics import median
 SLOWER = 5.0
 """A step may take this many times as long as the slowest of the recent ones."""
 STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
-"""A step is reported as stalled when it takes this many times as long as usual, and at least this many seconds."""
+"""A step is reported as stalled when it takes this many times as long as usual and at least this many seconds."""
 LEARNING_STEPS = 3
 FIRST_S = 1800.0
-"""The default limit until a program's own step times are known (the first steps compile), and between steps."""
+"""The default limit between steps, and until a program's own step times are known (the first steps compile)."""
 READING_THREAD = "loader"
-"""Name prefix of the threads that read batches, used to attribute a hang to them."""
+"""Name prefix of the threads that read batches, so that a hang can be attributed to them."""
 NOTE_S = 120.0
-"""A first step that takes this many seconds is reported, together with what it is waiting for, long before its
+"""If the first step takes this many seconds, it is reported together with what it is waiting for, long before its
 limit."""
 
 
@@ -42,13 +42,14 @@ class Whereabouts:
     """The position of a rank in a hanging step."""
 
     waiting: bool
-    """True if it is in a collective, or waiting for the device to finish one."""
+    """True if the rank is in a collective, or is waiting for the device to finish one."""
     collectives: Mapping[str, int] = field(default_factory=dict)
     """Number of the last collective that the rank entered, for each process group."""
 
 
 def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
-    """Return the ranks that the others are waiting for, and why; no ranks if all wait in the same collectives."""
+    """Return the ranks that the others are waiting for, and the reason; no ranks if all wait in the same
+    collectives."""
     if silent := [rank for rank in range(world_size) if rank not in found]:
         return silent, "it does not respond"
     if elsewhere := [rank for rank, place in found.items() if not place.waiting]:
@@ -65,14 +66,14 @@ def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[i
     return [], "all ranks wait in the same collective"
 
 
-# Detect memory that grows from step to step and will run out, while some of it is still free.
+# Detect memory use that grows from step to step, before memory runs out.
 
 
 WINDOW = 48
-"""Number of readings on which a verdict is based."""
+"""Number of memory readings on which a verdict is based."""
 STEADY = 0.8
-"""Fraction of adjacent eighths of the window that must grow. Caches fill up and then stay constant, whereas leaks
-continue."""
+"""Fraction of the pairs of adjacent eighths of the window in which memory must grow. Caches fill up and then stay
+constant, whereas leaks continue."""
 EIGHTHS = 8
 
 

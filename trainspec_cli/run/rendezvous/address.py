@@ -21,8 +21,7 @@ from trainspec_cli.run.rendezvous import server as rendezvous_server
 
 RESTART_INTERVAL_S = 1.0
 START_S = 10.0
-"""A server that exits within this many seconds is considered to have failed to start; on a busy machine, starting one
-takes seconds."""
+"""A server that exits within this many seconds has failed to start. On a busy machine, starting one takes seconds."""
 MAX_FAILURES = 5
 
 
@@ -46,19 +45,18 @@ class Rendezvous:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return environment variables with the server's address and the file of its secret."""
+        """Return environment variables with the server's address and the path of its secret."""
         return {RENDEZVOUS: self.address, SECRET_FILE: str(self._secret_file)}
 
     def keep_alive(self) -> bool:
-        """Restart the server if it has exited; return True if it was restarted.
-
-        Raises MachineError if it keeps exiting as soon as it is started."""
+        """Restart the server if it has exited; return True if so. Raises MachineError if the server keeps exiting
+        immediately."""
         lived_s = time.monotonic() - self._started_s
         if self._process.poll() is None or lived_s < RESTART_INTERVAL_S:
             return False
         self._failures = self._failures + 1 if lived_s < START_S else 0
         if self._failures > MAX_FAILURES:
-            message = "the rendezvous server ends as soon as it is started"
+            message = "the rendezvous server exits as soon as it is started"
             hint = f"look at {self._job.torchrun_log}"
             raise MachineError(Problem("rendezvous", message, hint=hint, environment=True))
         self._process = self._start(pause_s=self._silence_s)

@@ -1,5 +1,4 @@
-"""Limit and log a server's connections: the number and duration of handshakes are limited, and rejections are
-logged."""
+"""Limit the number and duration of the handshakes on a server's connections, and log rejected connections."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class Handshakes:
     async def limited(self) -> AsyncIterator[None]:
         """Limit the duration of the handshake on this task's connection."""
         task = asyncio.current_task()
-        assert task is not None, "a connection is served by a task"
+        assert task is not None, "each connection is served by an asyncio task"
         if len(self._unproven) >= self._max_unproven:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]

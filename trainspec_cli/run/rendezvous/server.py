@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.rendezvous.server DESCRIPTOR SUPERVISOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S
 GRACE_S`: the rendezvous server of a job.
 
-On an inherited listening socket, it serves a key-value store (torch.distributed's) and the replica groups' quorum. No
-byte of a connection is used before its handshake is complete. The number and duration of handshakes are limited, and an
-error on a connection closes only that connection.
+On an inherited listening socket, it serves a key-value store (torch.distributed's) and the replica groups' quorum.
+Nothing that a connection sends is used before its handshake is complete. The number and duration of handshakes are
+limited. An error on a connection closes only that connection.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Write = Callable[[messages.Answer], None]
 
 
 class KeyValueStore:
-    """The server side of the key-value store that builds process groups (torch.distributed's Store). Keys and values
-    are text; the client encodes bytes."""
+    """The server side of torch.distributed's Store, the key-value store that is used to build process groups. Keys and
+    values are text; the client encodes bytes."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -100,13 +100,14 @@ class Quorums:
     """The connected replica groups, and the successive quorums that they form."""
 
     def __init__(self, rules: QuorumRules, pause_s: float):
-        """Form no quorum for `pause_s`, so that groups can reconnect after a restart of the server."""
+        """No quorum is formed for the first `pause_s` seconds, so that groups can reconnect after a restart of the
+        server."""
         self._rules, self._begin_s = rules, time.monotonic() + pause_s
         self._groups: dict[str, ConnectedGroup] = {}
         self._requests: dict[str, messages.JoinQuorum] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
-        # A restarted server counts from 0 again; the time distinguishes its quorums from earlier ones.
+        # The start time is part of a quorum's id, because a restarted server counts its quorums from 0 again.
         self._epoch = time.time_ns()
         self._number = 0
 
@@ -137,8 +138,8 @@ class Quorums:
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
-        # A different number makes the groups reconnect to one another. They keep their connections as long as all of
-        # them are healthy.
+        # A new quorum number makes the groups reconnect to one another. As long as all of them are healthy, they keep
+        # the number and their connections.
         if members != self._previous or any(request.failures for request in requests):
             self._number += 1
         self._previous = members
@@ -158,10 +159,8 @@ class RendezvousServer:
         self._proven = 0
 
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
-        """Serve until the supervisor kills this process.
-
-        If the supervisor itself is killed, the workers save their state and exit within `grace_s`. They need the server
-        until then."""
+        """Serve until the supervisor kills this process. If the supervisor itself is killed, serve for at most
+        `grace_s` more seconds, while the workers save their state and exit."""
         server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
         orphaned_s = 0.0
         while not orphaned_s or (self._proven and time.monotonic() < orphaned_s + grace_s):
@@ -206,7 +205,8 @@ class RendezvousServer:
 def main() -> None:
     descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
     silence_s, patience_s, pause_s, grace_s = map(float, times_s)
-    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the entire job, but its workers still need this process
+    # Ignore these signals. They go to the entire job, whose workers still need this process.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     allow_connections(MAX_CONNECTIONS)
     quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)

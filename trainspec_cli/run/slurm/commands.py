@@ -13,7 +13,7 @@ from trainspec_cli.core.errors import MachineError, Problem
 TIMEOUT_S = 30.0
 NONE = "(null)"
 SILENT = "slurm_silent"
-"""The error code used when a Slurm command did not answer; it may have taken effect nevertheless."""
+"""The error code for a Slurm command that did not answer. The command may have taken effect nevertheless."""
 ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -46,9 +46,10 @@ def show(name: str, kind: str = "job") -> dict[str, str]:
     """Return Slurm's fields for a job (`Restarts`, `PreemptTime`, `ExcNodeList`, ...) or a partition. Raises
     MachineError."""
     answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
-    # a name may contain blanks, and words like these;
+    # the job's name may contain blanks, and words of the form NAME=VALUE
     words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()
-    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # and so may paths, which come last
+    # Paths may contain such words too; they come last, so the earlier fields win.
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)
 
 
 def requeue(job_id: str) -> None:
@@ -59,10 +60,11 @@ def requeue(job_id: str) -> None:
 def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
     """Exclude `hostnames`, and those in the node list `always`, from a pending job.
 
-    Earlier exclusions are kept, newest first, as long as the partition has enough nodes. A node lost long ago may work
-    again, and a job that can never start would wait forever. Raises MachineError."""
+    Earlier exclusions are kept, newest first, as long as the partition has enough nodes. The oldest exclusions are
+    dropped first, because a node lost long ago may work again, and a job with too few nodes would wait forever. Raises
+    MachineError."""
     job = show(job_id)
-    nodes_wanted = int(job["NumNodes"].partition("-")[0])  # the lower end of a range
+    nodes_wanted = int(job["NumNodes"].partition("-")[0])  # for a range such as 2-4, its lower end
     room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
     kept = _names(always)
     lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
@@ -125,8 +127,8 @@ def _failed(code: str, message: str, hint: str) -> MachineError:
 
 # Place a job's nodes next to their neighbours on the same switch, as the plan requires.
 #
-# On request, Slurm numbers tasks according to a hostfile (`srun --distribution=arbitrary` with SLURM_HOSTFILE). It also
-# tells each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree). Both are documented in
+# If asked to, Slurm numbers tasks according to a hostfile (`srun --distribution=arbitrary` with SLURM_HOSTFILE). It
+# also tells each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree). Both are documented in
 # srun(1).
 
 
@@ -144,7 +146,7 @@ def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> 
     own = _switches(addresses[first], first)
 
     def place(node: str) -> tuple[list[tuple[bool, str]], bool]:
-        """Sort key: at every tier, the first node's own switches come first, then the others by name."""
+        """Sort key: on every tier, the first node's switch comes first, and the other switches follow by name."""
         above = _switches(addresses[node], node)
         far = [above[: depth + 1] != own[: depth + 1] for depth in range(len(above))]
         return list(zip(far, above, strict=True)), node != first
@@ -159,6 +161,7 @@ def has_switches(addresses: Mapping[str, str]) -> bool:
 
 
 def _switches(address: str, node: str) -> list[str]:
-    """`top.leaf1.node7` -> top, leaf1. Without the plug-in, the address is empty or only the node's name."""
+    """`top.leaf1.node7` -> top, leaf1. Without Slurm's topology plug-in, the address is empty or only the node's
+    name."""
     above = address.removesuffix(node).rstrip(SEPARATOR)
     return above.split(SEPARATOR) if above else []

@@ -1,7 +1,7 @@
 """The container where a job's agents and their processes run, started by Slurm's pyxis plugin or by Apptainer.
 
 The supervisor stays outside, because it calls scontrol and srun. Inside, the image's own Python runs this copy of
-trainspec, which is mounted. Options: github.com/NVIDIA/pyxis (`srun --help` shows them), and
+trainspec, which is mounted into the container. Options: github.com/NVIDIA/pyxis (`srun --help` shows them), and
 apptainer.org/docs/user/latest/cli/apptainer_exec.html."""
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from trainspec_cli.core.printable import on_one_line
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
 
 HOME = "/opt/trainspec"
-"""The folder inside the container that contains trainspec, and nothing else that Python could import."""
+"""The folder inside the container where trainspec is mounted. Python can import nothing else from it."""
 INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
-"""The image's Python must see neither the outer Python's modules nor those below a mounted home folder."""
+"""Environment variables inside the container. They hide the outer Python's modules, and those below a mounted home
+folder, from the image's Python."""
 OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """The files that mark the root of a virtual or conda environment."""
 OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
 """Folders that contain an image's own programs."""
 PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
-"""Variables with this prefix are set without it inside the container, and override the image's."""
+"""Environment variables with this prefix are set inside the container without the prefix, and override the image's."""
 
 
 def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
@@ -34,8 +35,8 @@ def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
     package = Path(trainspec_cli.__file__).resolve().parent
     own = [_mount(package, f"{HOME}/{package.name}:ro")]
     folders = [*needed]
-    # The environment of the container's Python, if it is on this machine, and the installation on which a virtual
-    # environment is based, if that is outside the system's folders.
+    # Mount the environment of the container's Python, if it is on this machine, and the installation that a virtual
+    # environment is based on, if that is outside the system's folders.
     root = Path(slurm.container_python).parent.parent
     if Path(slurm.container_python).is_absolute() and any((root / name).exists() for name in OF_ENVIRONMENT):
         base = (root / "bin" / "python").resolve().parent.parent
@@ -61,14 +62,14 @@ def _asked(slurm: SlurmSpec) -> Iterator[str]:
 def _mount(source: Path, target: str) -> str:
     path = str(source)
     if source == Path("/") or ":" in path or "," in path:
-        message = f"the container would have to see {on_one_line(path)}, which cannot be mounted by that name"
+        message = f"the container needs {on_one_line(path)}, which cannot be mounted because of its name"
         hint = "use a folder below / without colons and commas in its path"
         raise RecipeError(Problem("bad_mount", message, "cluster.slurm.container_image", hint))
     return f"{path}:{target}"
 
 
 def _outermost(folders: Iterable[Path]) -> list[Path]:
-    """Return the folders that are not below another one of them. Mounting these mounts all of them."""
+    """Return the folders that are not below any other of them. Mounting these is enough to mount all."""
     distinct = list(dict.fromkeys(folders))
     return [folder for folder in distinct if not any(other in folder.parents for other in distinct)]
 
@@ -109,8 +110,8 @@ def program(
 
 
 def python(slurm: SlurmSpec, variables: dict[str, str]) -> list[str]:
-    """Return the Python inside the container, with the outer values of `variables` and trainspec's own inner values,
-    because env overrides the image's values."""
+    """Return the command that runs the Python inside the container. It goes through `env`, which sets `variables` and
+    trainspec's own variables regardless of the image's values."""
     given = {**variables, **INSIDE}
     return ["env", *(f"{name}={value}" for name, value in sorted(given.items())), slurm.container_python]
 

@@ -37,7 +37,8 @@ def own_job() -> str:
 
 
 class Queue:
-    """Queries Slurm once for all runs, and not at all if none of them was submitted."""
+    """The pending jobs of this user. Slurm is queried once for all runs, and not at all if none of them was
+    submitted."""
 
     def __init__(self) -> None:
         self._pending: frozenset[str] | None = None
@@ -54,20 +55,19 @@ class Queue:
 @dataclass(frozen=True)
 class Requeue:
     reason: str
-    """For example `the time limit is near`."""
+    """The reason for requeueing, for example `the time limit is near`."""
     avoid: Sequence[str] = ()
-    """Lost nodes, which the requeued job should avoid."""
+    """Nodes that were lost, and that the requeued job should avoid."""
 
 
 def is_over(job: Mapping[str, str], restarts: int) -> bool:
-    """Return True if Slurm has restarted the job in the meantime (its node was disconnected and has come back). The
-    start that followed `restarts` restarts must then do nothing. `job` contains Slurm's fields for the job."""
+    """Return True if Slurm has restarted the job in the meantime (its node was disconnected and has come back). If so,
+    the start that followed `restarts` restarts must do nothing more. `job`: Slurm's fields for the job."""
     return int(job.get("Restarts", restarts)) > restarts
 
 
 def is_preempted(job: Mapping[str, str]) -> bool:
-    """Return True if the job was preempted, as indicated by the warning signal or by SIGTERM (which scancel also
-    sends)."""
+    """Return True if the job was preempted. Its signals alone do not show this, because scancel also sends SIGTERM."""
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
@@ -76,7 +76,8 @@ def decide(
 ) -> Requeue | None:
     """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, or a hang (if `after_hang`),
     but not for an error."""
-    if preempted and exit_code != EXIT_DONE:  # workers that have not started die of the signal: not a failure
+    # The signal may have killed workers that have not started, which is not a failure.
+    if preempted and exit_code != EXIT_DONE:
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
         return Requeue("it was warned of its time limit")
@@ -87,7 +88,7 @@ def decide(
     lost = [node for node in nodes if node.lost and (exit_code == WorkerError.exit_code or not node.host)]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)
-        all_at_once = len(lost) == num_nodes  # no individual node is at fault
+        all_at_once = len(lost) == num_nodes  # no single node is at fault, so none is avoided
         return Requeue(f"{names} was lost", [] if all_at_once else [node.host for node in lost if node.host])
     hung = (read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json"))
     if after_hang and any(hung):

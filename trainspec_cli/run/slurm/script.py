@@ -25,7 +25,7 @@ from trainspec_cli.run.job.machine import describe_communication
 from trainspec_cli.run.slurm import container
 
 DRIVER = "trainspec_cli.session.slurm_job"
-"""The module that the script runs at the end."""
+"""The module that the script runs last."""
 
 ASKED = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint", "exclude", "dependency")
 """Fields of `cluster.slurm` that correspond to sbatch options of the same name."""
@@ -35,25 +35,25 @@ TRAP = (
     """trap 'code=$?; if [ "${BASH_SOURCE[0]-}" = "$script" ]; then """
     """echo "cluster.slurm.setup failed with exit code $code: $BASH_COMMAND" >&2; exit $code; fi' ERR"""
 )
-"""Like `set -e`, but not in functions and sourced files, because those of modules and conda contain commands that may
-fail."""
+"""Works like `set -e`, except in functions and sourced files, because those of `module` and `conda` contain commands
+that may fail."""
 KEPT = (CACHE, HUB_MIRROR)
-"""Variables that the script copies from the submitting shell; the site sets all others."""
+"""Environment variables that the script copies from the submitting shell; the site sets all others."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a job requests from Slurm, for a recipe or a user-defined command."""
+    """The resources that a job requests from Slurm, for a recipe or a user-defined command."""
 
     slurm: SlurmSpec
     num_nodes: int
     devices_per_node: int | None
-    """None if the number is unknown."""
+    """Number of devices on each node; None if unknown."""
     uses_gpus: bool
     gpu_vendor: str | None = None
-    """None if the accelerator is unknown."""
+    """Vendor of the GPUs; None if the accelerator is unknown."""
     outlives_nodes: bool = False
-    """True if the run continues when a node fails; then Slurm must not kill the job."""
+    """True if the run continues when a node fails. If so, Slurm must not kill the job."""
     by_hostfile: bool = False
     """True if the nodes are numbered by the hostfile that the job writes (`commands.py`)."""
 
@@ -81,14 +81,13 @@ def render_script(
     *,
     force: bool = False,
 ) -> str:
-    """Return the script. Several `roots` result in an array with one task for each. The job starts in `folder`.
-
-    `needed`: what the runs read, and a container must therefore see, in addition to `folder` and the run folders.
-    `force`: train even if the plan is predicted not to fit. Raises RecipeError if a container cannot see a folder."""
+    """Return the script. With several `roots`, the job is an array with one task for each. The job starts in `folder`.
+    `needed`: paths that the runs read, in addition to `folder` and the run folders, and that a container must therefore
+    see. `force`: train even if the plan is predicted not to fit. Raises RecipeError if a container cannot see a
+    folder."""
     asked = asked_by_plan(plan)
     own = [root.parent if len(roots) > 1 else root for root in roots]
-    # The agent on each node sets these variables for its workers. They are not set for the job itself, which does not
-    # need them.
+    # The agent on each node sets these variables for its workers. The job itself does not need them.
     communication = [
         line if line.startswith("#") else f"#   {line.replace(str(roots[0]), '$run')}"
         for line in describe_communication(plan, RunDir(roots[0]))
@@ -108,8 +107,8 @@ def render_script(
 def render_own_script(cluster: ClusterSpec, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
     """Return the script of a user-defined command whose run is recorded in `root`.
 
-    It has no plan, so its cluster determines what the job requests. `name`: its program, for messages. The command gets
-    the PYTHONPATH of the job's shell, not the one that trainspec needs."""
+    Such a run has no plan, so the job requests what its cluster section states. `name`: the program's name, for
+    messages. The command gets the PYTHONPATH of the job's shell, not the one that trainspec needs."""
     devices = cluster.devices_per_node
     asked = Asked(
         slurm=cluster.slurm,
@@ -146,7 +145,7 @@ def _exports(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
     if asked.slurm.setup:
-        yield "# A line of cluster.slurm.setup that fails ends the job; || true behind it prevents that."
+        yield "# If a line of cluster.slurm.setup fails, the job ends; append || true to a line that may fail."
         yield "script=${BASH_SOURCE[0]-}"
         yield TRAP
         yield from asked.slurm.setup
@@ -157,7 +156,7 @@ def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
 
 
 def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str]) -> Iterator[str]:
-    yield "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code."
+    yield "# Starts or resumes the run, supervises it, requeues it at the time limit, and exits with its exit code."
     yield f'exec {shlex.join([sys.executable, "-m", DRIVER, *options])} "$run" \\'
     yield f"  {shlex.join(srun)} \\"
     yield f"  {shlex.join(agent)}"
@@ -168,9 +167,11 @@ def check_folder(root: Path, named_by: str = "run.dir") -> None:
     script could not contain its name. `named_by`: the key or option that specifies the folder."""
     path = str(root)
     if "\\" in path or path != on_one_line(path):
-        message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
+        message = (
+            f"sbatch accepts no backslash, line break or control character in the run's folder, {on_one_line(path)}"
+        )
         raise RecipeError(
-            Problem("bad_text", message, named_by, f"choose another {named_by}, or work in another folder")
+            Problem("bad_text", message, named_by, f"choose another {named_by}, or submit from another folder")
         )
 
 
@@ -196,7 +197,7 @@ def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
     log = array_log(roots) if is_array else log_of(roots[0])
-    # A percent sign in the folder is not a pattern; only the file name contains patterns such as %j.
+    # A percent sign in the folder's name must be escaped, because only the file name contains patterns such as %j.
     yield _option("output", f"{str(log.parent).replace('%', '%%')}/{log.name}")
     yield "--open-mode=append"
     if is_array:
@@ -245,8 +246,8 @@ def _variables() -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    """Return the cache folders by variable name, because the home folder inside a container may differ from the one
-    outside."""
+    """Return environment variables with the paths of the cache folders. The defaults would not do, because the home
+    folder inside a container may differ from the one outside."""
     return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
 
 
@@ -261,8 +262,8 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
 
 
 def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]:
-    """Return the command that starts an agent on each node, in the container if there is one, which sees `needed`. The
-    nodes are not numbered by a hostfile."""
+    """Return the command that starts an agent on each node. If there is a container, the agents run in it, and it sees
+    `needed`. The nodes are not numbered by a hostfile."""
     srun, agent = _start(replace(asked_by_plan(plan), by_hostfile=False), folder, needed, _caches())
     return [*srun, *agent]
 
@@ -270,8 +271,8 @@ def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]
 def _start(
     asked: Asked, folder: Path, needed: Sequence[Path], inside: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return srun with its options, and what it starts on each node. `inside`: variables of a container in addition to
-    the script's."""
+    """Return srun with its options, followed by the command that it starts on each node. `inside`: environment
+    variables inside a container in addition to the script's."""
     slurm = asked.slurm
     nodes = asked.num_nodes
     srun = [
@@ -291,7 +292,7 @@ def _start(
 
 
 def places_nodes(plan: Plan) -> bool:
-    """Return whether the plan's cost depends on which nodes are neighbours; if so, the job numbers the nodes with a
+    """Return whether the step time depends on which nodes are neighbours. If so, the job numbers the nodes with a
     hostfile."""
     return plan.blueprint is not None and plan.blueprint.sorts_nodes
 
@@ -309,17 +310,17 @@ def _outliving(asked: Asked) -> Iterator[str]:
 def activation_lines(
     environ: Mapping[str, str], prefix: str, python: str, *, of_command: bool = False
 ) -> Iterator[str]:
-    """Yield the lines of the script, and comments that state which environment is activated and why.
+    """Yield the script lines that activate the environment, with comments that state which one it is and why.
 
     `prefix` and `python` belong to the Python that runs trainspec. `of_command`: the environment belongs to a
     user-defined command, and trainspec need not be installed in it."""
     if modules := environ.get("LOADEDMODULES"):
         names = on_one_line(", ".join(modules.split(":")))
-        yield f"# Modules loaded at submission: {names}. sbatch passes their variables on; a site that does not"
-        yield "# (--export=NONE) needs them in cluster.slurm.setup: the lines above come before the environment."
+        yield f"# Modules loaded at submission: {names}. sbatch passes their variables on. If the site"
+        yield "# disables that (--export=NONE), load them in cluster.slurm.setup, whose lines come before this one."
     virtual = environ.get("VIRTUAL_ENV")
     conda = environ.get("CONDA_PREFIX")
-    holds = "." if of_command else ", and that trainspec is installed in."
+    holds = "." if of_command else ", in which trainspec is installed."
     if virtual and (of_command or _is_same(virtual, prefix)) and Path(virtual, "bin/activate").is_file():
         yield f"# The virtual environment that was active at submission{holds}"
         yield f". {shlex.quote(f'{virtual}/bin/activate')}"
@@ -337,7 +338,7 @@ def activation_lines(
     elif not of_command:
         active = virtual or conda
         why = f"{on_one_line(active)} was active, and trainspec is not installed there" if active else "none was active"
-        yield f"# No environment is activated: {why}. {on_one_line(python)} is named by its path."
+        yield f"# No environment is activated: {why}. {on_one_line(python)} is called by its full path."
 
 
 def _is_same(folder: str, prefix: str) -> bool:

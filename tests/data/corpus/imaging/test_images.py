@@ -97,7 +97,7 @@ def test_pictures_are_opened_with_pillow(tmp_path):
 
 
 def test_too_many_classes_are_refused(folder):
-    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), the model has 2") as caught:
+    with pytest.raises(RecipeError, match=r"has 3 classes \(sub-folders\), but the model has 2") as caught:
         find_samples(spec(folder), replace(MODEL, num_classes=2))
     assert caught.value.problems[0].hint == "set model.num_classes=3"
 

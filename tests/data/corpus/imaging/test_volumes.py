@@ -176,7 +176,7 @@ def test_niftis_contrasts_come_last(folder: Path) -> None:
 
 def test_a_label_of_other_dims_is_named(folder: Path) -> None:
     np.save(folder / "labels" / "case0.npy", np.zeros((12, 10), dtype=np.uint8))
-    with pytest.raises(RecipeError, match=r"labels/case0.npy has shape \(12, 10\); the model takes 3 dimensions"):
+    with pytest.raises(RecipeError, match=r"labels/case0.npy has shape \(12, 10\), but the model takes 3 dimensions"):
         VolumeFolder(folder, spec(folder), MODEL)
 
 

@@ -27,8 +27,8 @@ HELDOUT_CROP = 0.875
 
 
 class ImageFolder:
-    """Classes are the sub-folders in alphabetical order. A hash of each file's name decides whether the file is held
-    out."""
+    """The classes are the sub-folders, in alphabetical order. A hash of each file's name determines whether the file is
+    held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.folder = folder
@@ -44,20 +44,19 @@ class ImageFolder:
             message = f"{folder.absolute()} has no sub-folder with images (.npy, {', '.join(PICTURES)})"
             raise RecipeError(Problem("no_samples", message, "data.path", "create one sub-folder per class"))
         if len(self.classes) > model.num_classes:
-            message = (
-                f"{folder.absolute()} has {len(self.classes)} classes (sub-folders), the model has {model.num_classes}"
-            )
+            found = f"{folder.absolute()} has {len(self.classes)} classes (sub-folders)"
+            message = f"{found}, but the model has {model.num_classes}"
             hint = f"set model.num_classes={len(self.classes)}"
             raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
-        # The decision is based on the name, so that adding an image does not move others between the splits.
+        # The split is based on names, so that adding an image does not move other images between the splits.
         names = [path.relative_to(folder).as_posix() for path, _ in files]
         held = hold_out(names, data.heldout_fraction)
         self._files = {
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        # This is done here so that a missing package is reported before the first step, not in the middle of one.
+        # Import the package here, so that a missing one is reported before the first step and not in the middle of one.
         if any(path.suffix != ".npy" for path, _ in files):
             load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
@@ -78,7 +77,7 @@ class ImageFolder:
         return self._finish(middle_part(self._load(path))), np.asarray(label, dtype=np.int64)
 
     def _load(self, path: Path) -> np.ndarray:
-        """Return (C, H, W) in fp32. Raises MachineError, which names the file, if it is not such an image."""
+        """Return (C, H, W) in fp32. Raises MachineError, which names the file, if the file is not such an image."""
         try:
             pixels = self._read(path)
         except ANY_DAMAGE as error:
@@ -125,7 +124,7 @@ def load_reader(module: str, package: str, what: str, extra: str) -> Any:
         raise MachineError(problem) from error
 
 
-# Cropping and resizing images (C, H, W)
+# Crop and resize images of shape (C, H, W)
 
 
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
@@ -156,8 +155,8 @@ def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 
 
 def weights(extent: int, wanted: int) -> np.ndarray:
-    """Return (wanted, extent): the weight of each old pixel in each new one, which is a triangle as wide as a new
-    pixel."""
+    """Return an array (wanted, extent) with the weight of each old pixel in each new one. The weights form a triangle
+    that is as wide as a new pixel."""
     scale = extent / wanted
     centres = (np.arange(wanted) + 0.5) * scale - 0.5
     distance = np.abs(np.arange(extent)[None, :] - centres[:, None]) / max(1.0, scale)

@@ -1,8 +1,8 @@
 """Synthetic MR-like images: ellipsoids of tissue under a bias field, with Rician noise.
 
-Sample `index` is a pure function of the seed and the index, so nothing is stored and any rank can generate any sample.
-For a U-Net, every voxel is labelled with its tissue; for a classifier, the sample is labelled with the kind of its
-lesion."""
+Sample `index` is a pure function of the seed and the index, so that nothing is stored and any rank can generate any
+sample. For a U-Net, every voxel is labelled with its tissue. For a classifier, the sample is labelled with the kind of
+its lesion."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NOISE_STD = 0.05
 BIAS_STRENGTH = 0.3
 """The largest deviation of the receiver's sensitivity from 1, which occurs at the edges."""
 SEED = 0
-"""The seed is fixed so that every run gets the same images. They stand in for a data set, and `train.seed` determines
-the order that a run uses them. Another seed would produce another data set with the same statistics."""
+"""The seed is fixed, so that every run gets the same images. They stand in for a data set, and `train.seed` determines
+their order in a run. Another seed would produce another data set with the same statistics."""
 HELDOUT_STREAM = 1
 """A seed word that separates held-out samples from training samples, regardless of their indices."""
 
@@ -37,7 +37,7 @@ class Phantoms:
         return self._counts[split]
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Generate sample `index`. The random generator is not used, because a phantom is generated at the model's
+        """Generate sample `index`. The generator for crops is not used, because a phantom is generated at the model's
         size."""
         return self._make(np.random.default_rng([SEED, 0, index]))
 
@@ -70,7 +70,7 @@ def draw_tissues(generator: np.random.Generator, size: tuple[int, ...], num_clas
 
 
 def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int) -> np.ndarray:
-    """Return the labels of a head (1) with one lesion, which is a shell for odd kinds and solid for even ones. Each
+    """Return the labels of a head (1) with one lesion. Its shape is a shell for odd kinds and solid for even ones. Each
     pair of kinds has a different tissue."""
     dims = len(size)
     tissues = np.zeros(size, dtype=np.int64)
@@ -86,7 +86,8 @@ def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int
 
 
 def ellipsoid(size: tuple[int, ...], centre: np.ndarray, radii: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-    """Return a mask of the voxels inside, in coordinates from -1 to 1, as bool of shape `size`."""
+    """Return a mask of the voxels inside the ellipsoid, whose coordinates range from -1 to 1, as bool of shape
+    `size`."""
     axes = [np.linspace(-1, 1, extent, dtype=np.float32) - middle for extent, middle in zip(size, centre, strict=True)]
     grid = np.meshgrid(*axes, indexing="ij", sparse=True)
     reach = np.zeros(size, dtype=np.float32)

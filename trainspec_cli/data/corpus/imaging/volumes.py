@@ -22,7 +22,7 @@ SUFFIXES = (".npy", ".nii", ".nii.gz")
 
 
 class VolumeFolder:
-    """Pairs of image and label in alphabetical order. A hash of each name decides whether the pair is held out."""
+    """Pairs of image and label, in alphabetical order. A hash of each name determines whether the pair is held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.model = model
@@ -40,7 +40,7 @@ class VolumeFolder:
         return len(self._pairs[split])
 
     def train(self, index: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random crop of the size of the model's input."""
+        """Return a random crop with the size of the model's input."""
         pair = self._pairs["train"][index]
         free = [
             max(0, extent - wanted) for extent, wanted in zip(shape_of(pair[1]), self.model.input_size, strict=True)
@@ -58,10 +58,11 @@ class VolumeFolder:
         channels = self.model.in_channels
         space = shape_of(label)
         if len(space) != dims:
-            message = f"{label} has shape {space}; the model takes {dims} dimensions (model.input_size)"
+            message = f"{label} has shape {space}, but the model takes {dims} dimensions (model.input_size)"
             raise RecipeError(Problem("wrong_shape", message, "data.path"))
         shape = shape_of(image)
-        full = shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])  # NIfTI has its contrasts last
+        # In NIfTI, the contrasts are the last dimension.
+        full = shape if image.suffix == ".npy" else (shape[-1], *shape[:-1])
         if ((1, *shape) if len(shape) == dims else full) != (channels, *space):
             message = f"{image} has shape {shape}, but its label {space}, with model.in_channels={channels}"
             raise RecipeError(Problem("wrong_shape", message, "data.path", "image and label must have the same size"))
@@ -73,10 +74,10 @@ class VolumeFolder:
             if image.ndim == len(self.model.input_size):
                 image = image[None]
             elif pair[0].suffix != ".npy":
-                image = np.moveaxis(np.asarray(image), -1, 0)  # NIfTI has its contrasts last
+                image = np.moveaxis(np.asarray(image), -1, 0)  # in NIfTI, the contrasts are the last dimension
             label = open_array(pair[1])
-            # Air (0) fills most of a scan and would determine the scale, so only tissue counts. For this, each file is
-            # read completely once.
+            # Scale by the tissue only, because air (0) fills most of a scan and would determine the scale. For this,
+            # each file is read completely once.
             path = pair[0]
             if path not in self._moments:
                 voxels = np.asarray(image, dtype=np.float32)
@@ -106,7 +107,7 @@ class VolumeFolder:
 
 def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
     """Return every image together with the label of the same name (the suffixes may differ)."""
-    # An image may be .nii.gz and its label .npy.
+    # For example, an image may be .nii.gz and its label .npy.
     images = _by_stem(folder / "images")
     labels = _by_stem(folder / "labels")
     if not images:

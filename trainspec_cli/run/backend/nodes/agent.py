@@ -1,9 +1,9 @@
 """`python -m trainspec_cli.run.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
 
 It runs this node's workers on the hub's request, and reports how they exit. The agent of a spare node, or of a node
-that was dropped because it is too slow, is connected but runs nothing. If the hub is silent for too long, this node
-counts as disconnected, and its processes are ended, because the job continues elsewhere. In a run with replica groups,
-the agent reconnects when it can. Under Slurm, the node's number is the task's number.
+that was dropped because it is too slow, is connected but runs nothing. If the hub is silent for too long, the agent
+considers this node disconnected and ends its processes, because the job continues elsewhere. In a run with replica
+groups, the agent reconnects when it can. Under Slurm, the node's number is the task's number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXAMINE_TIMEOUT_S = 180.0
 RETURN_INTERVAL_S = 1.0
 """Interval at which a disconnected agent tries to reconnect."""
 CUT_OFF, UNFIT = 3, 4
-"""Exit codes of an agent: the connection to the hub was lost; the node is unfit."""
+"""Exit codes of an agent that lost its connection to the hub, and of one whose node is unfit."""
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_
             deadline = time.monotonic() + return_timeout_s
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
-                break  # the first node is up, but its hub or the secret of this start is gone
+                break  # the first node is up, but this start's hub or secret no longer exists
     return code
 
 
@@ -147,7 +147,7 @@ class Agent:
         node: int,
         requests: PatientRequests,
     ):
-        """`plan`: None if jobs of this kind do not have a plan."""
+        """`plan`: None for a kind of job without a plan."""
         self._wire = wire
         self._plan = plan
         self._record = record
@@ -165,7 +165,7 @@ class Agent:
     def work(self) -> int:
         """Check the node, then run workers until the hub ends the job. Raises MachineError if the node is unfit."""
         self._take_in()
-        # another agent may have this node's number and hold its processes
+        # another agent may have this node's number and be running processes that must not be killed
         while not self._wire.was_heard and not self._is_cut_off:
             self._listen()
         if self._is_cut_off:
@@ -187,7 +187,7 @@ class Agent:
                     elif isinstance(message, messages.KillGroup):
                         if self._numbers.get(message.group) == message.number:
                             running.kill(message.group)
-                        else:  # an agent that has reconnected does not know about this start
+                        else:  # this agent has reconnected, so the start may be unknown here
                             self._wire.send(messages.GroupExited(message.group, message.number, None))
                     elif isinstance(message, messages.HangFound):
                         running.record_hang(message.late)
@@ -218,7 +218,7 @@ class Agent:
         return 0
 
     def _stop(self, running: RunningNode) -> None:
-        """Ask the workers to stop, but only once, because both Slurm and the hub may request it."""
+        """Ask the workers to stop, but only once, even if both Slurm and the hub request it."""
         if not self._is_stopping:
             self._is_stopping = True
             running.stop()
@@ -252,11 +252,11 @@ class Agent:
         return not self._is_ended and not self._is_cut_off
 
     def _take_in(self) -> None:
-        """Receive everything that has arrived. Only after that does an empty result mean silence."""
+        """Receive all messages that have arrived. The hub may be called silent only if there were none."""
         self._received.extend(self._wire.receive())
         if taken := next((one for one in self._received if isinstance(one, messages.NumberTaken)), None):
             message = f"--node-rank {self._node} is used twice: {taken.hostname} has it"
-            hint = "give each node a different number, from 0 to --nnodes less 1"
+            hint = "give each node a different number, from 0 to --nnodes - 1"
             raise RecipeError(Problem("usage", message, "--node-rank", hint))
         self._is_ended = self._is_ended or any(isinstance(message, messages.EndAgent) for message in self._received)
 

@@ -40,8 +40,8 @@ from trainspec_cli.run.rendezvous.address import Rendezvous
 AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
 """Arguments for Python, followed by the run folder and the generation."""
 END_TIMEOUT_S = 12.0
-"""Time in seconds after which an agent that was asked to end is abandoned. When the hub is silent, the agent ends its
-processes by itself."""
+"""Time in seconds to wait for an agent that was asked to end. After that, the agent notices that the hub is silent, and
+ends its processes by itself."""
 JOIN_KEY = "run.join_timeout_s"
 """The recipe key for how long nodes wait for one another."""
 DRAIN_S = 5.0
@@ -50,7 +50,7 @@ DRAIN_S = 5.0
 
 @dataclass(frozen=True)
 class Reach:
-    """How the nodes of a job are reached."""
+    """How this process reaches the nodes of a job."""
 
     head: str
     """Name or address of the first node, on which this process runs."""
@@ -58,10 +58,10 @@ class Reach:
     """A command that runs an agent on every node (srun), or only on this node; RUN and GENERATION are appended to
     it."""
     rendezvous_port: int | None = None
-    """None for any free port."""
+    """The port to use; None for any free port."""
     return_timeout_s: float = 0.0
-    """If a lost node's agent may be restarted and too few nodes are left, the others wait for it for this many
-    seconds."""
+    """If too few nodes are left and a lost node's agent may be restarted, the other nodes wait this many seconds for
+    it."""
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -89,14 +89,15 @@ class Examination:
     """The check that each node runs before its workers start."""
 
     command: tuple[str, ...]
-    """Arguments for Python. The check prints its report as JSON on its last line."""
+    """Arguments for Python that run the check, whose last line of output is its report as JSON."""
     judge: Callable[[Sequence[NodeReport]], None]
-    """Receives the reports of all nodes, ordered by number. Raises MachineError if a node is unfit."""
+    """A function that receives the reports of all nodes, ordered by node number. Raises MachineError if a node is
+    unfit."""
 
 
 @dataclass(frozen=True)
 class NodePart:
-    """What one node needs to know about the job."""
+    """The information about the job that one node needs."""
 
     run: RunDir
     plan: Plan | None
@@ -106,7 +107,7 @@ class NodePart:
 
 
 class RunningNode(Protocol):
-    """A job's processes on one node. It reports on each group that it starts in messages to the hub."""
+    """A job's processes on one node. It reports in messages to the hub on each group that it starts."""
 
     def start(self, group: int, number: int) -> None: ...
 
@@ -117,7 +118,7 @@ class RunningNode(Protocol):
     def kill(self, group: int) -> None: ...
 
     def record_hang(self, late: tuple[int, ...]) -> None:
-        """Record the position of this node's ranks, because the other ranks are waiting for `late`."""
+        """Record the positions of this node's ranks, because the run is waiting for the ranks `late`."""
 
     def close(self) -> tuple[int, ...]: ...
 
@@ -127,19 +128,19 @@ NameHang = Callable[[tuple[int, ...]], None]
 
 
 class JobKind(Protocol):
-    """The differences between kinds of multi-node jobs. Nodes look up the kind by name."""
+    """The properties in which kinds of multi-node jobs differ. Nodes look up the kind by name."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def join_key(self) -> str:
-        """The option, as typed by the user, for how long nodes wait for one another."""
+        """The command-line option that sets how long nodes wait for one another, as the user types it."""
 
     def open_start(
         self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
     ) -> RunningStart:
-        """Return the first node's view of a group's start."""
+        """Return an object that tracks a group's start on the first node."""
 
     def build_job(self, part: NodePart) -> Job:
         """Return the job of one node. Raises MachineError."""
@@ -158,8 +159,8 @@ class RecipeJobs:
         return GroupStart(job, plan, group, number, nodes)
 
     def build_job(self, part: NodePart) -> Job:
-        """If a replica group's agent dies, its workers are killed without a stop request, because they would pass such
-        a request on to all groups."""
+        """If a replica group's agent dies, its workers are killed without a stop request, because they would forward
+        the request to all groups."""
         assert part.plan is not None, "a recipe has a plan"
         job = build_node_job(part.plan, part.run.root, part.machine, part.place.node, part.record)
         return job if part.plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
@@ -188,7 +189,7 @@ class NodesBackend:
 
         Without a plan, the job's processes rendezvous at a port of the first node, without the rendezvous server.
         `describe_work` receives that port and returns what every node should run."""
-        assert (plan is None) == (describe_work is not None), "a plan says what is to be run"
+        assert (plan is None) == (describe_work is not None), "a plan states what to run"
         self._kind = kind
         self._describe_work = describe_work
         self._job = job
@@ -209,16 +210,16 @@ class NodesBackend:
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
-        """The port at which the processes of a job without a plan rendezvous."""
+        """For a job without a plan: the port at which its processes rendezvous."""
         if plan:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
         else:
-            with listen(address, port) as found:  # detects a port in use now
+            with listen(address, port) as found:  # fails early if the port is in use
                 self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
-        # If this process is killed, groups agree on their last step through the rendezvous server; after that, a guard
-        # ends the server.
+        # If this process is killed, the groups still need the rendezvous server to agree on their last step. Then a
+        # guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         environment = {**os.environ, **job.environment}
         del environment[LAUNCH_ID]  # the guard must not end the agents
@@ -229,7 +230,7 @@ class NodesBackend:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that a terminal's Ctrl-C reaches only the supervisor
+                start_new_session=True,  # so that Ctrl-C on a terminal reaches only the supervisor
             )
         self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
@@ -291,11 +292,11 @@ class NodesBackend:
             self._send(group, messages.KillGroup(group, self._starts[group].number))
         return ()
 
-    # Reports of the agents
+    # Process the agents' reports
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
-        if node.node >= self._num_nodes:  # for a spare, only its presence counts
+        if node.node >= self._num_nodes:  # a spare only has to be present
             return []
         if isinstance(message, Came):
             returned = node.node in self._lost
@@ -311,7 +312,7 @@ class NodesBackend:
             return [run_state.NodeStopRequested(self._number(node))]
         if isinstance(message, messages.ProcessMessage):
             start = self._starts.get(message.group)
-            if start and start.number == message.number:  # otherwise the message belongs to an earlier start
+            if start and start.number == message.number:  # a message from an earlier start is ignored
                 return start.hear(node.node, node.hostname, message)
         return []
 
@@ -336,8 +337,7 @@ class NodesBackend:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
-        """Let workers start once every connected node has been checked; later, also on each node that has
-        reconnected."""
+        """Let workers start once every connected node has been checked, and later on each node that reconnects."""
         here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):
@@ -360,7 +360,7 @@ class NodesBackend:
         node.send(messages.EndAgent())
         return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal, error.problems[0].hint)
 
-    # Opening and closing
+    # Open and close a generation
 
     @property
     def _join_timeout_s(self) -> float:
@@ -406,7 +406,7 @@ class NodesBackend:
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
-        """Make every agent end its processes, then end the command that started the agents."""
+        """Make all agents end their processes, then end the command that started the agents."""
         self._hub.send(messages.EndAgent())
         deadline_s = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
@@ -422,8 +422,9 @@ class NodesBackend:
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
     def _end_starter(self, *, in_order: bool) -> None:
-        """End the command that started the agents. An agent without work exits by itself. On SIGTERM, srun makes Slurm
-        end the step with its number, and a newer start's step may have the same number."""
+        """End the command that started the agents. Agents without work exit by themselves, so srun is given time to
+        exit. On SIGTERM, srun asks Slurm to end a job step by number, and that number may already belong to a newer
+        start."""
         signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
         for number in (None, *signals) if in_order else signals:
             if self._starter.poll() is not None:
@@ -437,5 +438,5 @@ class NodesBackend:
 
 
 def run_section(plan: Plan | None) -> RunSection:
-    """Return the section with the nodes' time limits; the defaults if there is no plan."""
+    """Return the recipe section with the nodes' time limits; without a plan, return its defaults."""
     return plan.spec.run if plan else RunSection()

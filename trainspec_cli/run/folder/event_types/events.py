@@ -1,4 +1,4 @@
-"""Events that record what happened in a run, with one dataclass per type.
+"""The events that record what happened in a run, with one dataclass per type.
 
 Each event is a JSON object on one line of its rank's file. A field that is `Absent` has no key on disk. A reader
 ignores fields of later versions; an event of an unknown type becomes an `UnknownEvent`. The leading replica group
@@ -47,7 +47,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownEvent(Event):
-    """An event whose type is known only to a later version."""
+    """An event of a type that only a later version knows."""
 
 
 # Events about changes to a run between two steps: sample shares, layers, layout, buckets, memory and nodes.
@@ -64,7 +64,7 @@ WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout, section=La
 
 
 ADVICE = "advice: "
-"""Prefix of the reason why a layout was not adopted, if `scheduler.mode` is advise."""
+"""Prefix of the reason for not adopting a layout, if `scheduler.mode` is advise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +72,15 @@ class SchedulerEvent(Event):
     """A line of `directives.jsonl`: a directive, or its effect."""
 
     step: Count
-    """Number of updates completed before it; a directive takes effect with the next update."""
+    """Number of updates completed before this event; a directive takes effect with the next update."""
     number: Count
-    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group. group_shares use
-    the step as their number."""
+    """Directives are numbered 1, 2, ... across the starts of a run, separately in each replica group. Changes of
+    group_shares use the step as their number."""
     before_s: Seconds
     """Compute time of the slowest rank in a step, including the exchanges of its micro-batches; for a layout change,
     the step time."""
     expected_s: Seconds
-    """The expected time after the change. Both times are 0 if the recipe requested the change."""
+    """The same time as expected after the change. Both times are 0 if the recipe requested the change."""
     group: Count | Absent | None = ABSENT
     """The replica group of the ranks, if there are several groups."""
 
@@ -94,7 +94,7 @@ class DirectiveEvent(SchedulerEvent):
     """shares: sample shares of the data-parallel ranks. group_shares: sample shares of the participating replica
     groups. layers: layers of the pipeline stages. layout: any other layout change."""
     applied: bool
-    """False if `scheduler.mode` is advise, or if the layout could not be changed."""
+    """Whether the change was made: False if `scheduler.mode` is advise, or if the layout could not be changed."""
     counts: tuple[Count, ...]
     """Number of samples per step for each rank or group."""
     micro_batch_size: Count | Absent = ABSENT
@@ -128,14 +128,15 @@ class AchievedEvent(SchedulerEvent):
 @dataclass(frozen=True, slots=True)
 class BucketTry:
     bucket_bytes: Count
-    """0 means that each block's gradients are summed separately."""
+    """Bucket size; 0 means that each block's gradients are summed separately."""
     waited_s: Seconds
-    """Time per step for which a rank waited for gradients: the mean over the ranks, then the median over the trials."""
+    """Time per step that a rank spent waiting for gradients: the mean over the ranks, then the median over the
+    trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketsEvent(Event):
-    """Trials have determined the best bucket size for summing gradients. Also a line of `directives.jsonl`."""
+    """Trials have determined the best bucket size for summing gradients. This is also a line of `directives.jsonl`."""
 
     type: Literal["buckets"] = "buckets"
     step: Count
@@ -161,15 +162,15 @@ class MemoryEvent(Event):
     failed: MemorySetting
     taken: MemorySetting
     restarts: bool
-    """False if the same processes repeated the step."""
+    """Whether the run restarted; False if the same processes repeated the step."""
     was_killed: bool = False
-    """True if the kernel killed a process, False if an allocation failed."""
+    """True if the kernel killed a process; False if an allocation failed."""
     reason: str
     lost_steps: Count = 0
     used_bytes: Count | Absent | None = ABSENT
     """Memory used by the process."""
     limit_bytes: Count | Absent | None = ABSENT
-    """Its memory limit."""
+    """The process's memory limit."""
     group: Count | Absent | None = ABSENT
     """The replica group that ran out of memory, if there are several groups."""
 
@@ -191,13 +192,13 @@ class NodesEvent(Event):
     """The number that the node had when the run started."""
     host: str
     spare: Count | Absent = ABSENT
-    """The node that replaces it."""
+    """The spare node that replaces the dropped one."""
     num_nodes: Count
     """Number of nodes that take part from now on."""
     layout: WrittenLayout
     """The new layout."""
     pace: Rate
-    """Slowdown of the node's slowest rank: its compute time divided by the usual one."""
+    """Slowdown of the node's slowest rank: its compute time divided by the usual compute time."""
     before_s: Seconds
     """The current step time."""
     expected_s: Seconds
@@ -236,8 +237,8 @@ class RecoveryEvent(Event):
     type: Literal["recovery"] = "recovery"
     step: Count
     change: str
-    """left, joined or retried (replica groups), NOUN_left or NOUN_joined (other participants, such as site_left), or
-    restart (the entire run)."""
+    """left, joined or retried for a replica group, NOUN_left or NOUN_joined for another participant (such as
+    site_left), or restart for the entire run."""
     group: Count | None
     """Number of the replica group, or of the participant that NOUN names."""
     stall_s: Seconds | None
@@ -266,7 +267,7 @@ class EndedMark(Event):
     exit_code: int | None = None
 
 
-# Events about the ranks' observations: links, counters, stalls and verdicts.
+# Events about what the ranks observe: links, counters, stalls and verdicts.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,13 +281,14 @@ class LinkRate:
     links: Count
     """Number of links along the axis."""
     bytes_per_s: Rate
-    """Rate at which each of its ranks sends, excluding waits: the median over the samples since its last change."""
+    """Rate at which each rank of the link sends, excluding waits: the median over the samples since the link's last
+    change."""
     noise: Rate
     """Standard deviation of the samples, as a fraction."""
     sent_bytes: Rate
     """Bytes that a rank sends in one exchange."""
     waited_s: Seconds
-    """Time in seconds that the first rank to arrive waits for the last one in each exchange."""
+    """Time in seconds per exchange that the first rank to arrive waits for the last one."""
     last_rank: Count
     """The rank that arrived last in most samples."""
     samples: Count
@@ -296,7 +298,7 @@ class LinkRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinksEvent(Event):
-    """The current speeds of the links of each axis."""
+    """The current link speeds of each axis."""
 
     type: Literal["links"] = "links"
     step: Count
@@ -325,7 +327,7 @@ class LinkEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionCounts:
-    """A connection's sent and lost segments in a window, as counted by the sender's kernel."""
+    """The segments that a connection sent and lost in a window, as counted by the sender's kernel."""
 
     local: str
     """Address and port of this end. The other end identifies the connection by the same pair."""
@@ -351,15 +353,16 @@ class CountersEvent(Event):
     steps: Count
     wall_s: Seconds
     own_s: Seconds
-    """Duration of the steps, excluding exchanges."""
+    """Total duration of these steps, excluding exchanges."""
     cpu_s: Seconds
     """Processor time of the main thread."""
     queued_s: Seconds
     """Time during exposed communication where the main thread was runnable but did not have a processor."""
     throttled_s: Seconds
-    """Time for which a quota throttled the process's control group, summed over all processors."""
+    """Time during which a quota throttled the process's control group, summed over all processors."""
     steal_s: Seconds
-    """Steal time: time for which other virtual machines occupied the node's processors, summed over all of them."""
+    """Steal time: time during which other virtual machines occupied the node's processors, summed over all
+    processors."""
     memory_stall_s: Seconds
     """Time during which at least one process on the node waited for memory."""
     major_faults: Count
@@ -373,7 +376,7 @@ class CountersEvent(Event):
     """Number of times that the GPU's allocator released its cache to satisfy a request."""
     rss_bytes: Count
     swap_bytes: Count
-    """Measured at the end of the window."""
+    """Memory used by the process at the end of the window."""
     available_bytes: Count | Absent = ABSENT
     """Memory that the process can still allocate, given the node's memory and its control groups."""
     samples: Count | Absent = ABSENT
@@ -382,14 +385,15 @@ class CountersEvent(Event):
     attended: Count
     """Sum of the squared lengths of the spans within which tokens attend to one another."""
     agreed_s: Seconds
-    """Duration of the shortest of the small exchanges that end each step. The minimum over all ranks is the network's
+    """Duration of the shortest of the small exchanges that end the steps. The minimum over all ranks is the network's
     latency."""
     left_at: Seconds
-    """Unix time at which this rank left the last of them, by its node's clock."""
+    """Unix time at which this rank left the last of these exchanges, according to its node's clock."""
     starved_s: Seconds | Absent = ABSENT
-    """Time of passes and optimizer in which an accelerator waited for the host to queue work; absent on a CPU."""
+    """Time in the passes and the optimizer during which an accelerator waited for the host to queue work; absent on a
+    CPU."""
     connections: tuple[ConnectionCounts, ...]
-    """The connections that sent the most data."""
+    """The counts of the connections that sent the most data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,22 +408,22 @@ class UsageEvent(Event):
     """Memory of the process itself."""
     swap_bytes: Count
     available_bytes: Count
-    """Memory that it can still allocate."""
+    """Memory that the process can still allocate."""
     gpu_busy: Rate | Absent = ABSENT
-    """Fraction of roughly the last second during which its GPU ran a kernel; absent without a GPU."""
+    """Fraction of the last second or so during which the process's GPU ran a kernel; absent without a GPU."""
     gpu_bytes: Count | Absent = ABSENT
-    """Memory that it uses on its GPUs."""
+    """Memory that the process uses on its GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateStepEvent(Event):
-    """The position of this rank in a step that is taking too long."""
+    """The position of this rank within a step that is taking too long."""
 
     step: Count
     waited_s: Seconds
     host: str
     waiting: bool
-    """True if it is in a collective."""
+    """True if the rank is in a collective."""
     waits_in: str | None
     collectives: dict[str, int]
     """Number of collectives that this rank has entered, for each process group."""
@@ -428,7 +432,7 @@ class LateStepEvent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallEvent(LateStepEvent):
-    """The step is taking far longer than usual and may be hanging; the timeout has not expired yet."""
+    """The step is taking far longer than usual and may be hanging, but the timeout has not expired yet."""
 
     type: Literal["stall"] = "stall"
     usual_s: Seconds
@@ -437,7 +441,7 @@ class StallEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangEvent(LateStepEvent):
-    """This rank has waited for longer than a step may take."""
+    """This rank has waited longer than a step may take."""
 
     type: Literal["hang"] = "hang"
     deadline_s: float | None
@@ -445,11 +449,11 @@ class HangEvent(LateStepEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictEvent(Event):
-    """The cause of a slowdown was found during training. This is a line of `verdicts.jsonl`."""
+    """The cause of a slowdown was found during training. This is also a line of `verdicts.jsonl`."""
 
     type: Literal["verdict"] = "verdict"
     step: Count
-    """Number of steps completed when the cause was found, or when it had ended."""
+    """Number of steps completed when the cause was found, or when its end was detected."""
     is_over: bool
     verdict: RunVerdict
 
@@ -475,7 +479,7 @@ class StartEvent(Event):
     world_size: WorldSize
     device_name: str
     is_accelerator: bool = False
-    """True if the device works asynchronously; then the host's counters do not explain its times."""
+    """True if the device works asynchronously, so that the host's counters do not explain the device's times."""
     params: Count
     """Number of the model's own parameters."""
     adapter_params: Count = 0
@@ -499,10 +503,10 @@ class StepEvent(Event):
     grad_norm: float | None
     lr: float | Absent | None = ABSENT
     tokens: Count | Absent = ABSENT
-    """Absent for images and volumes, for which samples are counted."""
+    """Number of tokens; absent for images and volumes, whose samples are counted instead."""
     samples: Count | Absent = ABSENT
     steps: Count | Absent = ABSENT
-    """1 for a user-defined command, whose tokens and samples are unknown."""
+    """1 for a step of a user-defined command, whose tokens and samples are unknown."""
     step_time_s: Seconds
     time_s: dict[str, Seconds]
     """Time in seconds of each part (`PARTS`)."""
@@ -516,7 +520,7 @@ class StepEvent(Event):
     """Noise scale of the gradients, in samples (`balance/batch/batch.py`), averaged over the steps so far; None if it
     is infinite."""
     skipped: bool
-    """True if the loss or the gradients were not finite, so that nothing was updated."""
+    """True if nothing was updated, because the loss or the gradients were not finite."""
     h2d_copies: Count | Absent = ABSENT
     h2d_bytes: Count | Absent = ABSENT
     """Bytes of batches copied to the device; 0 if the device is the host."""
@@ -536,14 +540,14 @@ class StepEvent(Event):
         for counted in (self.tokens, self.samples, self.steps):
             if not isinstance(counted, Absent):
                 return counted
-        raise AssertionError("a step counts tokens, samples or itself")
+        raise AssertionError("a step event counts tokens, samples or steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetFigures:
     loss: float | None
     bits_per_byte: float | None
-    """None if the number of bytes is unknown."""
+    """Held-out loss in bits per byte; None if the number of bytes is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -581,16 +585,16 @@ class TextPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstTextEvent(Event):
-    """The first text of the first batch, with the mask of its trained tokens."""
+    """The first text of the first batch, with a mask that marks its trained tokens."""
 
     type: Literal["first_text"] = "first_text"
     step: Count
     tokens: Count
     """Number of tokens that could be targets."""
     trained: Count
-    """Number of tokens that are targets, which means that the loss counts them."""
+    """Number of tokens that are targets, that is, counted in the loss."""
     parts: tuple[TextPart, ...]
-    """The first parts of the text, which is split where trained tokens start and end."""
+    """The text is split where trained tokens start and end; these are its first parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -600,16 +604,16 @@ class CheckpointEvent(Event):
     path: str
     bytes: Count
     seconds: Seconds
-    """Time in seconds for which training waited."""
+    """Time in seconds that training spent waiting."""
     written_s: Seconds | Absent | None = ABSENT
     """Time until the checkpoint was complete on disk, while later steps ran."""
     waited_s: Seconds | Absent | None = ABSENT
-    """Time for which the end of the run waited for the last checkpoint, outside any step."""
+    """Time that the run spent at its end, outside any step, waiting for the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CadenceEvent(Event):
-    """`checkpoint.interval_steps: auto` has chosen an interval; the fields state the reason."""
+    """`checkpoint.interval_steps: auto` has chosen an interval; the other fields state why."""
 
     type: Literal["cadence"] = "cadence"
     step: Count
@@ -622,7 +626,7 @@ class CadenceEvent(Event):
     failures: Count | Absent = ABSENT
     """Number of this run's failures that `mtbf_s` takes into account; absent if there were none."""
     observed_s: Seconds | Absent = ABSENT
-    """The age of the run when the failures were counted."""
+    """Total time that the run had been running when the failures were counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -640,7 +644,7 @@ class EndEvent(Event):
     weights_sha256: str | None = None
 
 
-# Parse the event in a line of a file.
+# Parse events from the lines of a file.
 
 
 EVENT_TYPES_OF_WINGS: Point[Mapping[str, type[Event]]] = Point("event_types")
@@ -679,7 +683,7 @@ ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
-"""Groups of fields of which each event of the type has at least one."""
+"""By event type: a group of fields; each event has at least one field of the group."""
 
 
 @cache
