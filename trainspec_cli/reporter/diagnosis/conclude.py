@@ -558,8 +558,8 @@ def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
 
 
 def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
-    """Remove verdicts that another one explains: other load if the cause of the load is known, the rank with the longest
-    samples if samples are uneven on all ranks, and slow exchanges if memory pressure interrupts all ranks."""
+    """Remove verdicts that another one explains: other load if its cause is known, the rank with the longest samples if
+    samples are uneven on all ranks, and slow exchanges if memory pressure interrupts all ranks."""
 
     def overlaps(one: RunVerdict, other: RunVerdict) -> bool:
         ends = one.until_step is not None and one.until_step < other.since_step
