@@ -51,8 +51,8 @@ INTRODUCTION = """\
 # Claims compared with figures
 
 Claims that circulate about training specs, launchers and schedulers, compared with figures from trainspec.
-`python tests/bench/claims.py --write` makes the plans again and writes this page from `tests/data/claims.yaml`. Origins
-of figures:
+`python tests/bench/claims.py --write` makes the plans again and writes this page from `tests/data/claims.yaml`. Each
+figure is followed by its origin and, if it decides, by whether it meets the claim (yes or no). Origins:
 
 - *planned*: predicted for GPUs; nothing here was trained on a GPU. A difference of less than x1.39 between two plans is
   an estimate, not a finding ([accuracy](planning.md#how-accurate-it-is)).
@@ -67,8 +67,9 @@ The verdicts:
 ABOUT_GOODPUT = """\
 ## Published goodput, simulated
 
-The same simulation, with the rates that each source reports for its run, or otherwise trainspec's within their bounds.
-Nothing is fitted (`python tests/bench/published_goodput.py`; sources: `tests/data/measured/goodput.yaml`).
+The same simulation, with the rates that each source reports for its run, or otherwise trainspec's within their bounds
+(`python tests/bench/published_goodput.py`; sources: `tests/data/measured/goodput.yaml`). Nothing is fitted. Simulated
+figures have 90% intervals.
 
 """
 ABOUT_OTHERS = """\
@@ -251,16 +252,13 @@ def render(claims: list[Claim]) -> str:
 
 
 def _section(claim: Claim) -> list[str]:
-    marks = {True: "yes", False: "no", None: ""}
-    rows = [f"| {figure.of} | {figure.shown}, {figure.how} | {marks[figure.holds]} |" for figure in claim.figures]
+    marks = {True: "; yes", False: "; no", None: ""}
     return [
         f"## {claim.name}",
         "",
         f"**{claim.verdict[0].upper()}{claim.verdict[1:]}.** {_flat(claim.reason)}",
         "",
-        "| what | figure | meets the claim |",
-        "|---|---|---|",
-        *rows,
+        *(f"- {figure.of}: {figure.shown}, {figure.how}{marks[figure.holds]}" for figure in claim.figures),
         "",
         f"*Assumed:* {_flat(claim.assumes)}",
         "",
@@ -273,20 +271,13 @@ def _flat(text: str) -> str:
 
 def _goodput_section() -> list[str]:
     """Return the lines that compare published goodput with a simulation at the published rates."""
-    rows = []
+    lines = ABOUT_GOODPUT.splitlines()
     for run in compare_runs():
-        said = f"{'over ' if run.is_bound else ''}{run.published:.1%}"
-        off = "none" if run.is_bound and run.difference == 0 else f"{100 * run.difference:+.1f}"
-        left = ", ".join(run.left_open) or "nothing"
-        rows.append(f"| {run.name} | {said} | {run.simulated:.1%} ({run.low:.1%} to {run.high:.1%}) | {off} | {left} |")
-    return [
-        *ABOUT_GOODPUT.splitlines(),
-        "| run | published | simulated (90% interval) | difference, points | not in the source |",
-        "|---|---|---|---|---|",
-        *rows,
-        "",
-        *ABOUT_OTHERS.splitlines(),
-    ]
+        published = f"{'over ' if run.is_bound else ''}{run.published:.1%}"
+        simulated = f"{run.simulated:.1%} ({run.low:.1%} to {run.high:.1%})"
+        missing = f"; not published: {', '.join(run.left_open)}" if run.left_open else ""
+        lines.append(f"- {run.name}: published {published}, simulated {simulated}{missing}")
+    return [*lines, "", *ABOUT_OTHERS.splitlines()]
 
 
 def main() -> None:
