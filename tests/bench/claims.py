@@ -52,14 +52,11 @@ INTRODUCTION = """\
 
 Claims that circulate about training specs, launchers and schedulers, compared with figures from trainspec.
 `python tests/bench/claims.py --write` makes the plans again and writes this page from `tests/data/claims.yaml`. Each
-figure is followed by its origin and, if it decides, by whether it meets the claim (yes or no). Origins:
+figure is followed by its origin and, if it decides, by whether it meets the claim (yes or no).
 
-- *planned*: predicted for GPUs; nothing here was trained on a GPU. A difference of less than x1.39 between two plans is
-  an estimate, not a finding ([accuracy](planning.md#how-accurate-it-is)).
-- *simulated*: planned, with a simulation of failures and restarts.
-- *measured*: on two CPU cores ([benchmarks](benchmarks.md)).
-- *published*: reported by others for their own GPU runs.
-- *counted*: in this version of trainspec.
+Figures are *planned* or, with failures and restarts, *simulated* for GPUs, *measured* on two CPU cores
+([benchmarks](benchmarks.md)), *published* by others, or *counted* in this version. Nothing here was trained on a GPU,
+and plans that differ by less than x1.39 cannot be distinguished ([accuracy](planning.md#how-accurate-it-is)).
 
 The verdicts:
 
