@@ -268,7 +268,7 @@ def _flat(text: str) -> str:
 
 def _goodput_section() -> list[str]:
     """Return the lines that compare published goodput with a simulation at the published rates."""
-    runs = [f"{run.name} {100 * run.difference:+.1f}".replace("+0.0", "0") for run in compare_runs()]
+    runs = [f"{100 * run.difference:+.1f} for {run.name}".replace("+0.0", "0") for run in compare_runs()]
     return [*ABOUT_GOODPUT.splitlines(), f"{', '.join(runs)}.", "", *ABOUT_OTHERS.splitlines()]
 
 
