@@ -50,28 +50,28 @@ SHOWS: Mapping[str, Callable[[float], str]] = {
 INTRODUCTION = """\
 # Claims compared with figures
 
-Claims that circulate about training specs, launchers and schedulers, compared with what trainspec plans, simulates or
-has measured. `python tests/bench/claims.py --write` writes this page from `tests/data/claims.yaml`, with new plans. The
-column "how" states where a figure comes from:
+Claims that circulate about training specs, launchers and schedulers, compared with figures from trainspec.
+`python tests/bench/claims.py --write` makes the plans again and writes this page from `tests/data/claims.yaml`. Each
+figure is followed by its origin and, if it decides, by whether it meets the claim (yes or no).
 
-- *planned*: predicted for GPUs; nothing here was trained on a GPU. A difference of less than x1.39 between two plans is
-  an estimate, not a finding ([accuracy](planning.md#how-accurate-it-is)).
-- *simulated*: planned, with a simulation of failures and restarts.
-- *measured*: on two CPU cores ([benchmarks](benchmarks.md)).
-- *published*: reported by others for their own GPU runs.
-- *counted*: in this version of trainspec.
+Figures are *planned* or, with failures and restarts, *simulated* for GPUs, *measured* on two CPU cores
+([benchmarks](benchmarks.md)), *published* by others, or *counted* in this version. Nothing here was trained on a GPU,
+and plans that differ by less than x1.39 cannot be distinguished ([accuracy](planning.md#how-accurate-it-is)).
+
+The verdicts:
 
 """
 ABOUT_GOODPUT = """\
 ## Published goodput, simulated
 
-The same simulation, with the rates that each source reports for its run, or otherwise trainspec's within their bounds;
-nothing is fitted (`python tests/bench/published_goodput.py`; sources: `tests/data/measured/goodput.yaml`).
+`python tests/bench/published_goodput.py` simulates published runs with the rates that each source reports, or otherwise
+trainspec's within their bounds (sources: `tests/data/measured/goodput.yaml`). Nothing is fitted. Simulated minus
+published goodput, in points (0: a published lower bound is met):
 
 """
 ABOUT_OTHERS = """\
-If a source published its failures and their cost, the bound holds. The other runs show effects that the simulation
-omits: fewer failures than Llama 3's, lost hours without a recorded failure, and waiting for people.
+The other runs show effects that the simulation omits: fewer failures than Llama 3's, lost hours without a recorded
+failure, and waiting for people.
 """
 VERDICTS = ("holds", "partly holds", "does not hold", "undecided")
 
@@ -238,31 +238,26 @@ def _figure(figure: Mapping[str, Any], claimed: Mapping[str, Any], find: Callabl
 
 
 def render(claims: list[Claim]) -> str:
-    lines = [
-        *INTRODUCTION.splitlines(),
-        "| claim | verdict |",
-        "|---|---|",
-        *(f"| {claim.name} | **{claim.verdict}** |" for claim in claims),
-        "",
-    ]
+    lines = INTRODUCTION.splitlines()
+    for verdict in VERDICTS:
+        if names := [claim.name for claim in claims if claim.verdict == verdict]:
+            lines.append(f"- {verdict}: {'; '.join(names)}")
+    lines.append("")
     for claim in claims:
         lines += _section(claim)
     return "\n".join([*lines, *_goodput_section(), ""])
 
 
 def _section(claim: Claim) -> list[str]:
-    marks = {True: "yes", False: "no", None: ""}
-    rows = [f"| {figure.of} | {figure.how} | {figure.shown} | {marks[figure.holds]} |" for figure in claim.figures]
+    marks = {True: "; yes", False: "; no", None: ""}
     return [
         f"## {claim.name}",
         "",
-        "| what | how | figure | meets the claim |",
-        "|---|---|---|---|",
-        *rows,
+        f"**{claim.verdict[0].upper()}{claim.verdict[1:]}.** {_flat(claim.reason)}",
+        "",
+        *(f"- {figure.of}: {figure.shown}, {figure.how}{marks[figure.holds]}" for figure in claim.figures),
         "",
         f"*Assumed:* {_flat(claim.assumes)}",
-        "",
-        f"**{claim.verdict[0].upper()}{claim.verdict[1:]}.** {_flat(claim.reason)}",
         "",
     ]
 
@@ -272,21 +267,9 @@ def _flat(text: str) -> str:
 
 
 def _goodput_section() -> list[str]:
-    """The goodput that others published, beside the simulation with their rates."""
-    rows = []
-    for run in compare_runs():
-        said = f"{'over ' if run.is_bound else ''}{run.published:.1%}"
-        off = "kept" if run.is_bound and run.difference == 0 else f"{100 * run.difference:+.1f}"
-        left = ", ".join(run.left_open) or "nothing"
-        rows.append(f"| {run.name} | {said} | {run.simulated:.1%} ({run.low:.1%} to {run.high:.1%}) | {off} | {left} |")
-    return [
-        *ABOUT_GOODPUT.splitlines(),
-        "| run | published | simulated (nine in ten) | points apart | not in the source |",
-        "|---|---|---|---|---|",
-        *rows,
-        "",
-        *ABOUT_OTHERS.splitlines(),
-    ]
+    """Return the lines that compare published goodput with a simulation at the published rates."""
+    runs = [f"{100 * run.difference:+.1f} for {run.name}".replace("+0.0", "0") for run in compare_runs()]
+    return [*ABOUT_GOODPUT.splitlines(), f"{', '.join(runs)}.", "", *ABOUT_OTHERS.splitlines()]
 
 
 def main() -> None:

@@ -33,7 +33,8 @@ def figures() -> Iterator[dict[str, Any]]:
 def test_the_page_has_every_claim_and_every_figure_in_its_place() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"^## (.+)$", page, re.MULTILINE)[:-1] == [claim["name"] for claim in GIVEN["claims"]]
-    shown = re.findall(r"^\| (.+?) \| ([^|]+) \| [^|]+ \| (?:yes|no|) \|$", page, re.MULTILINE)
+    claims = page.partition("\n## ")[2].partition("\n## Published goodput")[0]
+    shown = re.findall(r"^- (.+): [^:]+, ([a-z ]+)(?:; yes|; no)?$", claims, re.MULTILINE)
     assert [what for what, _ in shown] == [figure["of"] for figure in figures()]
     origins = {"planned", "simulated", "measured", "published", "counted"}
     assert {how for _, how in shown} == origins

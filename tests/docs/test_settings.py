@@ -65,8 +65,12 @@ def values_below(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_table() -> dict[str, str]:
-    """Return path -> when to set it, of the table of keys that no shipped file turns."""
-    rows = re.findall(r"^\| (`[^|]+) \| (`[^|]+) \| ([^|]*) \|$", TABLE.read_text(), re.MULTILINE)
+    """Return path -> when to set it, from the list of keys that no shipped file changes.
+
+    An item is "- SECTIONS: KEYS when to set them"; sections and keys are in backquotes.
+    """
+    unwrapped = TABLE.read_text().replace("\n  ", " ")
+    rows = re.findall(r"^- (`[^:]+`): ((?:`\w+`(?:, )?)+) (.+)$", unwrapped, re.MULTILINE)
     quoted = re.compile(r"`([^`]+)`")
     return {
         f"{section}.{key}": reason.strip()
@@ -99,7 +103,7 @@ def test_every_key_is_turned_by_a_shipped_file_or_explained_on_a_page() -> None:
         if is_turned or any(table.get(path) or is_explained(path, chapters) for path in setting.paths):
             continue
         unexplained.append(setting.paths[0])
-    assert unexplained == [], f"say in the table of {TABLE.name} when to set it, or make it a constant"
+    assert unexplained == [], f"state in the list of {TABLE.name} when to set it, or make it a constant"
 
 
 def test_the_table_names_keys_that_there_are_and_a_reason_for_each() -> None:
