@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
@@ -586,30 +586,34 @@ def _turns(schedule: Layout, micro_batches: int) -> _Turns:
     orders = _actions(schedule, micro_batches)
     rank_of = [schedule.rank_of_stage(stage) for stage in range(schedule.num_stages)]
     last = schedule.num_stages - 1
-    positions: dict[tuple[Kind, int, int], int] = {}
+    in_order: list[Action] = []
     ranks: list[int] = []
     inputs: list[int] = []
     senders: list[int] = []
-    started = [0] * len(orders)
-    while len(ranks) < sum(map(len, orders)):
-        ranks_before = len(ranks)
+    positions: dict[tuple[Kind, int, int], int] = {}
+    done = [0] * len(orders)
+    number = sum(map(len, orders))
+    while len(in_order) < number:
+        number_before = len(in_order)
         for rank, order in enumerate(orders):
-            for action in order[started[rank] :]:
+            while done[rank] < len(order):
+                action = order[done[rank]]
                 sender_stage = _sender_of(action, last)
-                position = -1
+                position = sender = -1
                 if sender_stage is not None:
-                    position = positions.get((action[0], sender_stage, action[2]), -1)
+                    position = positions.get((action.kind, sender_stage, action.micro_batch), -1)
                     if position < 0:
                         break
-                positions[action] = len(ranks)
+                    sender = rank_of[sender_stage]
+                positions[action] = len(in_order)
+                in_order.append(action)
                 ranks.append(rank)
                 inputs.append(position)
-                senders.append(-1 if sender_stage is None or rank_of[sender_stage] == rank else rank_of[sender_stage])
-                started[rank] += 1
-        if len(ranks) == ranks_before:
+                senders.append(-1 if sender == rank else sender)
+                done[rank] += 1
+        if len(in_order) == number_before:
             raise ValueError(f"the schedule of {schedule.describe()} with {micro_batches} micro-batches never ends")
-    in_order = tuple(cast("dict[Action, int]", positions))
-    return _Turns(in_order, tuple(ranks), tuple(inputs), tuple(senders))
+    return _Turns(tuple(in_order), tuple(ranks), tuple(inputs), tuple(senders))
 
 
 def _run_turns(
