@@ -61,6 +61,7 @@ def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> P
     return min((one for one in found if one is not None), key=lambda one: one.step_s, default=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "paces"),
     slow_after(

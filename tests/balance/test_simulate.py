@@ -54,7 +54,7 @@ def test_fail_slows_of_some_minutes_are_won_back_where_a_change_costs_little() -
     assert all(event.from_step + 2 < step <= event.from_step + 5 for event, step in zip(events, begun, strict=True))
 
 
-@pytest.mark.parametrize("events", [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}])
+@pytest.mark.parametrize("events", slow_after(1, [{"slow_devices": (SLOW,)}, {"slow_nodes": (SLOW_NODE,)}]))
 def test_on_an_accelerator_changes_apply_one_step_later(events: dict[str, object]) -> None:
     host, chip = (run(replace(job_of(64), late_steps=late), noise=0.0, **events).decisions for late in (0, 1))
     assert chip[0].step == host[0].step + 1

@@ -88,8 +88,10 @@ class Supervisor:
 
 @pytest.mark.parametrize(
     ("planned", "slow"),
-    [(TENSOR, SLOW), (TENSOR, replace(SLOW, steps=120))],
-    ids=["a slow rank", "one that recovers"],
+    [
+        pytest.param(TENSOR, SLOW, id="a slow rank"),
+        pytest.param(TENSOR, replace(SLOW, steps=120), id="one that recovers", marks=pytest.mark.slow),
+    ],
 )
 def test_the_supervisor_proposes_what_the_simulated_run_changes_to(
     planned: LayoutSpec, slow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

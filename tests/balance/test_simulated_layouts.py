@@ -69,6 +69,7 @@ def test_moved_layers_win_more_than_shares_alone() -> None:
     assert layers.on.by_step[300] > 1.03 * shares.on.by_step[300]
 
 
+@pytest.mark.slow
 def test_a_slow_device_of_a_tensor_parallel_group_leads_to_another_layout() -> None:
     simulation = run(job_of(TENSOR))
     (change,) = [decision for decision in simulation.decisions if decision.kind == "layout"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from lab.waiting import wait_for
+from lab.waiting import PATIENCE_S, wait_for
 
 from trainspec_cli.run.backend.processes import rank_of, workers_among
 from trainspec_cli.run.folder.events import read_events
@@ -137,7 +137,7 @@ def _kill_everything(process: subprocess.Popen[str]) -> None:
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(family, timeout=30)
+    psutil.wait_procs(family, timeout=PATIENCE_S)
     process.wait()
 
 

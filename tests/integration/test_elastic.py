@@ -176,7 +176,7 @@ def test_groups_whose_supervisor_is_killed_save_and_end(start_trainspec, tmp_pat
     )
     wait_for(lambda: max(losses(run), default=0) >= 10, process)
     process.kill()
-    process.wait(20)
+    process.wait(PATIENCE_S)
     wait_for(run.checkpoint_steps)
     check_nothing_was_lost(run)
 

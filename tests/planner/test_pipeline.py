@@ -9,7 +9,9 @@ import pytest
 from trainspec_cli.planner.pipeline import (
     Action,
     actions,
+    alike_ranks,
     cut_layers,
+    ends_of_ranks_s,
     layers_per_rank,
     replay,
 )
@@ -100,6 +102,19 @@ def test_one_micro_batch_waits_for_each_message_between_ranks(schedule: str, mes
 def test_a_rank_that_begins_late_delays_the_others() -> None:
     timeline = replay(Layout(pp=2), 1, lambda _: 1.0, begin_s=[0.0, 5.0])
     assert [[begin_s for _, begin_s, _ in passes] for passes in timeline] == [[0.0, 7.0], [5.0, 6.0]]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
+def test_the_ends_alone_are_those_of_the_replayed_passes(schedule: str) -> None:
+    layout = replace(layout_of(schedule, 4), dp_shard=2, tp=2)
+    arguments = (layout, 8, lambda action: TICKS[action.kind] + 0.1 * action.stage, lambda *_: 0.3)
+    assert ends_of_ranks_s(*arguments) == [passes[-1].end_s for passes in replay(*arguments)]
+
+
+def test_layouts_that_differ_outside_of_the_pipeline_share_its_schedule() -> None:
+    assert actions(Layout(pp=4), 8) is actions(Layout(pp=4, dp_shard=2, tp=2, zero_stage=1), 8)
+    assert alike_ranks(Layout(pp=4, pipeline_schedule="gpipe"), 8) == (0, 0, 0, 0)
+    assert alike_ranks(Layout(pp=4), 8) == (0, 1, 2, 3)
 
 
 def test_memory_is_what_the_papers_state():

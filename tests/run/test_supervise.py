@@ -582,6 +582,7 @@ HISTORIES = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.clause("LAUNCH-6")
 def test_random_histories() -> None:
     run_state_machine_as_test(Histories, settings=HISTORIES)

@@ -7,7 +7,7 @@ numbered along the model. A rank has one stage or several (interleaved, zbv)."""
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -511,7 +511,6 @@ def layers_per_rank(num_layers: int, layout: Layout) -> tuple[int, ...]:
     return tuple(sum(len(stages[stage]) for stage in layout.stages_of_rank(rank)) for rank in range(layout.pp))
 
 
-@lru_cache(maxsize=64)
 def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Return each rank's actions in order: some forwards (the warm-up), then alternating forwards and backwards.
 
@@ -519,6 +518,17 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
     stages after it (arXiv:2006.09503). interleaved: 1F1B over chunks, with `pp` micro-batches of one chunk at a time
     (arXiv:2104.04473, section 2.2). A single rank processes one micro-batch after another.
     """
+    return _actions(_schedule_of(layout), micro_batches)
+
+
+def _schedule_of(layout: Layout) -> Layout:
+    """Return a layout with only the pipeline's axes: layouts that differ in the others share their schedule, which is
+    then computed once."""
+    return Layout(pp=layout.pp, pipeline_schedule=layout.pipeline_schedule, virtual_stages=layout.virtual_stages)
+
+
+@lru_cache(maxsize=64)
+def _actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     pp = layout.pp
     if pp > 1 and layout.splits_backward:
         return _fill_bubbles(tuple(tuple(layout.stages_of_rank(rank)) for rank in range(pp)), micro_batches)
@@ -552,14 +562,82 @@ class TimedAction(NamedTuple):
     end_s: float
 
 
-def input_of(layout: Layout, action: Action) -> Action | None:
-    """Return the pass on another stage whose result `action` needs, or None."""
-    kind, stage, micro_batch = action
+def _sender_of(action: Action, last: int) -> int | None:
+    """Return the stage whose pass of the same kind and micro-batch gives the action its input, or None. `last`: the
+    last stage."""
+    kind, stage, _ = action
     if kind == "forward":
-        return Action(kind, stage - 1, micro_batch) if stage > 0 else None
-    if kind == "backward_weight" or stage + 1 == layout.num_stages:
-        return None  # the same rank ran the previous pass
-    return Action(kind, stage + 1, micro_batch)
+        return stage - 1 if stage > 0 else None
+    if kind == "backward_weight" or stage == last:
+        return None  # its rank has run the pass before it
+    return stage + 1
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The actions of all ranks in an order in which each one comes after its input."""
+
+    actions: tuple[Action, ...]
+    ranks: tuple[int, ...]
+    inputs: tuple[int, ...]
+    """Position of each action's input, or -1."""
+    senders: tuple[int, ...]
+    """The rank that sends the input, or -1 if the action's own rank computes it."""
+
+
+@lru_cache(maxsize=32)
+def _turns(schedule: Layout, micro_batches: int) -> _Turns:
+    orders = _actions(schedule, micro_batches)
+    rank_of = [schedule.rank_of_stage(stage) for stage in range(schedule.num_stages)]
+    last = schedule.num_stages - 1
+    in_order: list[Action] = []
+    ranks: list[int] = []
+    inputs: list[int] = []
+    senders: list[int] = []
+    positions: dict[tuple[Kind, int, int], int] = {}
+    done = [0] * len(orders)
+    number = sum(map(len, orders))
+    while len(in_order) < number:
+        number_before = len(in_order)
+        for rank, order in enumerate(orders):
+            while done[rank] < len(order):
+                action = order[done[rank]]
+                sender_stage = _sender_of(action, last)
+                position = sender = -1
+                if sender_stage is not None:
+                    position = positions.get((action.kind, sender_stage, action.micro_batch), -1)
+                    if position < 0:
+                        break
+                    sender = rank_of[sender_stage]
+                positions[action] = len(in_order)
+                in_order.append(action)
+                ranks.append(rank)
+                inputs.append(position)
+                senders.append(-1 if sender == rank else sender)
+                done[rank] += 1
+        if len(in_order) == number_before:
+            raise ValueError(f"the schedule of {schedule.describe()} with {micro_batches} micro-batches never ends")
+    return _Turns(tuple(in_order), tuple(ranks), tuple(inputs), tuple(senders))
+
+
+def _run_turns(
+    turns: _Turns, passes_s: Iterable[float], hand_over_s: Callable[[int, int], float], free_s: list[float]
+) -> tuple[list[float], list[float]]:
+    """Return when each action begins and ends, and update `free_s`, the moments at which the ranks are free."""
+    begin_s: list[float] = []
+    end_s: list[float] = []
+    for pass_s, rank, position, sender in zip(passes_s, turns.ranks, turns.inputs, turns.senders, strict=True):
+        begins_s = free_s[rank]
+        if position >= 0:
+            arrives_s = end_s[position]
+            if sender >= 0:
+                arrives_s += hand_over_s(sender, rank)
+            if arrives_s > begins_s:
+                begins_s = arrives_s
+        free_s[rank] = begins_s + pass_s
+        begin_s.append(begins_s)
+        end_s.append(free_s[rank])
+    return begin_s, end_s
 
 
 def replay(
@@ -575,29 +653,40 @@ def replay(
     `hand_over_s`: the time of a message from one rank to another; messages do not delay one another. `begin_s`: when
     each rank starts (0 by default). Raises ValueError if the ranks wait for one another forever.
     """
-    orders = actions(layout, micro_batches)
-    free_s = list(begin_s) or [0.0] * len(orders)
-    timed: list[list[TimedAction]] = [[] for _ in orders]
-    ended_s: dict[Action, float] = {}
-    left = sum(map(len, orders))
-    while left:
-        left_before = left
-        for rank, order in enumerate(orders):
-            for action in order[len(timed[rank]) :]:
-                awaited = input_of(layout, action)
-                begins_s = free_s[rank]
-                if awaited is not None:
-                    if awaited not in ended_s:
-                        break
-                    sender = layout.rank_of_stage(awaited.stage)
-                    arrives_s = ended_s[awaited] + (hand_over_s(sender, rank) if sender != rank else 0.0)
-                    begins_s = max(begins_s, arrives_s)
-                free_s[rank] = ended_s[action] = begins_s + action_s(action)
-                timed[rank].append(TimedAction(action, begins_s, free_s[rank]))
-                left -= 1
-        if left == left_before:
-            raise ValueError(f"the schedule of {layout.describe()} with {micro_batches} micro-batches never ends")
+    free_s = list(begin_s) or [0.0] * layout.pp
+    timed: list[list[TimedAction]] = [[] for _ in free_s]
+    turns = _turns(_schedule_of(layout), micro_batches)
+    times = _run_turns(turns, map(action_s, turns.actions), hand_over_s, free_s)
+    for rank, action, begins_s, ends_s in zip(turns.ranks, turns.actions, *times, strict=True):
+        timed[rank].append(TimedAction(action, begins_s, ends_s))
     return timed
+
+
+def ends_of_ranks_s(
+    layout: Layout,
+    micro_batches: int,
+    action_s: Callable[[Action], float],
+    hand_over_s: Callable[[int, int], float] = lambda _sender, _receiver: 0.0,
+) -> list[float]:
+    """Return the seconds after which each rank has made its passes; see `replay`."""
+    free_s = [0.0] * layout.pp
+    turns = _turns(_schedule_of(layout), micro_batches)
+    _run_turns(turns, map(action_s, turns.actions), hand_over_s, free_s)
+    return free_s
+
+
+def alike_ranks(layout: Layout, micro_batches: int) -> tuple[int, ...]:
+    """Return for each rank the first one with the same actions on its own stages."""
+    return _alike_ranks(_schedule_of(layout), micro_batches)
+
+
+@lru_cache(maxsize=64)
+def _alike_ranks(schedule: Layout, micro_batches: int) -> tuple[int, ...]:
+    first: dict[object, int] = {}
+    return tuple(
+        first.setdefault(tuple((kind, stage // schedule.pp, index) for kind, stage, index in order), rank)
+        for rank, order in enumerate(_actions(schedule, micro_batches))
+    )
 
 
 # Zero bubble

@@ -97,6 +97,7 @@ def test_a_rank_that_was_slow_for_a_while_gets_its_samples_back_and_keeps_them()
     assert sum(changes) <= 2.2 * len(changes) and max(changes) <= 4
 
 
+@pytest.mark.slow
 def test_ten_thousand_healthy_steps_change_no_shares() -> None:
     for seed in range(10):
         assert set(shares_of_steps(lambda rank, step: 1.0, 1000, 1000 + seed)) == {(EVEN,) * RANKS}

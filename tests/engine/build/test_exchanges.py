@@ -37,7 +37,7 @@ def is_listed(axis: str, operation: str) -> bool:
 @pytest.mark.parametrize(
     ("family", "layout"),
     slow_after(
-        2,
+        1,
         [
             ("dense", Layout(tp=2, dp_shard=2)),
             ("tied", Layout(pp=2)),

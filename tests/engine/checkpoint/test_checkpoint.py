@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lab.waiting import PATIENCE_S
 from safetensors import safe_open
 
 from trainspec_cli.balance.batch.batch import BatchPace, NoiseAverage
@@ -333,7 +334,7 @@ def test_it_is_busy_until_the_disk_has_it_and_the_last_one_stays_whole(tmp_path,
     run_dir, release, sync = RunDir(tmp_path), threading.Event(), os.fsync
     made = Saver(run_dir, trained(), CPU, keep_last=2)
     made.save(about(1))
-    monkeypatch.setattr(files.os, "fsync", lambda descriptor: (release.wait(30), sync(descriptor)))
+    monkeypatch.setattr(files.os, "fsync", lambda descriptor: (release.wait(PATIENCE_S), sync(descriptor)))
     made.begin(about(2))
     time.sleep(0.1)
     assert made.busy

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from lab.waiting import PATIENCE_S
 from torch.distributed.fsdp import fully_shard
 
 from trainspec_cli.engine.comm.joining import RendezvousStore, leave_processes
@@ -37,7 +38,7 @@ def check_two_threads(store: dist.Store) -> None:
     waiting = threading.Thread(target=lambda: store.get(f"late/{RANK}"))
     waiting.start()
     store.set(f"late/{RANK}", "now")
-    waiting.join(60)
+    waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.engine.comm import forking as background
 from trainspec_cli.engine.comm.forking import Background
@@ -21,7 +22,7 @@ def test_pieces_run_in_order_beside_the_main_thread() -> None:
     noted: list[tuple[float, float]] = []
     beside, gate, done = Background(CPU, lambda *times: noted.append(times)), threading.Event(), list[int]()
     beside.wait()  # nothing was started
-    beside.start(lambda: gate.wait(20) and done.append(0))  # type: ignore[func-returns-value]
+    beside.start(lambda: gate.wait(PATIENCE_S) and done.append(0))  # type: ignore[func-returns-value]
     for number in (1, 2):
         beside.start(lambda number=number: done.append(number))  # type: ignore[misc]
     assert not done, "the first one waits for the main thread"
@@ -62,7 +63,7 @@ def test_what_is_done_is_held_no_longer() -> None:
 def test_a_piece_waits_for_what_it_follows_and_that_is_no_time_of_its_own() -> None:
     noted, gate, begun = list[tuple[float, float]](), threading.Event(), threading.Event()
     beside, opened_s = Background(CPU, lambda *times: noted.append(times)), list[float]()
-    beside.start(begun.set, after=lambda: gate.wait(20))
+    beside.start(begun.set, after=lambda: gate.wait(PATIENCE_S))
     assert not begun.wait(0.01)
     opened_s.append(time.perf_counter())
     gate.set()
@@ -73,15 +74,15 @@ def test_a_piece_waits_for_what_it_follows_and_that_is_no_time_of_its_own() -> N
 def test_the_main_thread_waits_where_too_many_pieces_wait() -> None:
     beside, gate, order = Background(CPU, lambda *_: None, most_waiting=1), threading.Event(), list[str]()
     running = threading.Event()
-    beside.start(lambda: (running.set(), gate.wait(20), order.append("first")))  # type: ignore[func-returns-value]
-    assert running.wait(20)
+    beside.start(lambda: (running.set(), gate.wait(PATIENCE_S), order.append("first")))  # type: ignore[func-returns-value]
+    assert running.wait(PATIENCE_S)
     beside.start(lambda: order.append("second"))
     giving = threading.Thread(target=lambda: (beside.start(lambda: None), order.append("given")))  # type: ignore[func-returns-value]
     giving.start()
     giving.join(0.01)
     assert order == []
     gate.set()
-    giving.join(20)
+    giving.join(PATIENCE_S)
     beside.wait()
     assert order[0] == "first" and set(order) == {"first", "second", "given"}
 
@@ -92,7 +93,7 @@ def test_the_thread_ends_once_all_is_done() -> None:
     beside.start(lambda: done.append(1))
     (own,) = set(threading.enumerate()) - others
     beside.close()
-    own.join(20)
+    own.join(PATIENCE_S)
     assert done and not own.is_alive()
 
 
@@ -105,7 +106,7 @@ def test_an_error_is_raised_by_the_next_start() -> None:
         raise RuntimeError("lost")
 
     beside.start(fail)
-    assert failed.wait(20)
+    assert failed.wait(PATIENCE_S)
     beside._given.join()
     with pytest.raises(RuntimeError, match="lost"):
         beside.start(lambda: None)
@@ -128,9 +129,9 @@ def test_what_the_main_thread_does_not_hear_of_is_given_up(monkeypatch: pytest.M
         with pytest.raises(RuntimeError, match="lost"):
             beside.wait()
         assert beside._unheard is not None
-        beside._unheard.join(20)
+        beside._unheard.join(PATIENCE_S)
         assert not given_up.is_set()
     else:
-        assert given_up.wait(20)
+        assert given_up.wait(PATIENCE_S)
         assert str(beside.take_error()) == "lost"
         beside.wait()

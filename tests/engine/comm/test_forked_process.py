@@ -50,11 +50,6 @@ def host(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.wait()
 
 
-def codes(process: subprocess.Popen[str]) -> list[int]:
-    """The exit codes of the forked processes, which are printed after their process ids."""
-    return [int(line) for line in process.communicate()[0].split()[1::2]]
-
-
 ENDS = (
     ("print('done')", 0, ""),
     ("raise SystemExit(3)", 3, ""),
@@ -73,24 +68,16 @@ THREADS = (
 )
 
 
-def test_it_ends_as_a_python_process_does(host, tmp_path: Path) -> None:
-    """Its threads and exit handlers end before it does."""
-    found = codes(host(*(body for body, _, _ in ENDS), THREADS))
-    assert found == [*(code for _, code, _ in ENDS), 0]
-    for number, (body, _, error) in enumerate(ENDS):
-        written = (tmp_path / f"err{number}").read_text()
-        assert error in written, body
-        assert ("Traceback" in written) == ("Error" in error or "Interrupt" in error), body
-    assert (tmp_path / f"out{len(ENDS)}").read_text() == "thread\nexit handler\n"
+OWN = (
+    "print(sorted(os.environ), os.getsid(0) == os.getpid(), sorted(os.listdir('/proc/self/fd'))[:4])\n"
+    "print('to stderr', file=sys.stderr)\n"
+    "sys.stdin.close()\nimport time; time.sleep(600)"
+)
 
 
-def test_it_has_its_own_environment_session_title_and_output(host, tmp_path: Path) -> None:
-    body = (
-        "print(sorted(os.environ), os.getsid(0) == os.getpid(), sorted(os.listdir('/proc/self/fd'))[:4])\n"
-        "print('to stderr', file=sys.stderr)\n"
-        "sys.stdin.close()\nimport time; time.sleep(600)"
-    )
-    process = host(body)
+def test_it_behaves_as_a_python_process_of_its_own(host, tmp_path: Path) -> None:
+    """It has its own environment, session, title and output, and its threads and exit handlers end before it does."""
+    process = host(OWN, *(body for body, _, _ in ENDS), THREADS)
     assert process.stdout
     worker = psutil.Process(int(process.stdout.readline()))
     wait_for((tmp_path / "err0").read_text, process)
@@ -98,7 +85,14 @@ def test_it_has_its_own_environment_session_title_and_output(host, tmp_path: Pat
     assert (tmp_path / "out0").read_text() == f"{sorted(ENVIRONMENT)} True ['0', '1', '2', '3']\n", "written at once"
     assert (tmp_path / "err0").read_text() == "to stderr\n"
     worker.terminate()
-    assert int(process.communicate()[0]) == -15, "not the parent's handler"
+    first, *found = [int(line) for line in process.communicate()[0].split()[::2]]
+    assert first == -15, "not the parent's handler"
+    assert found == [*(code for _, code, _ in ENDS), 0]
+    for number, (body, _, error) in enumerate(ENDS, start=1):
+        written = (tmp_path / f"err{number}").read_text()
+        assert error in written, body
+        assert ("Traceback" in written) == ("Error" in error or "Interrupt" in error), body
+    assert (tmp_path / f"out{len(ENDS) + 1}").read_text() == "thread\nexit handler\n"
 
 
 def test_waiting_for_it_has_an_end() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from lab.waiting import PATIENCE_S
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE, STORE_FILE
@@ -153,7 +154,7 @@ def test_after_an_error_the_next_request_has_a_new_connection(
 def test_each_thread_has_its_own_connection(store: RendezvousStore, server: Server) -> None:
     other = threading.Thread(target=store.num_keys)
     other.start()
-    other.join(20)
+    other.join(PATIENCE_S)
     store.num_keys()
     assert [number for number, _, _ in server.asked] == [2, 1]
 

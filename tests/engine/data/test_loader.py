@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples
 from trainspec_cli.data.corpus.prepare import prepare
@@ -179,9 +180,9 @@ def test_the_next_steps_are_read_while_the_step_before_them_is_made(shelf):
     read = [threading.Event() for _ in range(4)]
     shelf.before = lambda own: read[own.starts[0] // 10].set()
     shelf.take(step(0), step(1), step(2))
-    assert read[1].wait(20) and read[2].wait(20)
+    assert read[1].wait(PATIENCE_S) and read[2].wait(PATIENCE_S)
     shelf.take(step(1), step(2), step(3))
-    assert read[3].wait(20)
+    assert read[3].wait(PATIENCE_S)
     assert shelf.asked == [step(0), step(1), step(2), step(3)]
 
 

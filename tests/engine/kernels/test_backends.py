@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.kernels.shapes import CALLS, DEVICE, PARAMETERS
+from lab.drawing import slow_after
 from torch.nn.attention import SDPBackend
 
 from trainspec_cli.engine.build.assemble import load_kernel
@@ -51,7 +52,7 @@ def test_output_and_gradients_err_as_the_format_does(op: str, name: str, dtype: 
         assert call_error(op, kernel, call, dtype, DEVICE, ChunkCrossEntropy()) <= allowed
 
 
-@pytest.mark.parametrize("name", KERNELS["adamw"])
+@pytest.mark.parametrize("name", slow_after(3, KERNELS["adamw"]))
 def test_updates_err_as_fp32_does(name: str) -> None:
     skip_where_it_cannot_run("adamw", name)
     optim = OptimSpec(lr=1e-2, weight_decay=0.1)

@@ -382,7 +382,7 @@ def test_a_report_that_cannot_be_written_leaves_the_watch_at_work(clock, make_wa
 def test_a_rank_waits_where_its_sums_go_on_in_another_thread():
     """It is no suspect of the hang: the thread waits for the others."""
     beside, gate = Background(torch.device("cpu"), lambda *_: None), threading.Event()
-    beside.start(lambda: gate.wait(20))
+    beside.start(lambda: gate.wait(PATIENCE_S))
     waiting = threading.Thread(target=beside.wait)
     waiting.start()
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.waiting import PATIENCE_S
 from torch import Tensor, nn
 
 from trainspec_cli.engine.observe.clock import StepClock
@@ -31,7 +32,7 @@ class Network:
         self.threads = set[int]()
 
     def _pass(self, name: str, x: Tensor) -> None:
-        assert self.gate.wait(20)
+        assert self.gate.wait(PATIENCE_S)
         if self.error:
             raise RuntimeError(self.error)
         self.exchanged.append((name, x.numel()))
@@ -152,7 +153,7 @@ def test_what_follows_a_sum_in_another_thread_waits_for_it(network: Network, sum
     assert seen == []
     network.gate.set()
     sums.finish()
-    other.join(20)
+    other.join(PATIENCE_S)
     assert seen == [2.0]
 
 

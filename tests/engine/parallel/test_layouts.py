@@ -32,7 +32,7 @@ BOUNDS = {
 RUNS = worker.runs()
 OF_TWO = [name for name, run in RUNS.items() if run.case.layout.world_size == 2]
 OF_FOUR = [name for name, run in RUNS.items() if run.case.layout.world_size == 4]
-USUAL = {"ring", "zero 1", "plain tensor", "interleaved", "tied split", "uneven zero 3", "empty experts", "int4 zero 1"}
+USUAL = {"ring", "zero 1", "plain tensor", "interleaved", "empty experts", "int4 zero 1"}
 """One of each kind; others show more of the same (`pytest -m slow`)."""
 
 Ranks = list[dict[str, Any]]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.drawing import slow_after
 from lab.engine_runs import CPU, Numbered, run_of
 from lab.quorum import DiedError, FakeComm, Network
 from lab.supervisor import PlayedSupervisor
@@ -399,7 +400,7 @@ def test_a_group_whose_exchange_fails_after_the_others_heals_from_them(lab: Call
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_after(2, range(8)))
 def test_random_deaths_and_returns(lab: Callable[..., Lab], seed: int) -> None:
     """Groups die anywhere, up to all but one, and come back at once."""
     trial, generator = lab(3), random.Random(seed)

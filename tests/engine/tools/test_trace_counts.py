@@ -167,6 +167,7 @@ def test_every_ranks_tokens_are_evened_out_under_fake_tensors() -> None:
     assert weight.grad is not None and weight.grad.shape == weight.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "reductions"),
     slow_after(

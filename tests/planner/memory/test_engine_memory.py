@@ -240,7 +240,7 @@ def error_of(run: Run, trace: Trace) -> float:
     return counted / traced - 1
 
 
-@pytest.mark.parametrize("run", slow_after(2, DEFAULT_RUNS), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", slow_after(1, DEFAULT_RUNS), ids=lambda run: run.name)
 def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None:
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 

@@ -350,6 +350,7 @@ def test_replica_groups_on_detected_gpus_are_launched() -> None:
     assert planned.replica_groups == 4 and planned.layout.world_size == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disturb", slow_after(1, ["node_leaves", "slow_node", "slow_device"]))
 def test_replica_groups_are_simulated_under_a_disturbance(disturb: str) -> None:
     arguments = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8", "resilience=elastic"]

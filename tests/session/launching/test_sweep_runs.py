@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError, Stopped, WorkerError
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -209,7 +210,7 @@ def test_an_error_of_the_sweep_ends_what_runs(node: Node, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="Cannot allocate"):
         sweep(["0.1", "0.2"], "cluster.devices_per_node=1", at_once=2)
     (process,) = node.processes
-    assert process.wait(30) == 6
+    assert process.wait(PATIENCE_S) == 6
 
 
 def test_the_run_with_most_devices_says_what_each_has(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_the_wheel_is_built_from_a_checkout(tmp_path: Path) -> None:
         assert "trainspec_cli/_data/recipes/quickstart.yaml" in archive.namelist()
 
 
+@pytest.mark.slow
 def test_without_a_checkout_pip_downloads_the_wheel_of_the_same_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

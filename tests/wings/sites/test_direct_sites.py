@@ -120,6 +120,7 @@ def test_the_address_of_another_site_is_not_accepted(lab: Lab, usual: torch.Tens
     assert any("another site" in warning for warning in warnings(second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounds", "cuts_all"), slow_after(1, [(0.5, False), (2.5, False), (2.5, True), (5.2, False)]))
 def test_a_connection_that_is_cut_within_an_outer_gradient_loses_nothing(
     lab: Lab, usual: torch.Tensor, rounds: float, *, cuts_all: bool

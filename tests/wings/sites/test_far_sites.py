@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("cryptography")
 
 from lab.sites import BATCH, STEPS, Site, SitesLab, begun, kill, wait_until
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.recipe.keys.training import SchedulerSpec
 
@@ -167,5 +168,5 @@ def test_another_recipe_is_refused(lab: Lab) -> None:
     trial.open()
     trial.settings = type(trial.settings)(**{**vars(trial.settings), "outer_lr": 0.5})
     site = trial.start(1)
-    site.thread.join(30)
+    site.thread.join(PATIENCE_S)
     assert "recipe" in str(site.error)

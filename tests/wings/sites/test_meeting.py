@@ -255,5 +255,5 @@ class Histories(RuleBasedStateMachine):
         return max((r.round for r in self.records[: until + 1] if site in r.joined), default=0)
 
 
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.slow(Histories.TestCase)
 TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -24,7 +24,7 @@ from trainspec_cli.planner.hardware.cluster import (
     send_s,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.pipeline import Action, Kind, actions, cut_layers, replay
+from trainspec_cli.planner.pipeline import Action, Kind, actions, alike_ranks, cut_layers, ends_of_ranks_s
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
 from trainspec_cli.planner.time.step import (
     PASSES,
@@ -410,10 +410,10 @@ class EngineStep:
         stages = self._stages
         known: dict[object, RankRun] = {}
         ranks = []
+        alike = alike_ranks(layout, micro_batches)
         for rank, order in enumerate(orders):
             # Middle ranks of a long pipeline have equal stages in the same order, so they share one simulation.
-            like = tuple((action.kind, action.stage // layout.pp, action.micro_batch) for action in order)
-            key = (like, tuple(stages[rank].values()))
+            key = (alike[rank], tuple(stages[rank].values()))
             if key not in known:
                 known[key] = RankClock(stages[rank], self.setup, self.eff).run(order)
             ranks.append(known[key])
@@ -436,16 +436,14 @@ class EngineStep:
             replace(rank, launches_s=wait_s * micro_batches * layout.chunks_per_rank)
             for rank, wait_s in zip(ranks, launches_s, strict=True)
         ]
-        place = [{action: number for number, action in enumerate(order)} for order in orders]
+        action_s = {
+            action: pass_s + LAUNCHES[action.kind] * launches_s[rank]
+            for rank, order in enumerate(orders)
+            for action, pass_s in zip(order, ranks[rank].passes_s, strict=True)
+        }
 
-        def action_s(action: Action) -> float:
-            rank = layout.rank_of_stage(action.stage)
-            return ranks[rank].passes_s[place[rank][action]] + LAUNCHES[action.kind] * launches_s[rank]
-
-        def ends_s(hand_over: Callable[[int, int], float]) -> list[float]:
-            return [passes[-1].end_s for passes in replay(layout, micro_batches, action_s, hand_over)]
-
-        return StepRun(ranks, ends_s(hand_over_s), ends_s(lambda _sender, _receiver: 0.0))
+        ends_s = ends_of_ranks_s(layout, micro_batches, action_s.__getitem__, hand_over_s)
+        return StepRun(ranks, ends_s, ends_of_ranks_s(layout, micro_batches, action_s.__getitem__))
 
     def time(self) -> StepTime:
         """Return the step time by part, based on the rank with the most work."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.drawing import slow_after
 from safetensors.numpy import save_file
 
 from trainspec_cli.core.errors import WorkerError
@@ -60,22 +61,25 @@ def test_the_fields_of_a_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("manner", "words"),
-    [
-        ("fails", "exit code 1\n\nno such layout"),
-        ("silent", "answer.json"),
-        ("garbage", "answer.json"),
-        ("old", "`schema` is 'trainspec.engine/0'"),
-        ("few_losses", "`losses` has 19 numbers; 20"),
-        ("nan_loss", r"`losses\[3\]` is nan"),
-        ("text_losses", "answer.json: .*losses"),
-        ("no_file", "`gradients` names none.safetensors"),
-        ("elsewhere", "`gradients` is '../gradients.safetensors'"),
-        ("wrong_shape", r"gradients.safetensors \(`gradients`\): a is F32 of \[3, 2\]; F32 of \[2, 3\]"),
-        ("half", r"a is F16 of \[2, 3\]; F32 of \[2, 3\]"),
-        ("no_tensor", r"\(`gradients`\) has no tensor a"),
-        ("nan", r"\(`gradients`\): a has values"),
-        ("cut", r"`gradients`: .*gradients.safetensors"),
-    ],
+    slow_after(
+        4,
+        [
+            ("fails", "exit code 1\n\nno such layout"),
+            ("few_losses", "`losses` has 19 numbers; 20"),
+            ("elsewhere", "`gradients` is '../gradients.safetensors'"),
+            ("wrong_shape", r"gradients.safetensors \(`gradients`\): a is F32 of \[3, 2\]; F32 of \[2, 3\]"),
+            ("silent", "answer.json"),
+            ("garbage", "answer.json"),
+            ("old", "`schema` is 'trainspec.engine/0'"),
+            ("nan_loss", r"`losses\[3\]` is nan"),
+            ("text_losses", "answer.json: .*losses"),
+            ("no_file", "`gradients` names none.safetensors"),
+            ("half", r"a is F16 of \[2, 3\]; F32 of \[2, 3\]"),
+            ("no_tensor", r"\(`gradients`\) has no tensor a"),
+            ("nan", r"\(`gradients`\): a has values"),
+            ("cut", r"`gradients`: .*gradients.safetensors"),
+        ],
+    ),
 )
 def test_a_wrong_answer_names_the_file_and_the_field(tmp_path: Path, manner: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words) as error:
