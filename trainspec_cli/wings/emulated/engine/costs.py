@@ -261,7 +261,11 @@ def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
     changed = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and not argument.is_out
+        # Optimizers write gradients only if they scale them.
+        and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
     ]
     return given + nbytes_of(changed)
 
