@@ -248,6 +248,7 @@ def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
         "gemms": [one(10, 16, 8, wide=False)],
         "pass_bytes": 8 * 10 * 4,
         "loss_bytes": 12 * 10 * 16,
+        "counted_gemms": [one(10, 16, 8, wide=False)],
         "counted_kernels": (
             {4 * 10 * 4: 1, 0: 22, 4 * 10 * 16: 3, 6 * 10 * 16: 2, 8 * 10 * 16: 3},
             {6 * 10 * 4: 1, 4 * 10 * 8: 1},

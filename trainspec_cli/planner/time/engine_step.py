@@ -339,7 +339,7 @@ class EngineStep:
         model = self.setup.model
         if not has_layer_list(model):
             params = sum(part.params for part in mixers)
-            return (self._with_work(self._unit(Unit(((params, 1),), layout.shards)), LayersPart.total(mixers)),)
+            return (self._with_work(self._unit(Unit(((round(params), 1),), layout.shards)), LayersPart.total(mixers)),)
         layer = next(layer for number, layer in enumerate(model.layer_list) if self.once.kind_of(number) == kind)
         unit = self._unit(block_unit(model, layer, layout, self.setup.lora))
         if layout.ep == 1 or "experts" not in layer.mixers:
@@ -411,7 +411,7 @@ class EngineStep:
         model = self.setup.model
         if has_layer_list(model):
             return outside_unit(model, layout, stage == 0, stage == layout.num_stages - 1)
-        return Unit(((part.params, 1),), layout.shards)
+        return Unit(((round(part.params), 1),), layout.shards)
 
     def _optimizer_s(self, rank: int) -> float:
         setup = self.setup

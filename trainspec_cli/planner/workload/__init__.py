@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
 
 
@@ -251,8 +251,9 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
     hidden = model.hidden_size
     vocab = model.vocab_size / layout.tp
     tied = model.tied_embeddings and layout.pp == 1
-    chunk = min(tokens, loss_chunk_tokens(int(vocab)))
+    chunk = loss_chunk_tokens(int(vocab))
     chunks = math.ceil(tokens / chunk)
+    groups = math.ceil(tokens / loss_group_tokens(hidden, 2.0, chunk))
     logit_bytes, small = (CUT_CHUNK_BYTES, CUT_CHUNK_KERNELS) if layout.tp > 1 else (CHUNK_BYTES, CHUNK_KERNELS)
     forward = Counter({0.0: chunks * small, 4.0 * tokens * hidden / split: 1})
     for each in logit_bytes:
@@ -261,6 +262,7 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
         gemms=(Gemm(tokens, vocab, hidden, wide=False),),
         pass_bytes=tokens * 8.0 * hidden / split,
         loss_bytes=tokens * LOSS_BYTES * vocab,
+        counted_gemms=(Gemm(tokens / groups, vocab, hidden, wide=False),) * groups,
         # Norm; and in the backward, the gradient of the hidden states scaled.
         counted_kernels=(forward, Counter([6.0 * tokens * hidden / split, 4.0 * tokens * hidden])),
         kernels=12,

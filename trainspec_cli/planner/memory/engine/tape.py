@@ -565,7 +565,12 @@ class Tape:
 
     def summed(self, x: Value) -> Value:
         """Return `x`, to which a product adds a bias; the bias's gradient is a sum."""
-        return self._recorded(x, (x,), lambda gradient: (self.move(gradient.size), (gradient,))[1])
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self.move(gradient.size)
+            return (gradient,)
+
+        return self._recorded(x, (x,), backward)
 
     def copy_in_backward(self, x: Value) -> Value:
         return self._recorded(
