@@ -77,6 +77,22 @@ def test_a_cast_to_fp8_has_the_planned_traffic_and_kernels() -> None:
     assert cast.kernels == EAGER_CAST_KERNELS - 2
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_of_a_layer_take_the_planned_time_in_both_directions(wide: bool) -> None:
+    """Also if a dimension does not fill the tiles: the gradient of the weights is contiguous along the inputs."""
+    tokens, outputs, inputs = 1728, 18_992, 1024
+    costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+    op = torch.ops.aten.mm.default
+    size = (tokens, outputs, inputs) if wide else (tokens, inputs, outputs)
+    x, weight, dy = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((size[0], size[2]), (size[1], size[2]), (size[0], size[1]))
+    )
+    factors = ((x, weight.t()), (dy, weight), (dy.t(), x))
+    expected = gemm_s(Gemm(*size, wide=False), costs.rates(torch.bfloat16), costs.eff)
+    assert [costs.operation_s(op, both, {}, None) for both in factors] == pytest.approx(expected)
+
+
 def test_attention_runs_at_the_rate_of_kernels_for_an_older_chip() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     query = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
