@@ -357,8 +357,10 @@ class EngineStep:
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
         """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
-        work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0), self._again)
-        return work_s, (self._again.elementwise > 0) * self._again.layers * (part.tp + part.cp + part.ep)
+        work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0, again=0.0), self._again)
+        work_s -= self._again.full * self._again.layers * part.unrepeated
+        waits_s = part.tp + part.cp + part.ep + part.again
+        return work_s, (self._again.elementwise > 0) * self._again.layers * waits_s
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
         again_s, again_waits_s = self._repeated(part)
@@ -542,7 +544,7 @@ class EngineStep:
             matmul_s=micro * (part.matmul_f + part.matmul_b),
             attention_s=micro * (part.attention_f + part.attention_b),
             recompute_s=micro * self._repeated(layers)[0],
-            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * layers.tp),
+            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * (layers.tp + layers.again)),
             cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * layers.cp),
             ep_comm_s=micro * (PASSES["ep"] * part.ep + repeats * layers.ep),
         )

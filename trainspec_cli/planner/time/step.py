@@ -204,8 +204,9 @@ class LayersPart:
     params: float = 0.0
     expert_params: float = 0.0
     again: float = 0.0
-    """Exposed communication of a forward that is repeated, less that of `tp`, `cp` and `ep`. Without compilation, less
-    the block's last product, whose result no backward needs."""
+    """Exposed communication of a forward that is repeated, less that of `tp`, `cp` and `ep`."""
+    unrepeated: float = 0.0
+    """Time of a block's last product, which full recomputation leaves out, because no backward needs its result."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -223,6 +224,7 @@ class LayersPart:
             self.params + times * other.params,
             self.expert_params + times * other.expert_params,
             self.again + times * other.again,
+            self.unrepeated + times * other.unrepeated,
         )
 
     @classmethod
@@ -329,8 +331,6 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
 
     if software.counted and not setup.fabric.speaks_gloo and not setup.tabled:
         tp, cp, ep, again = _engine_exchanges_s(work, attention_f, attention_b, setup, rates, groups, eff)
-        if counted and work.tp_last and times and not work.expert_params:
-            again -= times[-1][0]
     else:
         copies = work.expert_copies if software.grouped_experts else 1
         first = 1 / setup.layout.tp  # a ring's first chunk, before any product can start
@@ -358,6 +358,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         params=work.params,
         expert_params=work.expert_params,
         again=again,
+        unrepeated=times[-1][0] if work.tp_last and times and not work.expert_params else 0.0,
     )
 
 
