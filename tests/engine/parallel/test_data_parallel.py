@@ -173,7 +173,7 @@ class ShardedError(Exception):
     ("device", "offload", "policy"),
     [("cpu", True, CPUOffloadPolicy(False)), ("cuda", True, CPUOffloadPolicy(True)), ("xpu", False, OffloadPolicy())],
 )
-@pytest.mark.parametrize(("ranks", "odd", "dim"), [(1, 5, None), (2, 6, None), (2, 5, 1), (4, 6, 1)])
+@pytest.mark.parametrize(("ranks", "odd", "dim"), [(1, 5, None), (2, 6, None), (2, 5, 1), (4, 6, 1), (3, 5, None)])
 def test_experts_are_sharded_whole_where_they_divide_and_pinned_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
@@ -183,7 +183,7 @@ def test_experts_are_sharded_whole_where_they_divide_and_pinned_for_a_gpu(
     odd: int,
     dim: int | None,
 ) -> None:
-    """Elsewhere by rows, all of a mixture's parameters alike."""
+    """Elsewhere by rows if these divide, all of a mixture's parameters alike."""
     asked: dict[str, Any] = {}
 
     def fully_shard(module: nn.Module, **options: Any) -> None:

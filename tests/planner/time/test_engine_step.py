@@ -13,7 +13,15 @@ from trainspec_cli.planner.pipeline import Action, actions
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.engine_step import EngineStep, FsdpUnit, RankClock, RankRun, Stage
 from trainspec_cli.planner.time.samples import step_parts
-from trainspec_cli.planner.time.step import assemble_step, estimate_step, micro_batch, optimizer_s, rank_parts
+from trainspec_cli.planner.time.step import (
+    assemble_step,
+    estimate_step,
+    gemm_s,
+    micro_batch,
+    optimizer_s,
+    rank_parts,
+)
+from trainspec_cli.planner.workload import Gemm
 from trainspec_cli.recipe.keys.layout import Layout, PipelineSchedule
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
@@ -181,9 +189,34 @@ def test_selective_recomputation_repeats_all_but_products_and_attention() -> Non
     groups = axis_groups(layout, setup_of(layout).fabric, EFF)
     (part,) = rank_parts(micro_batch(setup_of(layout), groups, EFF), layout)
     assert none.recompute_s == 0 and selective.recompute_s == pytest.approx(8 * part.layers.memory_f)
-    assert selective.tp_comm_s - none.tp_comm_s == pytest.approx(8 * part.layers.tp)
-    added_s = 8 * (part.layers.memory_f + part.layers.tp)
+    assert selective.tp_comm_s - none.tp_comm_s == pytest.approx(8 * (part.layers.tp + part.layers.again))
+    # Repeated exchanges are not hidden, except for the last of a block, which is not repeated.
+    added_s = 8 * (part.layers.memory_f + part.layers.tp + part.layers.again)
     assert selective.total_s - none.total_s == pytest.approx(added_s, rel=1e-3)
+
+
+def test_full_recomputation_ends_before_the_last_product_of_a_block() -> None:
+    """Its input is the last value that the backward needs."""
+    layout = Layout(dp_shard=8)
+    setup = setup_of(layout, recompute=RECOMPUTE["full"])
+    once = micro_batch(setup, axis_groups(layout, setup.fabric, EFF), EFF)
+    (part,) = rank_parts(once, layout)
+    last_s = gemm_s(Gemm(2048, 1024, 4096), once.rates, EFF)[0]
+    assert estimate_step(setup, EFF).recompute_s == pytest.approx(8 * (part.layers.forward - 8 * last_s))
+
+
+def test_shards_of_few_experts_are_padded() -> None:
+    """FSDP2 divides 16 experts over 64 ranks by giving one to each of 16 ranks, and sends padding for the others."""
+    model = replace(MODEL, experts=ExpertSpec(16, 2, 4096))
+    units = {}
+    for ranks in (16, 64):
+        layout = Layout(dp_shard=ranks)
+        setup = setup_of(layout, model=model)
+        groups = axis_groups(layout, setup.fabric, EFF)
+        units[ranks] = EngineStep(setup, micro_batch(setup, groups, EFF), groups, EFF)._stages[0][0].blocks[0][0]
+    expert = 3 * 1024 * 4096
+    assert [unit.own // expert for unit in units.values()] == [1, 1]
+    assert units[64].gather_s > 3.5 * units[16].gather_s
 
 
 def test_the_simulation_of_a_run_has_the_same_step() -> None:

@@ -42,6 +42,7 @@ from trainspec_cli.planner.time.step import (
     gemm_s,
     host_wait_s,
     micro_batch,
+    moved_s,
     optimizer_s,
     own_work_s,
     part_of,
@@ -50,7 +51,7 @@ from trainspec_cli.planner.time.step import (
     rates_of,
     recompute_part_s,
 )
-from trainspec_cli.planner.workload import Gemm, Work
+from trainspec_cli.planner.workload import Core, Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -558,12 +559,19 @@ def test_passes_over_memory(work: Work, software: Software, forward: float, back
 
 def test_what_trainspec_runs_eagerly_is_counted() -> None:
     """Compiled blocks, other frameworks and adapters keep the fitted factors."""
-    work = replace(PASSES, gemms=(PRODUCT,), counted_bytes=(100.0, 300.0), counted_gemms=(PRODUCT, PRODUCT))
+    kernels = {50.0: 2}, {100.0: 2, 0.0: 1}
+    core = Core(1000, 5, 2)
+    work = replace(PASSES, gemms=(PRODUCT,), counted_kernels=kernels, counted_gemms=(PRODUCT, PRODUCT))
+    work = replace(work, attention_flops=500, counted_core=core)
     eager = setup_of(accum=1, software=Software(fused_kernels=False))
     found = timed(work, eager)
-    assert (found.memory_f, found.memory_b) == pytest.approx((0.875 * 10 + 5, 0.875 * 30 + 15))
+    one, other = (moved_s(size, ROUND, ROUND_EFF) for size in (50.0, 100.0))
+    assert (found.memory_f, found.memory_b) == pytest.approx((2 * one, 2 * other + ROUND_EFF.kernel_s))
+    ahead, back = attention_s(replace(work, attention_flops=1000, attention_head_dim=5), eager, ROUND, ROUND_EFF)
+    started_s = 2 * ROUND_EFF.kernel_s
+    assert (found.attention_f, found.attention_b) == pytest.approx((ahead + started_s, back + started_s))
     assert found.matmul_f == pytest.approx(2 * gemm_s(PRODUCT, ROUND, ROUND_EFF)[0])
-    uncounted = replace(work, counted_bytes=None, counted_gemms=None)
+    uncounted = replace(work, counted_kernels=None, counted_gemms=None, counted_core=None)
     others = (Software(), Software(fused_kernels=False, counted=False))
     for setup in (*(replace(eager, software=software) for software in others), replace(eager, lora=LoraSpec(rank=4))):
         assert timed(work, setup) == timed(uncounted, setup)

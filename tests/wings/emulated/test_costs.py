@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,25 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainspec_cli.engine.models.experts import MixtureOfExperts
+from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.tools.trace import kernels_of
 from trainspec_cli.planner.hardware.cluster import Fabric
 from trainspec_cli.planner.hardware.rates import build_accelerator, load_group
+from trainspec_cli.planner.memory.engine.blocks import Shape, mixer_kernels
 from trainspec_cli.planner.time.step import EAGER_CAST_BYTES, EAGER_CAST_KERNELS, gemm_s
 from trainspec_cli.planner.workload import Gemm
-from trainspec_cli.planner.workload.transformer import NORM_BYTES, SUM_BYTES, expert_work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, LatentAttentionSpec
 from trainspec_cli.wings.emulated import Settings
-from trainspec_cli.wings.emulated.engine.costs import ChipCosts, VirtualTime, costs_of, traffic_bytes
+from trainspec_cli.wings.emulated.engine.costs import ATTENTION, ChipCosts, VirtualTime, costs_of, traffic_bytes
 
 FREE = ("empty", "new_empty", "detach", "_unsafe_view")
-PRODUCTS = ("mm", "bmm", "_grouped_mm")
+PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm")
 H100 = load_group("accelerator", build_accelerator)["h100_sxm"]
 
 
 class Traffic(TorchDispatchMode):
-    """Sums the traffic of operations other than matrix products."""
+    """Sums the traffic of operations other than matrix products and attention."""
 
     nbytes = 0
     kernels = 0
@@ -35,7 +37,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in PRODUCTS and not name.startswith(FREE) and not func.is_view:
+        if name not in (*PRODUCTS, *ATTENTION) and not name.startswith(FREE) and not func.is_view:
             self.nbytes += traffic_bytes(func, args, kwargs or {}, result)
             self.kernels += 1
         return result
@@ -75,6 +77,22 @@ def test_a_cast_to_fp8_has_the_planned_traffic_and_kernels() -> None:
     assert cast.kernels == EAGER_CAST_KERNELS - 2
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_of_a_layer_take_the_planned_time_in_both_directions(wide: bool) -> None:
+    """Also if a dimension does not fill the tiles: the gradient of the weights is contiguous along the inputs."""
+    tokens, outputs, inputs = 1728, 18_992, 1024
+    costs = ChipCosts(H100, Fabric(H100, 1, 1, 1, 900, 400))
+    op = torch.ops.aten.mm.default
+    size = (tokens, outputs, inputs) if wide else (tokens, inputs, outputs)
+    x, weight, dy = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((size[0], size[2]), (size[1], size[2]), (size[0], size[1]))
+    )
+    factors = ((x, weight.t()), (dy, weight), (dy.t(), x))
+    expected = gemm_s(Gemm(*size, wide=False), costs.rates(torch.bfloat16), costs.eff)
+    assert [costs.operation_s(op, both, {}, None) for both in factors] == pytest.approx(expected)
+
+
 def test_attention_runs_at_the_rate_of_kernels_for_an_older_chip() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     query = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
@@ -105,28 +123,42 @@ def test_the_products_of_all_experts_take_the_time_of_one_launch(way: str) -> No
     assert costs.operation_s(op, (first, second, ends), {}, None) == pytest.approx(expected[way])
 
 
-@pytest.mark.parametrize("shared", [0, 1])
-def test_the_plan_counts_the_operations_of_experts(shared: int) -> None:
-    """Norm and residual, which are outside of the experts, are counted with them."""
-    tokens, hidden, width = 1024, 1024, 1024
-    experts = ExpertSpec(4, 2, width, shared_experts=shared)
-    model = DecoderModel(1, hidden, 8, 8, 128, width, 1000, experts=experts)
-    mixture = MixtureOfExperts(model).bfloat16()
-    for parameter in mixture.parameters():
+SMALL = DecoderModel(2, 512, 8, 4, 64, 1024, 1000)
+GPT_OSS = {"attention_bias": "all", "attention_sinks": True}
+BLOCKS = {
+    "dense": SMALL,
+    "norms of queries and keys": replace(SMALL, qk_norm=True),
+    "sinks and biases": replace(SMALL, **GPT_OSS),
+    "sinks in windows": replace(SMALL, sliding_window=128, global_attention_every=0, **GPT_OSS),
+    "latent": replace(SMALL, num_kv_heads=8, mla=LatentAttentionSpec(128, 256, 64, 32, 64)),
+    "experts": replace(SMALL, experts=ExpertSpec(4, 2, 1024)),
+    "shared experts": replace(SMALL, experts=ExpertSpec(4, 2, 1024, shared_experts=1)),
+    "biased experts": replace(SMALL, gate_limit=7.0, experts=ExpertSpec(4, 2, 1024, bias=True)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_plan_counts_the_operations_of_a_block(name: str) -> None:
+    model = BLOCKS[name]
+    tokens = 512
+    layer = model.layer_list[0]
+    block = Block(model, 0).bfloat16()
+    for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(2, tokens, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    rotation = (torch.ones(tokens, model.rotated_size, dtype=torch.bfloat16),) * 2
     with kernels_of("gpu"):
         with Traffic() as forward:
-            y = mixture(x)
+            y = block(x, *rotation)
         dy = torch.ones_like(y)
         with Traffic() as backward:
-            torch.autograd.grad(y, (x, *mixture.parameters()), dy)
-    work = expert_work(experts, hidden, True, float(tokens), Layout())
-    assert work.counted_bytes is not None
-    outside = tokens * hidden * (NORM_BYTES[0] + SUM_BYTES), tokens * hidden * (NORM_BYTES[1] + SUM_BYTES)
-    counted = [moved - other for moved, other in zip(work.counted_bytes, outside, strict=True)]
-    assert forward.nbytes == pytest.approx(counted[0], rel=0.03)
-    assert backward.nbytes == pytest.approx(counted[1], rel=0.03)
+            torch.autograd.grad(y, (x, *block.parameters()), dy)
+    shape = Shape(model, layer, Layout(), 2, tokens, 2.0)
+    for way, found in enumerate((forward, backward)):
+        counted = sum((mixer_kernels(shape, mixer)[way] for mixer in layer.mixers), Counter[float]())
+        moved = sum(each * number for each, number in counted.items())
+        assert moved == pytest.approx(found.nbytes, rel=0.03)
+        assert counted.total() == pytest.approx(found.kernels, rel=0.1)
 
 
 def test_a_copy_that_changes_the_format_moves_both_ends() -> None:

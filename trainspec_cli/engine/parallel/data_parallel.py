@@ -77,10 +77,15 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place. `experts` that are spread over ranks are sharded over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # If the few experts cannot be divided evenly over the ranks, the rows of each expert are divided.
-            divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
+            # There are few experts. If only the rows of each expert can be divided evenly over the ranks, these are
+            # divided. FSDP2 pads an uneven number only in the first dimension.
+            even = [
+                all(parameter.shape[dim] % expert_shard.size() == 0 for parameter in module.parameters())
+                for dim in (0, 1)
+            ]
+            by_row = even[1] and not even[0]
             axis = "expert_shard"
-            _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)
+            _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=int(by_row))
     for number, block in enumerate(model.block_modules()):
         _shard(block, f"block{number}", "dp_shard", shard, how, free=how.free_after_forward)
     _shard(model, "rest", "dp_shard", shard, how, free=False)

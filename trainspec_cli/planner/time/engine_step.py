@@ -9,10 +9,12 @@ resulting pass durations.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import cast
 
 from trainspec_cli.planner.hardware.cluster import (
     Group,
@@ -24,6 +26,7 @@ from trainspec_cli.planner.hardware.cluster import (
     send_s,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.memory.engine.units import Unit, block_unit, experts_unit, outside_unit, whole_experts
 from trainspec_cli.planner.pipeline import Action, Kind, actions, alike_ranks, cut_layers, ends_of_ranks_s
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup
 from trainspec_cli.planner.time.step import (
@@ -42,18 +45,18 @@ from trainspec_cli.planner.time.step import (
     sum_s,
     waiting_share,
 )
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, Layer, TextModel, has_layer_list
 from trainspec_cli.recipe.results.plan import StepTime
 
 # Memory traffic of FSDP2's copies in bytes per parameter, for a 2-byte compute format and gradients summed in fp32.
 CAST_BYTES = 10.0
 """Traffic to cast a shard to the compute format and copy it into the all-gather buffer."""
 COPY_OUT_BYTES = 4.0
-"""Traffic to copy gathered parameters out of that buffer."""
-COPY_IN_BYTES = 6.0
-"""Traffic to cast gradients and copy them into the reduce-scatter buffer."""
-COPY_SUMS_IN_BYTES = 8.0
-"""The same for gradients that were summed in fp32 over several micro-batches."""
+"""Gathered parameters are copied out of the buffer."""
+COPY_IN_BYTES = (2.0, 4.0)
+"""Gradients are cast while they are copied into the buffer of their reduce-scatter, which has room for the padding."""
+COPY_SUMS_IN_BYTES = (4.0, 4.0)
+"""The same if they were summed in fp32 over several micro-batches."""
 FIRST_SUM_BYTES = 6.0
 """Traffic to cast the first micro-batch's gradients, if they are accumulated before the exchange."""
 SUM_BYTES = 10.0
@@ -61,7 +64,11 @@ SUM_BYTES = 10.0
 SHARD_SUM_BYTES = 12.0
 """Traffic to add reduced gradients to those of earlier micro-batches, in fp32."""
 LATE_SUM_BYTES = 32.0
-"""Traffic to stack, sum, join and copy back the gradients of parameters that are replicated over tp, in fp32."""
+"""Gradients of parameters that all ranks of tp hold are stacked, summed, joined, and copied back, in fp32."""
+LATE_KERNELS = 3
+"""Kernels that sum the gradient of a norm or router whose tokens are spread over tp, once per step."""
+UPDATE_BYTES = (4.0, 28.0)
+"""Gradients are read for their norm; then AdamW reads them, and reads and writes parameters and moments."""
 GRADIENTS_DONE: tuple[Kind, ...] = ("backward", "backward_weight")
 LAUNCHES: dict[Kind, float] = {"forward": 1 / 3, "backward": 2 / 3, "backward_input": 1 / 3, "backward_weight": 1 / 3}
 """Fraction of a micro-batch's kernel launches in each kind of pass (`host_wait_s`)."""
@@ -85,6 +92,8 @@ class FsdpUnit:
     first_sum_s: float
     sum_s: float
     shard_sum_s: float
+    own: float
+    """Number of parameters on the rank with the largest part."""
     forward_s: float = 0.0
     backward_s: float = 0.0
     """Includes recomputation. If the schedule splits the backward, this covers only the input gradients."""
@@ -292,38 +301,52 @@ class EngineStep:
             return self.groups
         return axis_groups(self.setup.group_layout, self.setup.fabric, self.eff)
 
-    def _unit(self, params: float, group: str = "dp_shard") -> FsdpUnit:
+    def _unit(self, unit: Unit, group: str = "dp_shard") -> FsdpUnit:
+        """`unit`: its rows are divided over the shards, and padded if they do not divide evenly."""
         setup = self.setup
         shard = self._inside[group]
         reduce_bytes = setup.software.reduce_bytes
-        own = params / shard.size
+        params = unit.full
+        padded = unit.gathered
+        own = unit.own
         cast_s = self._moved_s(CAST_BYTES * own)
-        gathered_s = gather_s(shard, self.once.rates.element_bytes * params, setup, self.eff)
+        gathered_s = gather_s(shard, self.once.rates.element_bytes * padded, setup, self.eff)
         return FsdpUnit(
             group,
             gather_s=gathered_s + cast_s if gathered_s else 0.0,
-            reduce_s=scatter_s(shard, reduce_bytes * params, setup, self.eff),
+            reduce_s=scatter_s(shard, reduce_bytes * padded, setup, self.eff),
             across_s=sum_s(self._inside["dp_replicate"], reduce_bytes * own, setup, self.eff),
-            # A single rank casts and copies its shard instead of gathering it.
-            copy_out_s=self._moved_s(COPY_OUT_BYTES * params) if gathered_s else cast_s,
-            copy_in_s=self._moved_s(COPY_IN_BYTES * params),
-            copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES * params),
+            # One rank casts and copies its shard in place of gathering it.
+            copy_out_s=self._moved_s(COPY_OUT_BYTES * padded) if gathered_s else cast_s,
+            copy_in_s=self._moved_s(COPY_IN_BYTES[0] * params + COPY_IN_BYTES[1] * padded),
+            copy_sums_in_s=self._moved_s(COPY_SUMS_IN_BYTES[0] * params + COPY_SUMS_IN_BYTES[1] * padded),
             first_sum_s=self._moved_s(FIRST_SUM_BYTES * params),
             sum_s=self._moved_s(SUM_BYTES * params),
             shard_sum_s=self._moved_s(SHARD_SUM_BYTES * own),
+            own=own,
         )
 
     def _moved_s(self, moved_bytes: float) -> float:
         return moved_s(moved_bytes, self.once.rates, self.eff)
 
-    def _block(self, mixers: Sequence[LayersPart]) -> tuple[FsdpUnit, ...]:
-        params = sum(part.params for part in mixers)
-        expert_params = sum(part.expert_params for part in mixers)
-        if self.setup.layout.ep == 1 or not expert_params:
-            return (self._with_work(self._unit(params + expert_params), LayersPart.total(mixers)),)
+    @property
+    def _layer_list(self) -> tuple[Layer, ...]:
+        model = self.setup.model
+        return model.layer_list if has_layer_list(model) else ()
+
+    def _block(self, kind: int, mixers: Sequence[LayersPart]) -> tuple[FsdpUnit, ...]:
+        layout = self.setup.group_layout
+        model = self.setup.model
+        if not has_layer_list(model):
+            params = sum(part.params for part in mixers)
+            return (self._with_work(self._unit(Unit(((round(params), 1),), layout.shards)), LayersPart.total(mixers)),)
+        layer = next(layer for number, layer in enumerate(model.layer_list) if self.once.kind_of(number) == kind)
+        unit = self._unit(block_unit(model, layer, layout, self.setup.lora))
+        if layout.ep == 1 or "experts" not in layer.mixers:
+            return (self._with_work(unit, LayersPart.total(mixers)),)
         *others, experts = mixers
-        inner = self._with_work(self._unit(expert_params, "expert_dp"), experts)
-        return self._with_work(self._unit(params), LayersPart.total(others)), inner
+        inner = self._with_work(self._unit(experts_unit(model, layout), "expert_dp"), experts)
+        return self._with_work(unit, LayersPart.total(others)), inner
 
     @cached_property
     def _again(self) -> Recompute:
@@ -333,10 +356,11 @@ class EngineStep:
         return Recompute(elementwise=1.0, layers=again.layers) if again == RECOMPUTE["selective"] else again
 
     def _repeated(self, part: LayersPart) -> tuple[float, float]:
-        """Return the times in seconds of the forward work and of the exchanges that the backward of these layers
-        repeats."""
-        work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0), self._again)
-        return work_s, (self._again.elementwise > 0) * self._again.layers * (part.tp + part.cp + part.ep)
+        """Return the seconds of forward work and of exchanges that the backward of these layers repeats."""
+        work_s = recompute_part_s(replace(part, tp=0.0, cp=0.0, ep=0.0, again=0.0), self._again)
+        work_s -= self._again.full * self._again.layers * part.unrepeated
+        waits_s = part.tp + part.cp + part.ep + part.again
+        return work_s, (self._again.elementwise > 0) * self._again.layers * waits_s
 
     def _with_work(self, unit: FsdpUnit, part: LayersPart) -> FsdpUnit:
         again_s, again_waits_s = self._repeated(part)
@@ -356,7 +380,7 @@ class EngineStep:
         """Return the stages of each pipeline rank, by number."""
         layout = self.setup.layout
         layers = cut_layers(self.once.num_layers, layout)
-        blocks = [self._block(mixers) for mixers in self.once.mixers]
+        blocks = [self._block(kind, mixers) for kind, mixers in enumerate(self.once.mixers)]
         return [self._stages_of(rank, layers, blocks) for rank in range(layout.pp)]
 
     def _stages_of(
@@ -377,11 +401,28 @@ class EngineStep:
                 after_s = (head.forward + head.backward + PASSES["tp"] * head.tp, 0.0)
             stages[number] = Stage(
                 tuple(blocks[self.once.kind_of(layer)] for layer in layers[number]),
-                self._unit(outside.params + outside.expert_params),
+                self._unit(self._outside(number, outside)),
                 before_s,
                 after_s,
             )
         return stages
+
+    def _outside(self, stage: int, part: LayersPart) -> Unit:
+        """Return the parameters of a stage that are outside its blocks."""
+        layout = self.setup.group_layout
+        model = self.setup.model
+        if has_layer_list(model):
+            return outside_unit(model, layout, stage == 0, stage == layout.num_stages - 1)
+        return Unit(((round(part.params), 1),), layout.shards)
+
+    def _optimizer_s(self, rank: int) -> float:
+        setup = self.setup
+        agreement_s = AGREEMENT_KERNELS * self.eff.kernel_s
+        if setup.software.optimizer != "adamw":
+            return agreement_s + optimizer_s(self.parts[rank].whole, setup, self.once.rates, self.groups, self.eff)
+        stages = self._stages[rank].values()
+        own = sum(unit.own for stage in stages for unit in (stage.root, *itertools.chain(*stage.blocks)))
+        return agreement_s + sum(self._moved_s(each * own) for each in UPDATE_BYTES)
 
     def _late_sums_s(self, rank: int, part: LayersPart) -> tuple[float, float]:
         """Return the times in seconds of copies and of exchanges for gradients that are summed only once per step,
@@ -390,8 +431,19 @@ class EngineStep:
         layout = self.setup.layout
         model = self.setup.model
         exchange_s = copies_s = 0.0
+        if layout.tp > 1 and layout.sequence_parallel:
+            cut = cut_layers(self.once.num_layers, layout)
+            layers = [
+                layer
+                for stage in layout.stages_of_rank(rank)
+                for layer in self._layer_list[cut[stage].start : cut[stage].stop]
+            ]
+            vectors = sum(len(layer.mixers) + ("experts" in layer.mixers) for layer in layers)
+            copies_s += LATE_KERNELS * vectors * self.eff.kernel_s
         if layout.tp > 1 and layout.ep == 1 and part.expert_params:
-            own = part.expert_params / layout.shards
+            layer = next(layer for layer in self._layer_list if "experts" in layer.mixers)
+            experts = whole_experts(cast("TextModel", model), layer, layout)
+            own = part.expert_params / experts.full * experts.own
             copies_s += self._moved_s(LATE_SUM_BYTES * own)
             exchange_s += all_reduce_s(self.groups["tp"], 4.0 * own, self.eff)
         ends = [layout.rank_of_stage(stage) for stage in (0, layout.num_stages - 1)]
@@ -490,7 +542,7 @@ class EngineStep:
             matmul_s=micro * (part.matmul_f + part.matmul_b),
             attention_s=micro * (part.attention_f + part.attention_b),
             recompute_s=micro * self._repeated(layers)[0],
-            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * layers.tp),
+            tp_comm_s=micro * (PASSES["tp"] * part.tp + repeats * (layers.tp + layers.again)),
             cp_comm_s=micro * (PASSES["cp"] * part.cp + repeats * layers.cp),
             ep_comm_s=micro * (PASSES["ep"] * part.ep + repeats * layers.ep),
         )
@@ -501,7 +553,7 @@ class EngineStep:
             dp_comm_s=waits_s + slowed_s + late_s[slowest][1] + agreement_s,
             bubble_s=alone_s - busy_s[slowest],
             pp_comm_s=end_s(lambda run: run.ends_s) - alone_s,
-            optimizer_s=optimizer_s(part, setup, self.once.rates, self.groups, eff) + AGREEMENT_KERNELS * eff.kernel_s,
+            optimizer_s=self._optimizer_s(slowest),
             host_s=launches_s + between,
         )
         return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))

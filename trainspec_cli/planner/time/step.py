@@ -30,20 +30,19 @@ from trainspec_cli.planner.hardware.rates import (
     matmul_flops_per_s,
     memory_bytes_per_s,
 )
+from trainspec_cli.planner.memory.engine.blocks import Shape, block_layout, mixer_kernels
 from trainspec_cli.planner.pipeline import LayerTimes, cut_layers
 from trainspec_cli.planner.setup import UPDATE_BYTES, WIRE_BYTES, Recompute, Setup, matrix_share, newton_schulz_flops
 from trainspec_cli.planner.workload import Gemm, Work, embedding_work, head_work, layer_works
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import TextModel, loss_chunk_tokens, loss_group_tokens
+from trainspec_cli.recipe.keys.model import Layer, TextModel, has_layer_list, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import WireFormat
 from trainspec_cli.recipe.results.plan import StepTime
 
 FUSED_LOSS = 1 / 3
 """Memory traffic of a fused softmax and loss relative to one kernel per operation. The fused kernel reads the logits
 once per direction and keeps nothing."""
-LOSS_KERNELS = 18
-"""Number of kernels per chunk of trainspec's uncompiled loss; most of them handle only one number per token."""
 WAVE_OUTPUTS = 128 * 256 * 128
 """Number of outputs per wave: one tile of 128 x 256 on each of 128 multiprocessors. This is accurate enough for all
 chips in the catalogue."""
@@ -209,7 +208,9 @@ class LayersPart:
     params: float = 0.0
     expert_params: float = 0.0
     again: float = 0.0
-    """Additional exposed communication when the forward is recomputed, compared with the sum of `tp`, `cp` and `ep`."""
+    """Exposed communication of a forward that is repeated, less that of `tp`, `cp` and `ep`."""
+    unrepeated: float = 0.0
+    """Time of a block's last product, which full recomputation leaves out, because no backward needs its result."""
 
     def plus(self, other: LayersPart, times: float = 1.0) -> LayersPart:
         return LayersPart(
@@ -227,6 +228,7 @@ class LayersPart:
             self.params + times * other.params,
             self.expert_params + times * other.expert_params,
             self.again + times * other.again,
+            self.unrepeated + times * other.unrepeated,
         )
 
     @classmethod
@@ -280,7 +282,10 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
                 added = APART_BYTES * weights / rates.memory
         backward += uneven * sum(time[2] for time in times) + added
     backward *= not work.frozen
-    attention_f, attention_b = attention_s(work, setup, rates, eff)
+    core = work.counted_core if counted else None
+    core_work = work if core is None else replace(work, attention_flops=core.flops, attention_head_dim=core.head_dim)
+    started_s = 0.0 if core is None else core.kernels * eff.kernel_s
+    attention_f, attention_b = (started_s + seconds for seconds in attention_s(core_work, setup, rates, eff))
 
     scale = eff.elementwise if software.fused_kernels else eff.elementwise_eager
     if work.convolves:
@@ -296,10 +301,11 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
 
     forward_s = passes_s(pass_bytes, scale)
     backward_s = (2 - work.leaf) * forward_s
-    if counted and work.counted_bytes is not None:
+    if counted and work.counted_kernels is not None:
+        scale = rates.element_bytes / 2
         forward_s, backward_s = (
-            passes_s(moved_bytes, 1.0) + kernels * eff.kernel_s
-            for moved_bytes, kernels in zip(work.counted_bytes, work.counted_kernels or (0, 0), strict=True)
+            sum(number * moved_s(scale * moved_bytes, rates, eff) for moved_bytes, number in kernels.items())
+            for kernels in work.counted_kernels
         )
     # Inputs of matrix multiplications in 8 bits or fewer are scaled and cast: 2 bytes are read, and two copies written
     # (one transposed).
@@ -359,6 +365,7 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
         params=work.params,
         expert_params=work.expert_params,
         again=again,
+        unrepeated=times[-1][0] if work.tp_last and times and not work.expert_params else 0.0,
     )
 
 
@@ -555,6 +562,9 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
     # `layer_works` has one object per kind of layer, so 100 identical layers are timed only once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
+    if setup.software.counted and not (setup.software.fused_kernels or setup.lora.rank) and has_layer_list(model):
+        like = dict(zip(map(id, layers), model.layer_list, strict=True))
+        kinds = {kind: count_kernels(works, like[kind], setup) for kind, works in kinds.items()}
     mixers = [tuple(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
     parts = list(map(LayersPart.total, mixers))
     places = {kind: place for place, kind in enumerate(kinds)}
@@ -571,9 +581,18 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     return replace(once, head=head)
 
 
+def count_kernels(works: Sequence[Work], layer: Layer, setup: Setup) -> tuple[Work, ...]:
+    """Return the parts of a layer with the kernels that trainspec's engine runs without compilation."""
+    samples = max(1, round(setup.micro_batch_size))
+    layout = block_layout(setup.layout)
+    shape = Shape(cast("TextModel", setup.model), layer, layout, samples, setup.seq_len // layout.cp, 2.0)
+    both = zip(works, layer.mixers, strict=True)
+    return tuple(replace(work, counted_kernels=mixer_kernels(shape, mixer)) for work, mixer in both)
+
+
 def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
-    """Return the time in seconds per micro-batch that trainspec's loss takes to cast, add and scale the head's gradient
-    in fp32, and to run the kernels of its chunks (`engine/models/cross_entropy.py`)."""
+    """Return the seconds per micro-batch where trainspec's loss casts, adds, and scales the head's gradient in fp32
+    (`engine/models/cross_entropy.py`)."""
     model = cast("TextModel", setup.model)
     rows = model.vocab_size // setup.layout.tp
     width = rates.element_bytes
@@ -584,8 +603,6 @@ def head_gradient_s(setup: Setup, rates: Rates, eff: Efficiency) -> float:
     if width < 4.0:  # in fp32, the matrix multiplications themselves add
         moved += 6.0 + 10.0 * (products - 1)
         kernels += products
-    if not setup.software.fused_kernels:
-        kernels += LOSS_KERNELS * math.ceil(setup.tokens / chunk)
     moved_bytes = moved * rows * model.hidden_size
     return moved_bytes / rates.memory + eff.issue * moved_bytes / rates.load_store + kernels * eff.kernel_s
 

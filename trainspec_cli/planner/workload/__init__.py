@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, loss_chunk_tokens, loss_group_tokens
 from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
 
 
@@ -35,6 +35,19 @@ class Gemm:
         return 2.0 * self.m * self.n * self.k * self.count
 
 
+class Core(NamedTuple):
+    """The fused attention of a layer."""
+
+    flops: float
+    """FLOPs of the forward."""
+    head_dim: float
+    kernels: int
+
+
+Kernels = Mapping[float, int]
+"""Bytes that a kernel reads and writes -> number of such kernels."""
+
+
 @dataclass(frozen=True)
 class Work:
     """Work on one rank. Activation bytes are in the compute format (2 bytes per element)."""
@@ -52,14 +65,12 @@ class Work:
     eager_bytes: float = 0.0
     """Additional traffic if operations that one fused kernel could combine (norms, rotations and gates) run in separate
     kernels."""
-    counted_bytes: tuple[float, float] | None = None
-    """Memory traffic (forward, backward) of the operations that trainspec runs without compilation, counted from its
-    code; None: not counted."""
     counted_gemms: tuple[Gemm, ...] | None = None
-    """The matrix multiplications that trainspec runs without compilation, if they differ from `gemms`."""
-    counted_kernels: tuple[int, int] | None = None
-    """Number of kernels (forward, backward) that trainspec runs without compilation, excluding matrix
-    multiplications."""
+    """The products that trainspec computes without compilation, if they are not `gemms`."""
+    counted_core: Core | None = None
+    """Its attention."""
+    counted_kernels: tuple[Kernels, Kernels] | None = None
+    """Its other operations (forward, backward), counted from its code; None: not counted."""
     tensor_bytes: float = 1e9
     """Size of one activation passed between kernels, which determines whether it stays in the cache."""
     kernels: int = 0
@@ -139,11 +150,16 @@ Layers = tuple[tuple[Work, ...], ...]
 Kinds = tuple[tuple[int, tuple[Work, ...]], ...]
 """(number of layers, parts of one layer) for each kind of layer in a model, in order of first appearance."""
 WHOLE = LoraSpec()
-COUNTED_LOSS_BYTES = 32.0
-"""Memory traffic per logit of trainspec's loss (`engine/models/cross_entropy.py`): a cast to fp32, softmax and its
-exponential, a copy in the compute format, and a mask. The backward only scales the gradients."""
-CUT_LOSS_BYTES = 48.0
-"""The same for a sharded vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
+CHUNK_BYTES = (6, 8, 8, 6, 4)
+"""Memory traffic per logit of each kernel of trainspec's loss (`engine/models/cross_entropy.py`): a cast to fp32,
+softmax and its exponential, a copy in the compute format, and a mask; its backward only scales the gradients."""
+CHUNK_KERNELS = 13
+"""Its kernels per chunk for one number per token."""
+CUT_CHUNK_BYTES = (6, 4, 8, 8, 4, 8, 6, 4)
+"""The same along a cut vocabulary (`engine/parallel/context.py`), where maximum and sum are separate passes."""
+CUT_CHUNK_KERNELS = 22
+CUT_WORDS_KERNELS = 5
+"""Kernels that select the words of a rank's part of the vocabulary."""
 LOSS_BYTES = 12.0
 """Memory traffic per logit of softmax and loss in the forward: a 2-byte value is written and read, a 4-byte value is
 kept and read."""
@@ -213,7 +229,17 @@ def embedding_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | No
         return None
     params = model.vocab_size * model.hidden_size / layout.tp + model.learned_positions * model.hidden_size
     split = layout.tp if layout.sequence_parallel else 1
-    return Work(pass_bytes=4.0 * tokens * model.hidden_size / split, kernels=4, params=params)
+    looked_up = 2.0 * tokens * model.hidden_size
+    table_bytes = 2.0 * model.vocab_size * model.hidden_size / layout.tp
+    # With a cut vocabulary, the words of other ranks become zeros. The gradient has the size of the table.
+    cut = [2 * looked_up] if layout.tp > 1 else []
+    forward = Counter([2 * looked_up, *cut, *len(cut) * CUT_WORDS_KERNELS * [0.0]])
+    return Work(
+        pass_bytes=4.0 * tokens * model.hidden_size / split,
+        counted_kernels=(forward, Counter([looked_up + table_bytes, *cut])),
+        kernels=4,
+        params=params,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -226,15 +252,20 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
     hidden = model.hidden_size
     vocab = model.vocab_size / layout.tp
     tied = model.tied_embeddings and layout.pp == 1
+    chunk = loss_chunk_tokens(int(vocab))
+    chunks = math.ceil(tokens / chunk)
+    groups = math.ceil(tokens / loss_group_tokens(hidden, 2.0, chunk))
+    logit_bytes, small = (CUT_CHUNK_BYTES, CUT_CHUNK_KERNELS) if layout.tp > 1 else (CHUNK_BYTES, CHUNK_KERNELS)
+    forward = Counter({0.0: chunks * small, 4.0 * tokens * hidden / split: 1})
+    for each in logit_bytes:
+        forward[each * tokens / chunks * vocab] += chunks
     return Work(
         gemms=(Gemm(tokens, vocab, hidden, wide=False),),
         pass_bytes=tokens * 8.0 * hidden / split,
         loss_bytes=tokens * LOSS_BYTES * vocab,
-        # The norm; and in the backward, scaling the gradient of the hidden states.
-        counted_bytes=(
-            tokens * (4.0 * hidden / split + (CUT_LOSS_BYTES if layout.tp > 1 else COUNTED_LOSS_BYTES) * vocab),
-            tokens * (6.0 * hidden / split + 4.0 * hidden),
-        ),
+        counted_gemms=(Gemm(tokens / groups, vocab, hidden, wide=False),) * groups,
+        # Norm; and in the backward, the gradient of the hidden states scaled.
+        counted_kernels=(forward, Counter([6.0 * tokens * hidden / split, 4.0 * tokens * hidden])),
         kernels=12,
         tp_bytes=2.0 * tokens * hidden,
         tp_exchanges=1,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
-from trainspec_cli.planner.workload import Gemm, Layers, Work, delayed_in_block
+from trainspec_cli.planner.workload import Core, Gemm, Layers, Work, delayed_in_block
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, Layer
+from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel, ExpertSpec, Layer
 
 
 def attention_params(model: DecoderModel) -> int:
@@ -96,16 +97,20 @@ def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
     return 12.0 * layers * attention_width(model) * (sum(contexts) / model.num_layers)
 
 
-def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, ...]:
+def attention_gemms(model: DecoderModel, tokens: float, tp: int, *, separate: bool = False) -> tuple[Gemm, ...]:
+    """Return the products of attention. `separate`: one for each matrix, as in trainspec's engine."""
     mla = model.mla
     hidden = model.hidden_size
     if mla is None:
         query = model.num_heads * model.head_dim
         key = max(model.num_kv_heads, 1) * model.head_dim
+        if separate:
+            kv = Gemm(tokens, key / tp, hidden)
+            return Gemm(tokens, query / tp, hidden), kv, kv, Gemm(tokens, hidden, query / tp)
         return (Gemm(tokens, (query + 2 * key) / tp, hidden), Gemm(tokens, hidden, query / tp))
     head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    down = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
-    gemms = [Gemm(tokens, down, hidden)]
+    downs = [mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim]
+    gemms = [Gemm(tokens, down, hidden) for down in (downs if separate else [sum(downs)]) if down]
     source = mla.q_lora_rank or hidden
     gemms.append(Gemm(tokens, model.num_heads * head / tp, source))
     gemms.append(Gemm(tokens, model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, mla.kv_lora_rank))
@@ -113,10 +118,24 @@ def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, 
     return tuple(gemms)
 
 
-def separate_gemms(tokens: float, hidden: int, query: float, key: float) -> tuple[Gemm, ...]:
-    """Return the projections q, k, v and output as separate matrix multiplications, for these widths on a rank."""
-    kv = Gemm(tokens, max(key, 1.0), hidden)
-    return Gemm(tokens, query, hidden), kv, kv, Gemm(tokens, hidden, query)
+def attention_core(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None) -> Core:
+    """Return the attention of trainspec's engine, whose heads have one size (`engine/models/attention.py`).
+
+    With a window, the first tokens are attended to alone. Each later block of them attends to its own keys and those of
+    the block before, all of which its kernel multiplies."""
+    mla = model.mla
+    width = (
+        model.head_dim + model.attention_sinks * SINK_DIMS
+        if mla is None
+        else mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    )
+    pairs = seq_len / 2
+    kernels = layout.cp if layout.context_method == "ring" else 1
+    if window is not None and window < seq_len:
+        kernels = 2
+        blocks = math.ceil(seq_len / window)
+        pairs = window * (window / 2 + (blocks - 1) * (2 * window + model.attention_sinks)) / seq_len
+    return Core(4.0 * tokens * model.num_heads / layout.tp * width * pairs, width, kernels)
 
 
 EAGER_NORM_BYTES = 24.0
@@ -126,47 +145,6 @@ EAGER_ROTATION_BYTES = 16.0
 """Memory traffic per element of a query or key that is rotated in fp32."""
 EAGER_GATE_BYTES = 4.0
 """Memory traffic per element of a gate whose activation is written to memory before the multiplication."""
-
-
-# Memory traffic of trainspec's uncompiled operations as (forward, backward), in bytes per element, for 2-byte formats
-# (`engine/models`).
-
-
-NORM_BYTES = (4.0, 6.0)
-"""A single kernel. The forward reads x and writes the result; the backward reads dy and x, and writes dx."""
-ROTATION_BYTES = (20.0, 20.0)
-"""Forward: negate one half, concatenate, and add two products. Backward: two products, their halves, and the sum."""
-GATE_BYTES = (10.0, 18.0)
-"""Forward: silu and the product. Backward: two products and the gradient of silu."""
-SUM_BYTES = 6.0
-COPY_BYTES = (8.0, 14.0)
-"""Per element of a token's copy for one expert. Copies are gathered before and after the experts. In the backward, both
-gradients are gathered and summed over a token's copies; in the second sum, there is only one copy."""
-EXPERT_GATE_BYTES = (GATE_BYTES[0], GATE_BYTES[1] + 8.0)
-"""The backward also concatenates the gradients of the two halves of an expert's first matrix multiplication."""
-SPREAD_BYTES = (12.0, 20.0)
-"""Additional traffic per copy with `ep`: rows are sorted by expert and back, and concatenated with dropped rows. In the
-backward, each of these operations first fills its gradient with zeros."""
-RING_BYTES = (34.0, 14.0)
-"""Per query element and turn of ring attention. Forward: the turn's result is weighted and added in fp32. Backward: the
-query is copied, and its gradient is added."""
-RING_ENDS_BYTES = (14.0, 14.0)
-"""Per query element: the fp32 sums are zeroed at the start and cast at the end, and heads are reordered by token."""
-RING_REPEAT_BYTES = (4.0, 24.0)
-"""Per element of the turn's keys, repeated for all query heads. Forward: keys and values are repeated. Backward: their
-gradients are also cast to fp32 and summed over the query heads."""
-RING_KEY_BYTES = (4.0, 36.0)
-"""Per element of a turn's keys, before they are repeated: the same, and the sums of the gradients."""
-RING_KEY_ENDS_BYTES = (8.0, 28.0)
-"""Per key element: keys are stacked with the values; their gradients are zeroed at the start and cast at the end."""
-RING_KERNELS = (12, 11)
-"""Number of kernels per turn (forward, backward)."""
-# Number of kernels (forward, backward) besides matrix multiplications and attention, counted in rehearsals of one
-# layer.
-ATTENTION_KERNELS = (14, 16)
-MLP_KERNELS = (5, 8)
-EXPERT_KERNELS = (35, 29)
-SPREAD_KERNELS = (15, 9)
 
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
@@ -186,27 +164,6 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     latent = 0.0
     if model.mla is not None:
         latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
-    counted = None
-    if model.mla is None and model.gated_mlp:
-        normed = hidden / split + model.qk_norm * (query + key) / tp
-        # Additions. Forward: the residual. Backward: the residual's gradient, and two for the shared input of q, k and
-        # v.
-        counted = (
-            tokens * (NORM_BYTES[0] * normed + ROTATION_BYTES[0] * rotated + SUM_BYTES * hidden / split),
-            tokens * (NORM_BYTES[1] * normed + ROTATION_BYTES[1] * rotated + SUM_BYTES * (hidden / split + 2 * hidden)),
-        )
-    kernels = None if counted is None else ATTENTION_KERNELS
-    if counted is not None and kernels is not None and layout.cp > 1 and layout.context_method == "ring":
-        # This counts the last rank, whose queries attend to half of the keys of every other rank.
-        turns = layout.cp
-        halves = (turns + 1) / 2
-        ring = [
-            (RING_BYTES[way] * turns + RING_ENDS_BYTES[way] + RING_REPEAT_BYTES[way] * halves) * query / tp
-            + (RING_KEY_BYTES[way] * halves + RING_KEY_ENDS_BYTES[way]) * key / tp
-            for way in (0, 1)
-        ]
-        counted = (counted[0] + tokens * ring[0], counted[1] + tokens * ring[1])
-        kernels = (kernels[0] + turns * RING_KERNELS[0], kernels[1] + turns * RING_KERNELS[1])
     return Work(
         gemms=attention_gemms(model, tokens, tp),
         attention_flops=4.0 * tokens * attention_width(model) / tp * context(window, seq_len),
@@ -214,9 +171,8 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
         pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * rotated + 2 * latent),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
-        counted_bytes=counted,
-        counted_gemms=None if counted is None else separate_gemms(tokens, hidden, query / tp, key / tp),
-        counted_kernels=kernels,
+        counted_gemms=attention_gemms(model, tokens, tp, separate=True),
+        counted_core=attention_core(model, tokens, seq_len, layout, window),
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,
@@ -238,17 +194,9 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
     width = model.ffn_size / layout.tp
     split = tp if layout.sequence_parallel else 1
     gates = 2 if model.gated_mlp else 1
-    counted = None
-    if model.gated_mlp:
-        counted = (
-            tokens * (NORM_BYTES[0] * hidden / split + GATE_BYTES[0] * width + SUM_BYTES * hidden / split),
-            tokens * (NORM_BYTES[1] * hidden / split + GATE_BYTES[1] * width + SUM_BYTES * (hidden / split + hidden)),
-        )
     return Work(
         gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
-        counted_bytes=counted,
-        counted_gemms=None if counted is None else (*2 * (Gemm(tokens, width, hidden),), Gemm(tokens, hidden, width)),
-        counted_kernels=None if counted is None else MLP_KERNELS,
+        counted_gemms=(*gates * (Gemm(tokens, width, hidden),), Gemm(tokens, hidden, width)),
         pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
         eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_GATE_BYTES * width) if model.gated_mlp else 0.0,
         tensor_bytes=2.0 * tokens * hidden / split,
@@ -323,20 +271,8 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
     gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
     # A token's copies are weighted and summed by a matrix multiplication.
     counted_gemms = [*gemms, Gemm(1, hidden, experts.top_k, tokens / tp, wide=False)]
-    counted = None
-    if gated and etp == 1:
-        spread = ep > 1
-        moved = [tokens * NORM_BYTES[way] * hidden / split for way in (0, 1)]
-        sums = (1 + bool(shared), 2 + 2 * bool(shared))
-        for way in (0, 1):
-            moved[way] += tokens * SUM_BYTES * sums[way] * hidden / split
-            moved[way] += copies * hidden * (COPY_BYTES[way] + spread * SPREAD_BYTES[way])
-            moved[way] += copies * width * EXPERT_GATE_BYTES[way] + tokens * shared * GATE_BYTES[way]
-        # The gradient of that multiplication, which is written into a slice of a larger tensor.
-        moved[1] += 6.0 * tokens / tp * hidden
-        counted = (moved[0], moved[1])
     if shared:
-        counted_gemms += [*2 * (Gemm(tokens, shared, hidden),), Gemm(tokens, hidden, shared)]
+        counted_gemms += [*gates * (Gemm(tokens, shared, hidden),), Gemm(tokens, hidden, shared)]
         gemms += [Gemm(tokens, gates * shared, hidden), Gemm(tokens, hidden, shared)]
     matrices = 3 if gated else 2
     routed = routed_expert_params(experts, hidden, gated) * experts.num_experts / (ep * etp)
@@ -346,14 +282,7 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
         gemms=(*gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
         pass_bytes=2.0 * (tokens * 7 * hidden / split + copies * (gates + 1) * width + tokens * (gates + 1) * shared)
         + permute,
-        counted_bytes=counted,
-        counted_gemms=None
-        if counted is None
-        else (*counted_gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
-        counted_kernels=(
-            EXPERT_KERNELS[0] + (ep > 1) * SPREAD_KERNELS[0] + bool(shared) * MLP_KERNELS[0],
-            EXPERT_KERNELS[1] + (ep > 1) * SPREAD_KERNELS[1] + bool(shared) * MLP_KERNELS[1],
-        ),
+        counted_gemms=(*counted_gemms, Gemm(tokens / split, experts.num_experts, hidden, wide=False)),
         tensor_bytes=2.0 * copies * hidden,
         kernels=100,
         tp_bytes=2.0 * tokens * hidden,

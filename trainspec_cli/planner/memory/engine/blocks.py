@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
-from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Storage, Stretch, Tape, Value
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Kernels, Storage, Stretch, Tape, Value
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import (
     CONV_TAPS,
@@ -79,6 +79,17 @@ class Shape:
         return self.decoder.mla
 
 
+def block_layout(layout: Layout) -> Layout:
+    """Return the part of the layout that determines the sizes in a block, so that layouts can share profiles."""
+    return Layout(
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        context_method=layout.context_method,
+    )
+
+
 Part = Callable[[Tape, Value, Shape], Value]
 
 
@@ -114,8 +125,11 @@ def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
         return part(tape, x, shape)
     copies = shape.samples > 1
     copied = whole * shape.width if copies else 0.0
+    ordered = (2 * copied,) if copies else ()
+    """Kernels that order tokens by sample or by rank."""
 
     def scatter(gradient: Value) -> tuple[Value, Storage]:
+        tape.move(*ordered)
         sent = tape.new(whole) if copies else gradient
         return tape.new(whole / tp), sent.storage
 
@@ -126,8 +140,13 @@ def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
     def add_up(gradient: Value) -> tuple[Value, Storage]:
         return tape.new(gradient.elements), tape.new(0.0).storage
 
+    def gathered(gradient: Value) -> tuple[Value]:
+        tape.move(*ordered)
+        return (tape.new(whole) if copies else gradient,)
+
     if shape.layout.sequence_parallel:
         entered, turn = tape.cross(x, whole, copied * (1 + 1 / tp), scatter, lambda gradient: (gradient,))
+        tape.move(*ordered)
     else:
         entered, turn = tape.cross(x, whole, 0.0, add_up, lambda gradient: (gradient,))
     # fp8 layers and layers with adapters compute both gradients together. A split schedule computes all weight
@@ -139,7 +158,8 @@ def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
     if not shape.layout.sequence_parallel:
         tape.left.append(turn)
         return tape.copy_in_forward(y)
-    y, turn = tape.cross(y, whole / tp, copied, gather, lambda gathered: (tape.new(whole) if copies else gathered,))
+    tape.move(*ordered)
+    y, turn = tape.cross(y, whole / tp, copied, gather, gathered)
     tape.left.append(turn)
     return y
 
@@ -178,6 +198,8 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
     query, key = model.num_heads * model.head_dim // tp, model.num_kv_heads * model.head_dim // tp
     sizes = {"q": query, "k": key, "v": key}
     q, k, v = (linear(tape, x, shape, name, size, model.hidden_size) for name, size in sizes.items())
+    if model.attention_bias != "none":
+        q, k, v = (tape.summed(y) for y in (q, k, v))
     if model.qk_norm:
         q, k = (tape.norm(y, tape.leaf(model.head_dim), y.elements / model.head_dim) for y in (q, k))
     if shape.model.rotates:
@@ -190,8 +212,16 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def rotate(tape: Tape, x: Value) -> Value:
     """Rotate `x`. This saves only cosines and sines, which all layers share."""
-    size = 0.0 if tape.fuses else x.elements * x.width
-    return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
+    size = 0.0 if tape.fuses else x.size
+    # Half of it negated and joined, both products and their sum; in the backward, the products come first.
+    kernels = ((size, 2 * size, 2 * size, 2 * size, 3 * size), (2 * size, 2 * size, size, 2 * size, 3 * size))
+    return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size), kernels=kernels)
+
+
+SINK_KERNELS = (0.0,) * 6
+"""Small kernels that find the element of a key that gets the sink's logit."""
+WINDOW_KERNELS = (0.0,) * 8
+"""The same for a window's mask."""
 
 
 def carry_sinks(tape: Tape, q: Value, k: Value, size: int) -> tuple[Value, Value]:
@@ -264,7 +294,8 @@ def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
     seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
     if layout.cp == 1:
         mixed = causal_core(tape, q, k, v, seq)
-        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # copied to order it by token
+        ordered = ((2 * mixed.size,), ())  # by token
+        return tape.copy(mixed, kernels=ordered) if seq.is_cut or v.elements < k.elements else mixed
     q, k, v = (swap(tape, y) for y in (q, k, v))
     return swap(tape, causal_core(tape, q, k, v, seq))
 
@@ -284,6 +315,7 @@ def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float 
     if not seq.sinks:
         return flash(tape, q, k, v, rows)
     longer = 1 + 1 / (seq.length * share)
+    tape.move(*SINK_KERNELS)
     q, k, v = pad_front(tape, q, longer), tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
     return tape.part(flash(tape, q, k, v, rows * longer), elements)
 
@@ -302,9 +334,13 @@ def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
     if seq.samples > 1:
         q, k, v = (tape.copy(y) for y in (q, k, v))
     if seq.sinks:
+        tape.move(*SINK_KERNELS)
         longer = 1 + 0.5 / window
         k, v = tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
+    tape.move(*WINDOW_KERNELS)
     rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1), mask=2 * window * window)
+    if seq.samples > 1:
+        tape.move(2 * rest.size)  # ordered by sample
     if first.elements + rest.elements > elements:
         rest = tape.part(rest, elements - first.elements)
     return tape.cat(first, rest)
@@ -326,10 +362,10 @@ def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0
 
 
 def swap(tape: Tape, x: Value) -> Value:
-    """Record an all-to-all from parts of the sequence to parts of the heads or back. It holds three copies: one to
-    send, one received, one reordered."""
-    size = 2 * x.elements * x.width
-    return tape.copy(x, scratch=(size, size))
+    """Record an all-to-all between parts of the sequence and parts of the heads: one copy to send, one received, one
+    reordered."""
+    size = 2 * x.size
+    return tape.copy(x, scratch=(size, size), kernels=((size, size), (size, size)))
 
 
 def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
@@ -342,7 +378,32 @@ def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> V
     backward = 4 * query + 2 * width * pair + 2 * 4 * pair + (8 * width + 4) * query
     tape.keep((query * width + 4 * rows) * turns)
     saved = (q, k, v, tape.new(rows, 4.0))
-    return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
+    kernels = ring_kernels(q, k, rows, turns)
+    mixed = tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward), kernels=kernels)
+    return tape.copy(mixed, kernels=((2 * mixed.size,), (2 * mixed.size,)))
+
+
+def ring_kernels(q: Value, k: Value, rows: float, turns: int) -> tuple[Kernels, Kernels]:
+    """Return the kernels of ring attention besides attention itself. In its first turn, the last rank attends to all of
+    its keys, and later to half of another rank's."""
+    width = q.width
+    summed = q.elements * PRECISE
+    totals = rows * PRECISE
+    forward = [summed, totals, 4 * k.size, summed + q.size]
+    backward = [summed, 4 * k.size, 2 * k.elements * PRECISE, summed + q.size, *2 * [k.elements * PRECISE + k.size]]
+    for turn in range(turns):
+        share = 0.5 if turn else 1.0
+        keys = k.elements * share
+        queries = q.elements * share
+        repeated = [*2 * [(keys + queries) * width]] if q.elements > k.elements else []
+        # Both parts are weighted and added.
+        weighting = [3 * totals, *2 * [3 * totals, 2 * totals], 2 * totals]
+        forward += [*repeated, *weighting, summed + q.size, 2 * summed, 2 * summed, 3 * summed]
+        # Contiguous copies; then the sums over the query heads of each key's head, added to the gradients.
+        backward += [*repeated, 2 * q.size, 2 * summed + q.size, *4 * [0.0]]
+        for _ in "kv":
+            backward += [queries * (width + PRECISE), (queries + keys) * PRECISE, 3 * keys * PRECISE]
+    return forward, backward
 
 
 # A mixture of experts on a tape: router, tokens sorted by expert, the experts' matrix multiplications, and tokens back
@@ -372,6 +433,18 @@ def shared_experts(tape: Tape, x: Value, shape: Shape) -> Value:
 # Router
 
 
+ROUTER_KERNELS = (0.0,) * 5
+"""Small kernels that count the tokens of each expert; one prevents a division by zero."""
+GROUP_KERNELS = (0.0,) * 5
+"""The same for a choice of groups of experts."""
+SORT_KERNELS = (0.0,) * 8
+"""Small kernels that sort indices of tokens by expert, and count them."""
+BIAS_KERNELS = (0.0,) * 6
+"""Small kernels that find the expert of each row."""
+SPREAD_KERNELS = (0.0,) * 8
+"""The same if the experts are on several ranks."""
+
+
 def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
     """Return (indices, weights). Scores are in fp32."""
     spec, tokens = shape.experts, shape.outside_tokens
@@ -379,9 +452,11 @@ def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
     logits = tape.linear(x, tape.leaf(shape.hidden * spec.num_experts), scored)
     scores = tape.apply((tape.cast(logits, PRECISE),), scored, saves_output=True, width=PRECISE)
     indices = choose(tape, shape)
-    weights = tape.apply((scores,), chosen, saved=(indices,), width=PRECISE)
+    tape.move(*ROUTER_KERNELS)
+    picked = ((2 * PRECISE + INDEX) * chosen,), (scores.size, 2 * scores.size + (PRECISE + INDEX) * chosen)
+    weights = tape.apply((scores,), chosen, saved=(indices,), width=PRECISE, kernels=picked)
     if spec.normalise_weights:
-        total = tape.apply((weights,), tokens, width=PRECISE)
+        total = tape.apply((weights,), tokens, width=PRECISE, kernels=((0.0,), (0.0,) * 5))
         weights = tape.apply((weights, total), chosen, saved=(weights, total), width=PRECISE)
     weights = tape.apply((weights,), chosen, width=PRECISE)
     if spec.balance_loss:
@@ -396,6 +471,10 @@ def choose(tape: Tape, shape: Shape) -> Value:
     spec = shape.experts
     copies = (spec.balance_rate > 0) + (spec.top_groups < spec.num_groups)
     room = tape.new(copies * shape.outside_tokens * spec.num_experts, PRECISE)
+    scores_bytes = shape.outside_tokens * spec.num_experts * PRECISE
+    tape.move(scores_bytes, *(spec.balance_rate > 0) * [2 * scores_bytes])
+    if spec.top_groups < spec.num_groups:
+        tape.move(scores_bytes, 2 * scores_bytes, *GROUP_KERNELS)
     indices = tape.new(shape.outside_tokens * spec.top_k, INDEX)
     del room
     return indices
@@ -439,19 +518,22 @@ def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape)
 def spread_dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
     """Send the copies to the ranks that hold their experts, sort them by expert again, and send the results back."""
     copies = sort_by_expert(tape, x, indices, shape)
-    came = tape.copy(tape.part(copies.x, copies.x.elements))
+    tape.move(*SPREAD_KERNELS)
+    came = tape.copy(tape.part(copies.x, copies.x.elements), kernels=((), ()))
     order = tape.new(indices.elements, INDEX)
     multiplied = tape.leave(products(tape, tape.enter(permute(tape, came, order)), shape))
-    back = tape.copy(permute(tape, multiplied, order))
+    back = tape.copy(permute(tape, multiplied, order), kernels=((), ()))
     return combine(tape, copies, tape.cat(back), weights)
 
 
 def permute(tape: Tape, x: Value, order: Value) -> Value:
-    return tape.apply((x,), x.elements, saved=(order,))
+    ordered = 2 * x.size + order.size, 3 * x.size + order.size
+    return tape.apply((x,), x.elements, saved=(order,), kernels=(ordered[:1], (x.size, ordered[1])))
 
 
 def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> SortedCopies:
     source, place = tape.new(indices.elements, INDEX), tape.new(indices.elements, INDEX)
+    tape.move(*SORT_KERNELS)
     copies = select_rows(tape, x, indices.elements * shape.hidden, place)
     return SortedCopies(copies, source, place, shape.outside_tokens)
 
@@ -459,7 +541,9 @@ def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> Sorted
 def select_rows(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
     """Select rows of `x`; in the backward, their gradients are reordered and then summed."""
     rows = INDEX * copies.elements
-    return tape.apply((x,), elements, saved=(copies,), scratch=(rows, elements * x.width))
+    size = elements * x.width
+    kernels = (2 * size + rows,), (2 * size + rows, size + x.size)
+    return tape.apply((x,), elements, saved=(copies,), scratch=(rows, size), kernels=kernels)
 
 
 def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
@@ -480,6 +564,7 @@ def products(tape: Tape, x: Value, shape: Shape) -> Value:
     rows, held = x.elements / shape.hidden, spec.num_experts / shape.layout.ep
     halves = 2 if model.gated_mlp else 1
     expert = tape.new(rows if spec.bias else 0.0, INDEX)
+    tape.move(*spec.bias * BIAS_KERNELS)
     x = without_dropped(tape, x, shape)
     inner = grouped(tape, x, halves * spec.expert_ffn_size, rows, held)
     inner = add_bias(tape, inner, expert, shape)
@@ -498,7 +583,8 @@ def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:
     """Add the bias, which is first expanded to one row per token."""
     if not shape.experts.bias:
         return y
-    bias = tape.apply((tape.leaf(1),), y.elements, saved=(expert,))
+    kernels = (2 * y.size + expert.size,), (0.0, y.size + expert.size)
+    bias = tape.apply((tape.leaf(1),), y.elements, saved=(expert,), kernels=kernels)
     return tape.add(y, bias)
 
 
@@ -513,8 +599,14 @@ def activated(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def clamped(tape: Tape, gate: Value, up: Value) -> Value:
     """Record gate * sigmoid(1.702 gate) * (up + 1), with both clamped."""
-    gate, up = tape.unary(gate), tape.unary(up)
-    return tape.mul(tape.mul(gate, sigmoid(tape, tape.copy(gate))), tape.copy(up))
+    size = gate.size
+    # In the backward, each bound is compared (a byte per value), and the gradient is kept or zeroed.
+    compared = size + gate.elements
+    kept = 2 * size + gate.elements
+    gate = tape.unary(gate, ((2 * size,), (compared, kept)))
+    up = tape.unary(up, ((2 * size,), (compared, compared, 3 * gate.elements, kept)))
+    shifted = tape.copy(up, kernels=((2 * size,), ()))
+    return tape.mul(tape.mul(gate, sigmoid(tape, tape.copy(gate))), shifted)
 
 
 def sigmoid(tape: Tape, x: Value) -> Value:
@@ -732,7 +824,22 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
     """Add the bias of attention's output, which is added outside attention's region."""
-    return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
+    if mixer != "attention" or shape.decoder.attention_bias != "all":
+        return mixed
+    return tape.summed(tape.copy_in_forward(mixed))
+
+
+@lru_cache(maxsize=1024)
+def mixer_kernels(shape: Shape, mixer: Mixer) -> tuple[Counter[float], Counter[float]]:
+    """Return the kernels of one mixer of a layer with its norm and residual, forward and backward, except for products
+    and attention: for each number of bytes that a kernel reads and writes, how many kernels do."""
+    tape = Tape(shape.width)
+    x = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
+    y = tape.add(x, with_bias(tape, MIXERS[mixer](tape, norm(tape, x, shape), shape), mixer, shape))
+    assert y.node is not None
+    tape.backward(y.node, tape.new(y.elements))
+    forward, backward = tape.kernels
+    return Counter(forward), Counter(backward)
 
 
 MIXERS: dict[Mixer, Part] = {

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Literal, Protocol, cast
 
 from trainspec_cli.core.wings import Point
-from trainspec_cli.planner.memory.engine.blocks import BlockProfile, Shape, profile_block
+from trainspec_cli.planner.memory.engine.blocks import BlockProfile, Shape, block_layout, profile_block
 from trainspec_cli.planner.memory.engine.tape import Event, Stretch
 from trainspec_cli.planner.memory.engine.units import (
     Unit,
@@ -363,7 +363,7 @@ def replay(run: EngineRun, pipeline_rank: int) -> PeakMemory:
 
 
 def shape_of(run: EngineRun, model: TextModel, layer: Layer) -> Shape:
-    layout, width = _without_data(run.layout), WIDTHS[run.compute]
+    layout, width = block_layout(run.layout), WIDTHS[run.compute]
     seq_len, is_fp8 = run.seq_len // run.layout.cp, run.matmul == "fp8"
     return Shape(model, layer, layout, run.samples, seq_len, width, is_fp8, run.lora, run.compiled)
 
@@ -646,17 +646,6 @@ def loss_parts(run: EngineRun, model: TextModel) -> tuple[float, float, float]:
     if tokens <= group:  # with a single group, the gradient is allocated after its chunks
         temporaries -= 4.0 * table
     return group * rows * width, temporaries, table * width if narrow else 0.0
-
-
-def _without_data(layout: Layout) -> Layout:
-    """Return only the axes that determine the sizes in a block, so that layouts can share block profiles."""
-    return Layout(
-        tp=layout.tp,
-        cp=layout.cp,
-        ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-        context_method=layout.context_method,
-    )
 
 
 _ACTIONS = {

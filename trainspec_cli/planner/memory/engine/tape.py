@@ -1,4 +1,5 @@
-"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees in the forward and the backward.
+"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees in the forward and the backward, and
+what its kernels read and write.
 
 A `Value` represents a tensor, and a `Storage` its memory. As in the engine, memory is live as long as something
 references it: a local variable, a node's saved input, a pending gradient. A block recorded here with the same
@@ -23,6 +24,8 @@ INDEX = 8.0
 """Bytes per index."""
 NF4_INDEX = 2.0
 """Index bytes per 4-bit weight, because two weights share a 4-byte index."""
+Kernels = Sequence[float]
+"""Bytes that each kernel reads and writes."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
 """Events of separately sharded experts within a block, which occur before and after their forward and backward."""
 
@@ -101,6 +104,16 @@ class Value:
     def __init__(self, storage: Storage, elements: float, width: float, node: Node | None = None):
         self.storage, self.elements, self.width, self.node = storage, elements, width, node
 
+    @property
+    def size(self) -> float:
+        return self.elements * self.width
+
+    @property
+    def read_bytes(self) -> float:
+        """Return the bytes that a kernel reads, which are fewer than `size` if a view repeats values. The memory of
+        parameters and inputs is counted elsewhere (`Tape.leaf`)."""
+        return min(self.size, self.storage.size or self.size)
+
 
 class Tape:
     """Records operations on values with `width` bytes per element."""
@@ -131,6 +144,10 @@ class Tape:
         self.left: list[float] = []
         """Positions in the backward for work that runs while the output gradients of the block's earlier regions are
         gathered."""
+        self.kernels: tuple[list[float], list[float]] = ([], [])
+        """The kernels of the forward and of the backward, except for products and fused attention. Recomputed and fused
+        blocks are not counted."""
+        self._in_backward = False
         self._inner_leaves: list[Node] | None = None
         """Leaves of the separately sharded part, while it is recorded."""
         self._numbers = count()
@@ -151,6 +168,7 @@ class Tape:
     def backward(self, node: Node, gradient: Value) -> None:
         """Run the backward from `node` to the leaves. If a value has several gradients, they are added in new
         memory."""
+        self._in_backward = True
         arrived = {node: gradient}
         del gradient
         waiting = [node]
@@ -176,7 +194,12 @@ class Tape:
         if source.has_views:
             both = JoinedStorage(self.meter, first.storage, second.storage)
             return Value(both, first.elements + second.elements, second.width)
+        self.move(3 * second.size)
         return self.new(second.elements, second.width)
+
+    def move(self, *kernels: float) -> None:
+        """Count kernels that read and write this many bytes."""
+        self.kernels[self._in_backward].extend(kernels)
 
     def _run(self, node: Node, gradient: Value) -> Sequence[Value | None]:
         assert node.backward is not None
@@ -227,9 +250,21 @@ class Tape:
         width: float | None = None,
         scratch: tuple[float, float] = (0.0, 0.0),
         costly: bool = False,
+        kernels: tuple[Kernels, Kernels] | None = None,
     ) -> Value:
         """Record a new value computed from `inputs`, with a new gradient for each input in the backward. `scratch`:
-        additional bytes that are live during the forward and the backward, respectively."""
+        additional bytes that are live during the forward and the backward, respectively. `kernels`: those of the
+        forward and the backward, by default one for the result and one for each gradient, which also reads what was
+        saved; none for a costly operation, which is a product or attention."""
+        out_bytes = elements * (self.width if width is None else width)
+        if kernels is None and not costly:
+            read = out_bytes + sum(value.read_bytes for value in saved) + saves_output * out_bytes
+            kernels = (
+                [out_bytes + sum(value.read_bytes for value in inputs)],
+                [read + value.size for value in inputs if value.node],
+            )
+        forward, in_backward = kernels or ((), ())
+        self.move(*forward)
         if not any(value.node for value in inputs):
             return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
         if self.fuses and self.recomputes and self.recalls and not costly:
@@ -245,6 +280,7 @@ class Tape:
         late_bytes = sum(value.elements * value.width for value in deferred)
 
         def backward(_gradient: Value, held: object = held) -> Sequence[Value | None]:
+            self.move(*in_backward)
             room = Storage(self.meter, scratch[1] + late_bytes)
             gradients = [self.new(*size) if size else None for size in sizes]
             del room
@@ -376,21 +412,29 @@ class Tape:
 
     def norm(self, x: Value, weight: Value, rows: float) -> Value:
         """Record a norm computed by one kernel, which saves its input and one number per row."""
-        return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
+        kernels = ((2 * x.size,), (3 * x.size,))
+        return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)), kernels=kernels)
 
-    def unary(self, x: Value) -> Value:
+    def unary(self, x: Value, kernels: tuple[Kernels, Kernels] | None = None) -> Value:
         if self.fuses:
             return self._deferred(x)
-        return self.apply((x,), x.elements, saved=(x,), width=x.width)
+        return self.apply((x,), x.elements, saved=(x,), width=x.width, kernels=kernels)
 
     def mul(self, left: Value, right: Value) -> Value:
         if self.fuses:
             return self._fused_product(left, right)
-        return self.apply((left, right), left.elements, saved=(left, right), width=left.width)
+        sides = left.read_bytes, right.read_bytes
+        # The gradient of each side is the product with the other one.
+        in_backward = [
+            2 * left.size + other for value, other in zip((left, right), sides[::-1], strict=True) if value.node
+        ]
+        kernels = ((left.size + sum(sides),), in_backward)
+        return self.apply((left, right), left.elements, saved=(left, right), width=left.width, kernels=kernels)
 
     def add(self, left: Value, right: Value) -> Value:
         if self.fuses:
             return self._deferred(left, right)
+        self.move(left.size + left.read_bytes + right.read_bytes)
         out = self._result(left.elements, left.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (left, right), lambda gradient: (gradient, gradient))
 
@@ -459,9 +503,16 @@ class Tape:
         out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 
-    def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
+    def copy(
+        self,
+        x: Value,
+        elements: float | None = None,
+        scratch: tuple[float, float] = (0.0, 0.0),
+        kernels: tuple[Kernels, Kernels] | None = None,
+    ) -> Value:
         """Record a new value, possibly of a different size, as a collective does. Nothing is saved."""
-        return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
+        size = x.elements if elements is None else elements
+        return self.apply((x,), size, width=x.width, scratch=scratch, kernels=kernels)
 
     def cast(self, x: Value, width: float) -> Value:
         return x if x.width == width else self.apply((x,), x.elements, width=width)
@@ -469,23 +520,24 @@ class Tape:
     def split(self, x: Value, *sizes: float) -> list[Value]:
         """Return views of parts of `x`; in the backward, their gradients are copied into one tensor."""
         size = x.elements, x.width
-        node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
+        node = Node(next(self._numbers), (x.node,), lambda _: (self._moved(x.size, *size),), has_views=True)
         passing: Backward = lambda gradient: (gradient,)  # noqa: E731
         return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
 
     def part(self, x: Value, elements: float) -> Value:
         """Return a view of part of `x`; in the backward, its gradient is copied into zeros."""
         size = x.elements, x.width
-        return self._view(x, elements, lambda _: (self.new(*size),))
+        return self._view(x, elements, lambda gradient: (self._moved(gradient.size, *size),))
 
     def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
         """Return a view that repeats `x` (possibly with a different width); the backward is a sum."""
         size = x.elements, x.width
-        return self._view(x, elements, lambda _: (self.new(*size),), width)
+        return self._view(x, elements, lambda gradient: (self._moved(gradient.size, *size),), width)
 
     def cat(self, *parts: Value) -> Value:
         """Concatenate by copying; in the backward, the gradients are views of the incoming one."""
         width, sizes = parts[0].width, [part.elements for part in parts]
+        self.move(sum(part.read_bytes for part in parts) + sum(sizes) * width)
         out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
 
         def backward(gradient: Value) -> Sequence[Value | None]:
@@ -500,17 +552,34 @@ class Tape:
     def negated(self, x: Value) -> Value:
         """Negate the right side of a difference; only its gradient needs memory."""
         width = x.width
-        return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
+        return self._view(x, x.elements, lambda gradient: (self._moved(gradient.size, gradient.elements, width),))
 
     def _view(self, x: Value, elements: float, backward: Backward, width: float | None = None) -> Value:
         width = x.width if width is None else width
         node = Node(next(self._numbers), (x.node,), backward) if x.node else None
         return Value(x.storage, elements, width, node)
 
+    def _moved(self, read_bytes: float, elements: float, width: float) -> Value:
+        """Return a new value that a kernel writes after reading this many bytes."""
+        self.move(read_bytes + elements * width)
+        return self.new(elements, width)
+
+    def summed(self, x: Value) -> Value:
+        """Return `x`, to which a product adds a bias; the bias's gradient is a sum."""
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self.move(gradient.size)
+            return (gradient,)
+
+        return self._recorded(x, (x,), backward)
+
     def copy_in_backward(self, x: Value) -> Value:
-        return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements, gradient.width),))
+        return self._recorded(
+            x, (x,), lambda gradient: (self._moved(gradient.size, gradient.elements, gradient.width),)
+        )
 
     def copy_in_forward(self, x: Value) -> Value:
+        self.move(x.size + x.read_bytes)
         out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (x,), lambda gradient: (gradient,))
 

@@ -154,12 +154,12 @@ def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, in
 
 
 def experts_unit(model: TextModel, layout: Layout) -> Unit:
-    """Return the experts of one rank of ep, sharded over the remaining ranks: by expert if the numbers divide evenly,
-    otherwise by row."""
+    """Return the experts of one rank of ep, sharded over the remaining ranks: by row if only the numbers of rows divide
+    evenly, otherwise by expert."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
     shapes = list(expert_matrices(decoder, layout.ep))
-    if shapes[0][0] % shards == 0:
+    if shapes[0][0] % shards == 0 or any(rows % shards for _, rows, _ in shapes):
         return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
     return Unit(tuple((rows, experts * row) for experts, rows, row in shapes), shards, reorders=shards > 1)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -94,8 +94,13 @@ class ChipCosts:
             return self.eff.kernel_s
         return moved_s(nbytes, self.rates(torch.bfloat16), self.eff)
 
-    def _product_s(self, gemm: Gemm, dtype: torch.dtype) -> float:
-        return product_s(gemm.m, gemm.n, gemm.k, gemm, self.rates(dtype), self.eff) if gemm.flops else 0.0
+    def _product_s(self, gemm: Gemm, dtype: torch.dtype, contiguous: Collection[int] = ()) -> float:
+        """`contiguous`: the dimensions along which the factors and the result are contiguous, if these are not the
+        inner one and the columns; the kernel loads tiles along them."""
+        if not gemm.flops:
+            return 0.0
+        loaded = replace(gemm, n=max(contiguous), k=min(contiguous)) if contiguous else gemm
+        return product_s(gemm.m, gemm.n, gemm.k, loaded, self.rates(dtype), self.eff)
 
     def operation_s(self, op: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Return the time of an operation. It depends on the shapes of its arguments and results."""
@@ -106,7 +111,8 @@ class ChipCosts:
             first, second = args[FIRST_FACTOR[name] : FIRST_FACTOR[name] + 2]
             count = first.shape[0] if first.dim() == 3 else 1
             gemm = Gemm(first.shape[-2], second.shape[-1], first.shape[-1], count, wide=first.dtype.itemsize == 1)
-            return self._product_s(gemm, first.dtype)
+            sides = [one.shape[-1] if one.stride(-1) == 1 else one.shape[-2] for one in (first, second)]
+            return self._product_s(gemm, first.dtype, {*sides, second.shape[-1]})
         if name == GROUPED:
             # One launch multiplies the rows of all experts, which have equal numbers of rows: rows times matrices (E,
             # K, N) or, for the gradient of the matrices, an expert's transposed rows times rows.
@@ -261,7 +267,11 @@ def traffic_bytes(op: Any, args: Any, kwargs: Any, result: Any) -> int:
     changed = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and not argument.is_out
+        # Optimizers write gradients only if they scale them.
+        and (argument.name != "grads" or kwargs.get("grad_scale") is not None)
     ]
     return given + nbytes_of(changed)
 
