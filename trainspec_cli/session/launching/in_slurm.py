@@ -81,8 +81,7 @@ def restarts() -> int:
 
 
 def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
-    """Exclude `hostnames` from the job. Only a pending job accepts that, so this happens during the grace period before
-    the job ends."""
+    """Exclude `hostnames` from the job. Slurm only accepts this once the job is pending again, so retry for a while."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:

@@ -213,7 +213,7 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def this_machine(spec: RunSpec) -> Machine:
-    """Return a description of this node as a valid spec would use it."""
+    """Return a description of this node, with its GPUs unless the spec trains on CPUs."""
     from trainspec_cli.run.job.machine import detect  # deferred: loads psutil, unneeded for other clusters
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
@@ -238,7 +238,7 @@ def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:
-    """Return a description of this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
+    """Like `this_machine`, for a draft; None if the draft leaves open whether it uses GPUs."""
     try:
         return this_machine(spec)
     except UnknownTouched:
@@ -246,8 +246,8 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise the problems, if there are any: MachineError (exit 4) if only the machine lacks something, otherwise
-    RecipeError (exit 2)."""
+    """Raise an error with the problems, if there are any: MachineError (exit 4) if only the machine lacks something,
+    otherwise RecipeError (exit 2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)

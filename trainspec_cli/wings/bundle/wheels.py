@@ -249,7 +249,7 @@ def download(
             requested += more
         if missing:
             names = ", ".join(sorted({str(requirement) for requirement in missing}))
-            message = f"there are no wheels for {target.platform} with Python {target.python} of {names}"
+            message = f"{names}: no wheels for {target.platform} with Python {target.python}"
             hint = (
                 f"with a network, download them: pip download --only-binary :all: --platform {target.platform} "
                 f"--python-version {target.python} --dest FOLDER NAME; then trainspec bundle OUT --wheels FOLDER"

@@ -38,7 +38,7 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class ClauseCheck:
-    """A clause applied to a case, and the runs that it needs."""
+    """A clause to check on a case, and the runs that this requires."""
 
     clause: str
     run: Run
@@ -224,7 +224,8 @@ def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
 
 
 def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
-    """Return the error of the parameter with the largest error relative to the error of the number format itself."""
+    """Return the error of the worst parameter, and the error of the number format itself, relative to which it is
+    worst."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
     usual = sorted(of_format.values())[len(of_format) // 2]

@@ -308,7 +308,7 @@ def judge_modes(root: Path) -> Figures:
 
 
 def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
-    """Alter a certificate, a checkpoint and a plan in one place each. Then try to verify them or resume from them."""
+    """Alter a certificate, a checkpoint and a plan, each in one place. Then try to verify them or resume from them."""
     # Anyone can compute the digest of a certificate with a different verdict.
     body = to_plain(write_certificate((), bench.machine, date="2026-01-01")) | {"verdict": "broken"}
     certificate = folder / "certificate.json"

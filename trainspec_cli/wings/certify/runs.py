@@ -1,8 +1,8 @@
 """Runs of the certify worker. One torchrun job per number of processes carries out all runs of that size.
 
 A certification keeps its runs in a folder, so that it can continue after an interruption. FOLDER/certification.json
-states the versions, the machine and the models. A certification in which any of these differ rejects the folder.
-FOLDER/NAME/ contains one run; an unfinished run is removed and repeated."""
+states the versions, the machine and the models. The folder is rejected if any of these differ. FOLDER/NAME/ contains
+one run; an unfinished run is removed and repeated."""
 
 from __future__ import annotations
 

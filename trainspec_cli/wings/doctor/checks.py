@@ -193,7 +193,7 @@ def check_links() -> Iterator[Check]:
             yield Check(
                 "link",
                 "warn",
-                f"{name}: {speed}, {dropped} damaged packets",
+                f"{name}: {speed}, {dropped} packet errors",
                 f"run ethtool -S {name}, and check the cable",
             )
         else:

@@ -3,7 +3,7 @@ file.
 
 `nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. The columns depend on the driver: NICs
 appear by name (up to 4xx), or as NIC0 with a legend below. The NUMA affinity may follow the CPU affinity. The CPU
-affinity may be blank if a job has other cores."""
+affinity may be blank in a job that was allocated other cores."""
 
 from __future__ import annotations
 

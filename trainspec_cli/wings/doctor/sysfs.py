@@ -123,7 +123,7 @@ def _link(here: PciLocation, there: PciLocation) -> str:
         return "NODE" if numa_node == far_numa_node else "SYS"
     if shared == 1:
         return "PHB"
-    below_switch = max(len(path), len(far_path)) - shared  # one switch port, and the device
+    below_switch = max(len(path), len(far_path)) - shared  # a switch port and the device
     return "PIX" if below_switch <= 2 else "PXB"
 
 

@@ -122,10 +122,10 @@ class RehearsedStep:
     """The virtual time of a step with eager blocks, and its planned time, in seconds by part (`STEP_PARTS`)."""
 
     rank: int
-    """The rehearsed rank with the most work. The parts are those of this rank. Waiting for other stages is its
-    `bubble`."""
+    """The rehearsed rank with the most work. The parts are those of this rank. Its `bubble` is the time spent waiting
+    for other stages."""
     stages_s: tuple[tuple[float, float], ...]
-    """For each pipeline rank: seconds of compute and of exposed communication in a mean micro-batch."""
+    """For each pipeline rank: seconds of compute and of exposed communication in an average micro-batch."""
     parts_s: dict[str, float]
     planned_parts_s: dict[str, float]
     step_s: float
@@ -162,7 +162,7 @@ class Rehearsal:
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
     """Plan a recipe on its cluster; `memory_gib` replaces the chip's memory in the rehearsal.
 
-    Raises RecipeError if the recipe is wrong or cannot be rehearsed, and PlanError if no layout fits.
+    Raises RecipeError if the recipe is invalid or cannot be rehearsed, and PlanError if no layout fits.
     """
     planned = plan_recipe(arguments)
     if planned.pools is not None:

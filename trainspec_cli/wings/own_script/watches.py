@@ -34,7 +34,7 @@ FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
 """Sampling interval for usage: 1/100 of the elapsed time, within these bounds. For a silent command: 1/20."""
 QUIET_PART = 0.25
-"""Sampling of ranks starts after this fraction of the time without a step after which the run counts as hung."""
+"""Ranks are sampled once this fraction of the hang timeout has passed without a step."""
 SAMPLES = 20
 """Approximate number of samples taken before a run counts as hung."""
 ANSWER_S = 1.0
@@ -47,7 +47,7 @@ NAMED = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
-"""Names of functions that only call another function."""
+"""Names of functions that only wrap another function."""
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "lightning", "jax", "jaxlib", "tensorflow", "keras")
 """Training packages. A rank inside one of them is most likely waiting there."""
 _LIBRARY = re.compile(rf"^.*?[/\\](?:{'|'.join(_LIBRARIES)})(?=[/\\])")

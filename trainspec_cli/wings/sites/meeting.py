@@ -192,7 +192,7 @@ class MeetingRules:
     sites: int
     """Number of sites at the start of the run."""
     quorum: int
-    """Minimum number of contributing sites that completes a round."""
+    """Minimum number of contributing sites needed to complete a round."""
     grace_s: float
     """Time in seconds for which a round that has a quorum waits for connected sites."""
     return_s: float

@@ -53,7 +53,7 @@ class LoggedBlock:
     total_bytes: int
     """Total allocated bytes directly after the allocation."""
     ended: int | None = None
-    """Number of blocks in the log when the block was released; None while it is live."""
+    """Number of blocks that the log contained when the block was released; None while it is live."""
 
 
 class AllocationLog:

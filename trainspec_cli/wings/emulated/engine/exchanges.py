@@ -159,7 +159,7 @@ def call_site() -> str:
         file = frame.f_code.co_filename
         if not file.startswith(OWN_FOLDER):
             innermost = innermost or f"{file}:{frame.f_lineno}"
-            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # which wraps functions
+            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # it wraps functions
                 return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return innermost

@@ -16,7 +16,7 @@ from trainspec_cli.wings.emulated.engine.streams import DEFAULT, SCHEDULER, Queu
 from trainspec_cli.wings.emulated.timeline import COMPUTE, WAIT, Slice, StepPart, Timeline, keep_longest
 
 STRETCHES = 500
-"""The memory curve keeps the lowest and highest value of this number of intervals, which keeps the page and `--json`
+"""The memory curve has the lowest and highest value in each of this many intervals, which keeps the page and `--json`
 small. The peak is always one of these values."""
 REST = "rest of the step"
 """The remainder of a step, outside its named parts."""

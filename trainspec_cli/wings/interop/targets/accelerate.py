@@ -109,7 +109,7 @@ OF_SCRIPT = {
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if blocks should be recomputed without FSDP."""
+    """Yield a problem if the recipe recomputes blocks without FSDP."""
     if run["recompute"] != "none" and run["derived.is_ddp"]:
         message = f"`recompute` is {run['recompute']}, but Accelerate recomputes only with FSDP"
         yield Problem("not_said", message, "recompute", "set recompute=none, or layout=fsdp")

@@ -35,8 +35,8 @@ FILE = "maxtext.yml"
 
 @dataclass(frozen=True)
 class StepsFraction:
-    """A number of steps in the recipe. MaxText has a fraction, which it multiplies by the run's number of steps and
-    rounds down."""
+    """A number of steps in the recipe. MaxText takes a fraction, multiplies it by the run's number of steps, and rounds
+    down."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -54,7 +54,7 @@ class StepsFraction:
 
 @dataclass(frozen=True)
 class LastFraction:
-    """The decay phase of WSD. MaxText's fraction must result in an integer number of steps."""
+    """The decay phase of WSD. MaxText's fraction must yield an integer number of steps."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return StepsFraction().write(LastSteps().write(value, run), run)

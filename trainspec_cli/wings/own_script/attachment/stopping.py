@@ -140,7 +140,7 @@ class ScriptRanks:
         return bool(flag.item())
 
     def exchange(self, own: list[float]) -> list[list[float]]:
-        """Return each rank's values from the previous step (empty in the first step), and start to exchange `own`. A
+        """Return each rank's values from the previous step (empty in the first step), and start exchanging `own`. A
         single process gets its own values immediately."""
         if self._torch is None:
             return [own]

@@ -61,8 +61,8 @@ def _stepped(optimizer, arguments, keywords):
 
 def _count_step(optimizer):
     """Count a training step when an optimizer steps again. If every parameter has an optimizer that steps in the
-    backward pass, each of them steps once per training step. In DeepSpeed's ZeRO, one optimizer steps once per
-    parameter group, to which it is assigned in turn."""
+    backward pass, each of them steps once per training step. In DeepSpeed's ZeRO, each parameter group in turn is
+    assigned to one optimizer, which steps once for each."""
     if id(optimizer) not in _state["known"]:
         # Ignore steps outside training: torch's checkpointing takes a step without gradients to create the state that
         # it then loads.

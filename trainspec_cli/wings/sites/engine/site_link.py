@@ -394,7 +394,7 @@ class SiteLink:
         self.is_member: bool | None = None
         """The rounds that have arrived; None if the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
-        """The record of the round that was the newest applied one when the connection started."""
+        """The record of the newest round that had been applied when the connection started."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._asked: set[tuple[int, int]] = set()
