@@ -50,7 +50,7 @@ class TimeWarning:
 def requeue_if_of_use(
     run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole
 ) -> None:
-    """Requeue the job if that helps and the limit allows it. If Slurm rejects the requeue, print the reason."""
+    """Requeue the job if that would help and the limit allows it. If Slurm rejects the requeue, print the reason."""
     done = restarts()
     try:
         job = slurm.show(job_id)

@@ -83,7 +83,7 @@ CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
 """A plug-in's services that run alongside the supervisor, across all starts of the workers."""
 MOST_KNOWN = 50
-"""Number of newest runs to check for other runs that are still in progress."""
+"""Number of most recent runs to check for those still in progress."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Plan fields that depend on the machine, which may differ when a run is resumed."""
 

@@ -349,7 +349,7 @@ def read_profile(path: Path) -> ClusterProfile:
 def write_profile(path: Path, profile: ClusterProfile) -> None:
     if path.is_relative_to(cache_dir()):
         make_cache()
-    head = "# Factors on the planner's default values, from trainspec calibrate; low and high bound a 90% interval.\n"
+    head = "# Multipliers of the planner's defaults, from trainspec calibrate; low and high bound a 90% interval.\n"
     write_text(path, head + VERSION_LINE + yaml.safe_dump(to_plain(profile), sort_keys=False))
 
 

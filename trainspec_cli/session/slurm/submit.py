@@ -54,8 +54,8 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:
         return
-    # The prediction covers the steps, but not start-up, checkpoints or evaluations. It exists for GPUs in the
-    # catalogue, and for CPUs like this machine's if this machine has been probed.
+    # The prediction covers the steps, but not start-up, checkpoints or evaluations. It is available for GPUs in the
+    # catalogue and, if this machine has been probed, for CPUs like its own.
     group = plan.as_one_group
     if is_known(group, machine):
         step_s = predict_device(group, machine).step_time_s
@@ -68,7 +68,7 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
         return
     shorter = (
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
-        f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
+        f"the checkpoint), but the run is predicted to train for {format_duration(trains_s)}"
     )
     # Each start continues from the newest checkpoint, so all starts together train for as long as a single start would.
     requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1

@@ -52,7 +52,7 @@ python{python} {installer} ~/trainspec
 ```
 
 `{installer}` first compares every file with `{record}` and prints those that are missing or changed; `--check`
-does only that. pip reads no settings and no index.
+does only that. pip uses neither settings nor an index.
 
 | file or folder | content |
 |---|---|

@@ -55,12 +55,12 @@ GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 WHOLE_GRADIENT_BOUND = 1e-6
 WEIGHT_BOUND = 1e-4
-"""NUM-7 and NUM-8 apply these bounds to the error of all parameters together."""
+"""NUM-7 and NUM-8 apply these bounds to the combined error of all parameters."""
 LIVE_BOUND = 1e-6
 FORMAT_FACTOR = 2.0
 """Bound of NUM-3, as a multiple of the rounding error of the number format."""
 EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
-"""Bounds of COMM-1 on the error of all parameters together, by wire format."""
+"""COMM-1's bounds on the combined error of all parameters, by wire format."""
 EXCHANGES = 64
 """Number of exchanges that COMM-2 averages over."""
 WAITING = 8

@@ -210,7 +210,7 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
         return {"gradient_error": gradient_error, **_training_figures(found, reference)}
     figures = _training_figures(found, reference)
     if clause == "NUM-8":
-        # Every sample must be used once, and the batch sizes must be those of the ramp.
+        # Every sample must be used once, and the batch sizes must follow the ramp.
         in_order = [position for step in trained.taken for position in step] == list(range(sum(RAMP_SIZES)))
         once = in_order and tuple(map(len, trained.taken)) == RAMP_SIZES
         figures["samples"] = "each once" if once else "not each once"

@@ -161,7 +161,7 @@ def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequenc
 
 
 def _steps(run: RunDir) -> list[StepEvent]:
-    """Return the steps of a run without the first ones, which compile and allocate."""
+    """Return the steps of a run except for the first ones, during which code is compiled and memory allocated."""
     return [event for event in read_sound(run.events(0)) if isinstance(event, StepEvent)][WARMUP_STEPS:]
 
 

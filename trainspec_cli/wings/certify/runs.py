@@ -1,4 +1,4 @@
-"""Runs of the certify worker. One torchrun job per number of processes carries out all runs of that size.
+"""Runs of the certify worker. For each number of processes, one torchrun job carries out all runs.
 
 A certification keeps its runs in a folder, so that it can continue after an interruption. FOLDER/certification.json
 states the versions, the machine and the models. The folder is rejected if any of these differ. FOLDER/NAME/ contains
@@ -332,7 +332,7 @@ def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def whole_error(found: Tensors, reference: Tensors) -> float:
-    """Return the relative Euclidean error of all parameters together; infinite if one is missing or has the wrong
+    """Return the relative Euclidean error of all parameters combined; infinite if one is missing or has the wrong
     shape."""
     if {name: array.shape for name, array in found.items()} != {name: array.shape for name, array in reference.items()}:
         return math.inf

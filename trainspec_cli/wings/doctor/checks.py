@@ -36,8 +36,8 @@ SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""A GPU with a smaller fraction of free memory counts as in use. The driver and a desktop need less than the
-remainder."""
+"""A GPU with less than this fraction of its memory free counts as in use. The driver and a desktop need less than the
+rest."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 

@@ -125,7 +125,7 @@ def discover(
     if measured:
         pairs, source = measured
         unknown = []
-        if len(levels) >= 2:  # with fewer levels, Slurm lists no nodes
+        if len(levels) >= 2:  # with fewer levels, Slurm's nodes are unknown
             known = {node for element in levels[-1].elements for node in element}
             unknown = [host for host in hosts_of(pairs) if host not in known]
         if unknown:

@@ -268,8 +268,8 @@ def rehearse_ranks(
 
 
 def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
-    """Return for each pipeline rank the first pipeline rank with the same work, which means the same layers of each
-    kind by stage, embedding and head."""
+    """Return for each pipeline rank the first pipeline rank with the same work: the same number of layers of each kind
+    per stage, and the same embedding and head."""
     layout = setup.layout
     once = micro_batch(setup, axis_groups(layout, setup.fabric, eff), eff)
     stages = cut_layers(once.num_layers, layout)

@@ -47,7 +47,7 @@ SCRIPT: Mapping[str, str] = {
     "train.eval_interval_steps": "your script evaluates",
     "train.log_interval_steps": "your script logs",
     "checkpoint": "your script decides when it writes checkpoints",
-    "compile": "changes only the speed; your script compiles the model",
+    "compile": "only affects the speed; your script compiles the model",
 }
 """Keys that are up to the user's script, if the engine is a library that the script uses."""
 

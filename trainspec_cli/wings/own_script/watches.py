@@ -193,10 +193,10 @@ class SignsOfWork:
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes between two samples does not count as working, because keeping connections alive
-moves some bytes."""
+"""A process that moves fewer bytes than this between two samples does not count as working, because keeping connections
+alive moves some."""
 BUSY_CORES = 0.2
-"""A process counts as asleep if it computes or waits for a processor for a smaller fraction of the time."""
+"""A process counts as asleep if it computes or waits for a processor for less than this fraction of the time."""
 
 
 @dataclass(frozen=True)

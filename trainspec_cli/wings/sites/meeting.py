@@ -229,7 +229,7 @@ class Meeting:
     seen: set[int] = field(default_factory=set)
     """Sites that have connected since the meeting was started or restarted."""
     ready: dict[int, int] = field(default_factory=dict)
-    """Returning site -> the round up to which the site has followed."""
+    """Returning site -> the newest round that it has applied."""
     came: dict[int, Contribution] = field(default_factory=dict)
     """The contributions that have arrived for the next round, by site."""
     opened_s: float | None = None

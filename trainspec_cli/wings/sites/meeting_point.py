@@ -108,7 +108,7 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Number of exchanges of the full model for which rounds are kept for an absent site."""
+"""How long rounds are kept for an absent site, in exchanges of the full model."""
 LINGER_S = 120.0
 """Time in seconds for which a finished meeting waits for sites that have not received the last round yet."""
 Gradient = tuple[Sent, bytes]

@@ -3,7 +3,8 @@ shown as a section of `trainspec plan`.
 
 If all sites can reach each other, each link receives the others' outer gradients while it sends its own to them.
 Otherwise, all outer gradients pass through the meeting point at one site. That site's link receives every outer
-gradient once, and sends it to each of the other sites as soon as it has arrived. Nothing else uses the links."""
+gradient once, and sends it to each of the other sites as soon as it has arrived. Nothing else is assumed to use the
+links."""
 
 from __future__ import annotations
 

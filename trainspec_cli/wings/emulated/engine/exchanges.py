@@ -46,7 +46,7 @@ class DeviceExchange(torch._C._distributed_c10d.Work):
         super().__init__()
         self._done = done
         self._tensors = tensors
-        """Keeps the tensors' memory until a stream waits for the exchange, like ProcessGroupNCCL."""
+        """Keeps the tensors' memory until a stream waits for the exchange, as ProcessGroupNCCL does."""
 
     def wait(self, timeout: Any = None) -> bool:
         self.synchronize()

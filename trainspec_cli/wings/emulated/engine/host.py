@@ -59,7 +59,7 @@ HOST_MEMORY = HostMemory()
 
 
 class HostSizes(TorchDispatchMode):
-    """Runs operations on large host tensors only for their output shapes and their time."""
+    """Runs operations on large host tensors only to determine their output shapes and their time."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -225,7 +225,7 @@ FIXED = (
     Fixed(f"{DATASET}type", "completion", "the loss covers every token of a document", (TEXT,)),
     Fixed("sample_packing", True, "trainspec fills samples with several documents"),
     Fixed("pad_to_sequence_len", True, "every sample has data.seq_len tokens"),
-    Fixed("attn_implementation", "flash_attention_2", "packed samples and ring attention need it"),
+    Fixed("attn_implementation", "flash_attention_2", "packed samples and ring attention require it"),
     Fixed("fsdp_version", 2, "only FSDP2 supports meshes of several axes", (BY_FSDP,)),
     Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "each block is sharded separately", (BY_FSDP,)),
     Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard of the state", (BY_FSDP,)),

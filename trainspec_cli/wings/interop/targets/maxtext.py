@@ -207,7 +207,7 @@ LIMITS = {
     "precision.matmul": "MaxText's quantisation recipes differ",
 }
 NOT_CARRIED = {
-    "compile": "only changes the speed; XLA compiles the entire step",
+    "compile": "only affects the speed; XLA compiles the entire step",
     "data.tokenizer": "the data consists of token ids",
 }
 

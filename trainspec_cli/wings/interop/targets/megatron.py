@@ -250,7 +250,7 @@ LIMITS = {
 }
 NOT_CARRIED = {
     "checkpoint.keep_last": "Megatron keeps every checkpoint; --save-retain-interval deletes some of them",
-    "compile": "only changes the speed; Megatron has hand-written fused kernels",
+    "compile": "only affects the speed; Megatron has hand-written fused kernels",
     "data.tokenizer": "the data consists of token ids",
 }
 

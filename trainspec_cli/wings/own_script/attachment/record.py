@@ -121,6 +121,6 @@ class StepRecord:
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """Return a value, such as a tensor with a gradient, as a float; None if it is not finite, as in events."""
+    """Return a value, such as a tensor with a gradient, as a float; None, as in events, if it is not finite."""
     number = float(getattr(value, "detach", lambda: value)())
     return number if math.isfinite(number) else None

@@ -64,7 +64,8 @@ class OuterState:
         """The newest applied round, followed by the data of the outer gradient in flight: its round (0 if none), size
         in bytes, tokens and steps."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """This site's tokens and steps per fragment since its work on the fragment was last merged."""
+        """The tokens and steps that this site has trained, per fragment, since its work on the fragment was last
+        merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint. `prefix` names the rank and the layout to which they belong."""

@@ -384,7 +384,7 @@ def _refuse(message: Message, payload: bytes) -> None:
 
 class SiteLink:
     def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
-        """`applied` returns the newest applied round, with which a new connection continues."""
+        """`applied` returns the newest applied round, after which a new connection continues."""
         access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
         self._site = hello.site
         self._silence_s = silence_s
