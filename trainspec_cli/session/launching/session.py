@@ -440,7 +440,7 @@ def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not start:\n{said}"))
 
 
-# Select the kernels that the recipe leaves to `auto`, from measurements on this machine.
+# Select the kernels that the recipe leaves to `auto`, based on measurements on this machine.
 
 
 def select_kernels(

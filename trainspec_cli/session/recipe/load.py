@@ -284,7 +284,7 @@ EPOCHS = "train.epochs"
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the arguments with a recipe added if needed, and the arguments that are defaults.
+    """Return the arguments, with a recipe added if needed, and those among them that are defaults.
 
     Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named."""
     given = {argument.partition("=")[0].lstrip("~+") for argument in arguments}

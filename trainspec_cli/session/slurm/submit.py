@@ -75,7 +75,9 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     if slurm.max_requeues == 0:
         follows = "it will be stopped at the limit, and not requeued (cluster.slurm.max_requeues=0)"
     elif requeues > slurm.max_requeues:
-        follows = f"it needs at least {requeues:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+        follows = (
+            f"it needs at least {requeues:,} requeues, but only gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+        )
     else:
         follows = f"it will be requeued at least {'once' if requeues == 1 else f'{requeues} times'}"
     yield f"{shorter}: {follows}"
@@ -128,7 +130,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
-    """Return warnings about the job without duplicates: a short time limit, a missing image."""
+    """Return the warnings about the job, each only once: a short time limit, a missing image."""
     found = (
         line
         for run in runs

@@ -319,7 +319,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
-        # Each alteration gets a separate copy of the run, so a resume encounters only this alteration.
+        # Each alteration is made in a separate copy of the run, so that a resume encounters only that one.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

@@ -69,7 +69,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     found = f"{format_bytes(free)} free in {existing}; a checkpoint needs {format_bytes(one)}"
-    advice = "free up some space, choose another run.dir, or keep fewer (checkpoint.keep_last)"
+    advice = "free up some space, choose another run.dir, or keep fewer checkpoints (checkpoint.keep_last)"
     if free < one:
         checks.append(Check("disk", "fail", found, advice))
     elif free < to_write * one:
@@ -212,7 +212,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
-    """Return the slowest node by each kind of measurement, worst first; empty for a single node."""
+    """Return the slowest node in each kind of measurement, worst first; empty for a single node."""
     found = []
     for figure in SPEEDS:
         speeds = [(float(getattr(report.speed, figure)), report.host) for report in reports if report.speed]

@@ -176,7 +176,7 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
         floor_s = spec.resilience.hang_floor_s
         steps_s = [step.step_s] * LEARNING_STEPS
         cluster = replace(cluster, detect_s=math.inf if floor_s is None else step_deadline_s(steps_s, floor_s))
-    # The fault strikes in the next step, during the gradient exchange after its passes.
+    # The fault strikes in the next step, during the gradient exchange that follows its backward passes.
     work_s = fault.step * job.step_time_s + step.step_s - step.parts_s["optimizer"]
     checkpoints = math.floor(work_s / job.interval_s)
     at_s = work_s + checkpoints * job.blocked_s

@@ -152,9 +152,9 @@ class Rehearsal:
     checkpoint_bytes: float = 0.0
     """Size of a checkpoint; 0 if `step` is None."""
     simulation: Simulation | None = None
-    """The run under the command's disturbance, simulated with rehearsed steps."""
+    """The run under the disturbance from the command line, simulated with rehearsed steps."""
     planned_simulation: Simulation | None = None
-    """The run under the command's disturbance, simulated with planned steps."""
+    """The run under the disturbance from the command line, simulated with planned steps."""
     faults: tuple[FaultCost, ...] = ()
     """The costs of the recipe's faults."""
 

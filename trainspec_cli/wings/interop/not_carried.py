@@ -31,7 +31,7 @@ NOT_CARRIED: Mapping[str, str] = {
     "train.tokens": "replaced by train.max_steps",
     "train.epochs": "replaced by train.max_steps",
     "train.max_skipped_steps": "the engine handles non-finite steps in its own way",
-    "checkpoint.memory_interval_steps": "only for trainspec's restarts from copies in memory",
+    "checkpoint.memory_interval_steps": "only for trainspec's restarts from in-memory copies",
     "data.max_bytes": "only limits the text that trainspec prepares",
     "data.tokenizer.vocab_size": "only for a tokenizer that trainspec trains",
 }

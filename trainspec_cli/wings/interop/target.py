@@ -231,7 +231,7 @@ def option(name: str, value: JsonValue) -> str:
 
 
 def number(value: JsonValue) -> str:
-    """Return a number as text from which programs read the same value."""
+    """Return a number as text from which any program reads back the same value."""
     return repr(value) if isinstance(value, float) else str(value)
 
 

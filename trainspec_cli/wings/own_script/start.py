@@ -197,7 +197,7 @@ class OwnStart:
             explanation = explain(failures) if lost else explain_own_end(self._job, exit_code, failures)
         headline = explanation.headline if explanation else ""
         if killed and any(exited.oom_kills for exited in self._exits):
-            headline = f"{headline}: the kernel ended it, because the host had run out of memory"
+            headline = f"{headline}: the kernel killed it, because the host had run out of memory"
         return run_state.GroupEnded(
             group=GROUP,
             done=done,

@@ -527,7 +527,7 @@ def _describe(members: Sequence[psutil.Process], readings: dict[int, Reading]) -
 
 
 def name_silent(processes: Sequence[ProcessSilent]) -> tuple[list[ProcessSilent], str]:
-    """Return the processes on all nodes to name, and why: the stopped processes, or all processes if none is
+    """Return which processes on all nodes to name, and why: the stopped processes, or all processes if none is
     stopped."""
     if stopped := [process for process in processes if process.stopped]:
         return stopped[:NAMED], "is stopped" if len(stopped) == 1 else "are stopped"

@@ -200,7 +200,7 @@ class MeetingPoint:
         missing = [one for one in wanted if one not in known or (one > hello.applied and not self._rounds.has(one))]
         if missing:
             reason = f"the site was away for too long: round {missing[0]} is no longer kept"
-            return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
+            return Refused(reason, "copy another site's newest checkpoint folder into this run's checkpoints")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:

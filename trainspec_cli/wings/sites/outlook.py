@@ -102,7 +102,7 @@ class SitesOutlook:
     direct: bool
     """True if each site can reach every other one. Otherwise all sites use the meeting point."""
     direct_exchange_s: float
-    """Duration of the recipe's exchange if the sites were connected directly."""
+    """The time that the recipe's exchange would take if the sites were connected directly."""
     wanted: SitesFigures
     """The prediction for the recipe's configuration."""
     hidden: tuple[SitesFigures, ...]
@@ -122,7 +122,7 @@ WANTED = 0.95
 KEPT_BYTES = 4 + 4.0
 """Bytes that a site keeps per trained parameter, for shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (
-    "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
+    "Streaming DiLoCo reports the same loss as data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
     "interval is not predicted here, so use the shortest interval that hides the exchange"
 )
 

@@ -72,7 +72,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     """Build the rank's part of the plan, run steps, and copy its state to the host as a checkpoint does.
 
     Call this once, in a separate process with TRAINSPEC_DEVICE=emulated and `sizes=1` in TRAINSPEC_EMULATED, because
-    the process keeps the device. If memory runs out, the result states where that happened."""
+    the device stays registered in it. If memory runs out, the result states where that happened."""
     began_s = time.perf_counter()
     device = enter("cpu")
     if MEMORY.has_values:

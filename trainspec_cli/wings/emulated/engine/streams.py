@@ -38,12 +38,12 @@ PICKED = (0.0, 0.1, 0.5)
 """In order mode: candidate probabilities for running some queued work whenever more is queued. Each schedule uses one
 of them."""
 NEEDED = (0.0, 0.8, 1.0)
-"""In order mode: candidate probabilities that a wait runs only the work that it needs, and not other work of higher
+"""In order mode: candidate probabilities for running only the work that a wait needs, and no other work of higher
 priority."""
 CHANGED = 0.05
 """In order mode: the probability that a stream's priority changes after an item of its work."""
 QUERIED = 0.1
-"""In order mode: the probability that asking whether work is done runs some work, so that polling eventually ends."""
+"""In order mode: the probability that a query for completion also runs some work, so that polling eventually ends."""
 IDLE_S = 0.03
 """In order mode: after this real time without queued or running work, exchanges run, together with the work that they
 need, because another rank may be waiting for them."""

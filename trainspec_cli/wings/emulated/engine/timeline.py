@@ -98,7 +98,7 @@ class StepTimeline:
         if not work.duration_s:
             return
         origin = find_origin()
-        # An exchange keeps its own name, because a few lines of the engine start most exchanges.
+        # An exchange keeps its own name, because most exchanges start from the same few lines of the engine.
         name = work.name if work.is_exchange else origin
         last = merged[-1] if merged else None
         follows = last is not None and last.end_s == began_s and last.waits_for is None and not work.is_exchange

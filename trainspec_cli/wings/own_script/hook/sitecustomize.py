@@ -36,8 +36,9 @@ STATE_MAKER = "_init_optim_state"
 class StepCount(types.ModuleType):
     """Counts a step when its attribute `stepped` is set.
 
-    The class is a module because code compiled by torch sets module attributes after the graph has run, without reading
-    them. A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a warning."""
+    It is a `ModuleType` because code compiled by torch sets module attributes after the graph has run,
+    without reading them. A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a
+    warning."""
 
     def __setattr__(self, name, optimizer):
         try:
