@@ -42,7 +42,7 @@ class NodeOptions:
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """True if srun started this command on each node. Hints then must not ask the user to run it there."""
+    """True if srun started this command on each node. In that case, hints must not ask the user to run it there."""
 
     @property
     def as_arguments(self) -> list[str]:

@@ -106,7 +106,7 @@ class Session:
     """Whether to train even if the plan is predicted not to fit."""
     as_json: bool = False
     notify: Notify = NOBODY
-    """The command and the URL that are notified when the run ends."""
+    """The command to run and the URL to notify when the run ends."""
 
     @property
     def folder(self) -> Path:

@@ -48,8 +48,8 @@ SHORT = (
     *("sample.prompt=", "train.eval_interval_steps=null", "checkpoint.keep_last=1"),
     "optim.schedule.kind=constant",
 )
-"""Overrides that skip slow work that is not measured. The warm-up schedule is also off, because the runs are too short
-for it."""
+"""Overrides that disable slow work outside the measurements. The warm-up schedule is also off, because the runs are too
+short for it."""
 TIMEOUT_S = 900.0
 
 ATTACKED_STEPS = 40

@@ -48,7 +48,7 @@ def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
 
 
 def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
-    """Return the network interfaces that are up. They must be devices or bonds, not virtual interfaces."""
+    """Return the network interfaces that are up: devices and bonds, but no virtual interfaces."""
     found = []
     for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_real = (interface / "device").exists() or (interface / "bonding").is_dir()

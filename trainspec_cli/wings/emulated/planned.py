@@ -246,7 +246,7 @@ def rehearse_ranks(
         futures = [pool.submit(run, rank) for rank in ranks]
         errors = [error for future in futures if (error := future.exception())]
     if errors:
-        # The first error is the cause. It interrupted the other ranks.
+        # The first error is the cause; the other ranks were interrupted because of it.
         raise min(errors, key=lambda error: isinstance(error, Interrupted))
     done = [future.result() for future in futures]
     found = [one.rehearsed for one in done]

@@ -59,7 +59,7 @@ class CommandSettings:
     hang_s: float | None
     """Time in seconds without a sign of work after which a run counts as hung; None: no run counts as hung."""
     silent_s: float | None
-    """Like `hang_s`, but until the first step has been counted."""
+    """Like `hang_s`, but for the time until the first step is counted."""
     work_s: float
     """If no steps are counted, a start has made progress once it has worked for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s

@@ -32,7 +32,7 @@ from trainspec_cli.wings.own_script.journal import CountedProcess, CountedRank
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
-"""Sampling interval for usage: 1/100 of the elapsed time, within these bounds. For a silent command: 1/20."""
+"""Bounds of the interval between usage samples: 1/100 of the elapsed time, or 1/20 without counted steps."""
 QUIET_PART = 0.25
 """Ranks are sampled once this fraction of the hang timeout has passed without a step."""
 SAMPLES = 20

@@ -304,8 +304,8 @@ class Meeting:
             for site in {*self.members, *joined} - lost:
                 # A member that left after contributing keeps its samples. The next round declares it lost.
                 batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
-            # Find the sites whose shared weights differ from those of the majority. Without a majority, these are all
-            # sites.
+            # Find the sites whose shared weights differ from those of the majority. Without a majority, all sites count
+            # as different.
             digests = {site: self.came[site].digests for site in included}
             usual = Counter(digests.values()).most_common(2)
             differing: tuple[int, ...] = ()

@@ -1,5 +1,5 @@
-"""The streams of an emulated device: queues of work. Work is ordered within a stream. Only events and waits order
-it between streams.
+"""The streams of an emulated device: queues of work. Work is ordered within a stream. Between streams, only events and
+waits impose an order.
 
 In order mode, work runs late: when something waits for it, or when a seeded random scheduler selects it. A wait that is
 missing in the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible. The

@@ -75,7 +75,7 @@ class StepRecord:
         self._figures |= figures
 
     def waited(self, seconds: float) -> None:
-        """Add time for which the step waited for its data."""
+        """Add time that the step spent waiting for its data."""
         self._waited_s += seconds
 
     def step(self, step: int) -> None:

@@ -88,7 +88,7 @@ class FarSites(Coordinator):
         self._progress = TrainProgress()
         self._taken = 0
         """Number of samples in the current step."""
-        # For this site's speed between two exchanges. Waiting for other sites does not count.
+        # These determine this site's speed between two exchanges. Waiting for other sites does not count.
         self._busy_s = 0.0
         self._samples = 0
         self._computes_since_s: float | None = None
