@@ -130,8 +130,8 @@ def _learning_rate(spec: RunSpec, samples: int) -> float:
 
 
 def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
-    """Return the number of samples that the run had trained on at its checkpoint of `step`; 0 without a checkpoint.
-    Raises UnreadableFileError."""
+    """Return the number of samples that the run had trained on at its checkpoint of `step`; 0 if there is no
+    checkpoint. Raises UnreadableFileError."""
     if not spec.ends_by_samples or not step:
         return step * spec.batching.global_batch_size
     manifest = run.manifest(step)

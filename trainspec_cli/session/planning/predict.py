@@ -60,7 +60,7 @@ class Predictor:
     knows: Callable[[Plan], bool] = lambda _: True
     """Returns whether the plan with another memory setting can be predicted."""
     is_measured: bool = True
-    """False without a probe of the machine. Then no time is predicted, and the predicted memory covers only the
+    """False if the machine has not been probed. Then no time is predicted, and the predicted memory covers only the
     tensors."""
 
 

@@ -49,7 +49,8 @@ from trainspec_cli.session.slurm.container import check_container, folders_read,
 
 
 def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield a warning with both times if the limit is shorter than the prediction; nothing without a prediction."""
+    """Yield a warning with both times if the limit is shorter than the prediction; nothing if there is no
+    prediction."""
     slurm = plan.spec.cluster.slurm
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:

@@ -158,7 +158,8 @@ class Wheel:
 
 
 def read_wheel(file: Path) -> Wheel:
-    """Return the wheel in a file. Raises UnreadableFileError if the file's name is not that of a wheel."""
+    """Return a description of the wheel in a file. Raises UnreadableFileError if the file's name is not that of a
+    wheel."""
     try:
         name, version, _, tags = parse_wheel_filename(file.name)
     except InvalidWheelFilename as error:

@@ -227,7 +227,8 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a certification measures, and on which machine. To continue it, all fields except `since` must match."""
+    """What a certification measures, and on which machine. It can only be continued if all fields except `since`
+    match."""
 
     trainspec: str
     code_sha256: str

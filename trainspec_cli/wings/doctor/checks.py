@@ -161,7 +161,7 @@ def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
 
 
 def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Yield the rate of the RDMA NICs, in total and per device. Yield nothing without such NICs."""
+    """Yield the rate of the RDMA NICs, in total and per device. Yield nothing if there are none."""
     nics = read_nics(folder)
     if not nics:
         return

@@ -109,7 +109,7 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def check_switches(topology: str, devices_per_node: int) -> Iterator[Check]:
-    """Return Slurm's switches as tiers; nothing with fewer than two levels."""
+    """Return Slurm's switches as tiers; nothing if there are fewer than two levels."""
     levels = read_levels(topology)
     if len(levels) < 2:
         return

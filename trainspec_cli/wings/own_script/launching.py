@@ -327,7 +327,8 @@ def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: Nod
 
 
 def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
-    """Describe what was read from Slurm's environment, or which nodes of the job are unused. Empty without Slurm."""
+    """Describe what was read from Slurm's environment, or which nodes of the job are unused. Empty outside Slurm
+    jobs."""
     if nodes.of_slurm:
         where = f", which the other nodes reach at {reach.head}" if reach and nodes.is_first else ""
         return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"

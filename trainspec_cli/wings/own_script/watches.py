@@ -147,7 +147,7 @@ def moved_bytes(process: psutil.Process) -> int:
 
 
 def gpu_uses() -> dict[int, GpuUse]:
-    """Return the GPU use by process id, for this node's NVIDIA GPUs. Empty without a driver."""
+    """Return the GPU use by process id, for this node's NVIDIA GPUs. Empty if there is no driver."""
     if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - called often, and `Path` is slow
         return {}
     uses: dict[int, GpuUse] = {}

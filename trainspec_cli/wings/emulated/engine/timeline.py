@@ -121,7 +121,7 @@ class StepTimeline:
         return self._part
 
     def result(self) -> Timeline | None:
-        """Return the last step, or the part of it before memory ran out; None without virtual time."""
+        """Return the last step, or the part of it before memory ran out; None if there is no virtual time."""
         if self._log is None:
             return None
         names = {**stream_names(), DEFAULT: COMPUTE}
