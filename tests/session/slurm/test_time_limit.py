@@ -32,7 +32,7 @@ def trains_s() -> float:
         (1.5, 10, None),
         (0.6, 10, "it will be requeued at least once"),
         (0.3, 10, "it will be requeued at least 3 times"),
-        (0.1, 4, "it needs at least 10 requeues, and gets 4"),
+        (0.1, 4, "it needs at least 10 requeues, but only gets 4"),
         (0.6, 0, "it will be stopped at the limit, and not requeued"),
     ],
 )

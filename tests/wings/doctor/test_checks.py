@@ -149,8 +149,8 @@ def test_each_gpu_in_use_is_reported_by_number(monkeypatch: pytest.MonkeyPatch) 
     [
         (25_000, (0, 0), "ok", "25 Gbit/s, mtu 9000"),
         (0, (0, 0), "ok", "speed unknown, mtu 9000"),
-        (25_000, (3, 0), "warn", "25 Gbit/s, 3 damaged packets"),
-        (25_000, (0, 3), "warn", "25 Gbit/s, 3 damaged packets"),
+        (25_000, (3, 0), "warn", "25 Gbit/s, 3 packet errors"),
+        (25_000, (0, 3), "warn", "25 Gbit/s, 3 packet errors"),
     ],
 )
 def test_interfaces_that_are_up_are_shown_in_order(

@@ -30,7 +30,7 @@ def test_a_node_much_slower_than_the_others_is_refused_by_name() -> None:
         refuse_unfit([report("a"), report("b"), report("c", matmul=0.4e12)])
     (problem,) = caught.value.problems
     assert (caught.value.exit_code, problem.code) == (4, "slow_host")
-    assert problem.message.startswith("c is slowest in matrix products: 40%")
+    assert problem.message.startswith("c is slowest in matmuls: 40%")
     assert "cluster.slurm.exclude=c" in problem.hint
 
 
@@ -134,7 +134,7 @@ def test_the_speeds_of_a_node_are_shown_with_its_checks() -> None:
     (host,) = diagnose([report("a", 2e12, 3e11, Check("disk", "ok", "fast"))], None).hosts
     assert [(check.name, check.found) for check in host.checks] == [
         ("disk", "fast"),
-        ("matrix products", "2 TFLOP/s"),
+        ("matmuls", "2 TFLOP/s"),
         ("memory", "300 GB/s"),
     ]
     alone = diagnose([NodeReport("a", 0.0, ())], None)

@@ -65,8 +65,8 @@ class ClusterSteps:
 
 
 def calibrate(measured: ClusterSteps) -> ClusterProfile:
-    """Fit the parameters that the measurements determine. The other parameters keep their default values and are
-    marked."""
+    """Fit the parameters that the measurements determine. The other parameters keep their default values, which is
+    recorded."""
     names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
     found = infer(measured.observations, names, spread)
     described = []
@@ -89,7 +89,7 @@ def calibrate(measured: ClusterSteps) -> ClusterProfile:
 
 
 def _error(observations: Sequence[Observation], factors: dict[str, float]) -> float:
-    """Return the mean relative error of the groups' total times."""
+    """Return the mean relative error of the total time of each group."""
     sums: dict[str, list[float]] = {}
     for number, one in enumerate(observations):
         pair = sums.setdefault(one.group if one.group.startswith("run ") else str(number), [0.0, 0.0])
@@ -210,7 +210,7 @@ class TriedLayout:
 def measure_recipe(
     arguments: Sequence[str], number: int, steps: int, folder: Path, report: Callable[[str], None]
 ) -> ClusterSteps:
-    """Run the most informative layouts of a recipe for a few steps each. Raises TrainspecError if none of them can
+    """Run a recipe in its most informative layouts, for a few steps each. Raises TrainspecError if none of them can
     run."""
     loaded = load(arguments)
     machine = this_machine(loaded.spec)
@@ -221,7 +221,7 @@ def measure_recipe(
     trials = [trial for trial in _trials(loaded.spec, machine) if _observe(trial.plan, machine, probe, None, "")]
     if not trials:
         raise PlanError(_unpredicted("this recipe"))
-    # Choose the layouts whose step times leave the least uncertainty.
+    # Choose the layouts whose step times reduce the uncertainty most.
     names, spread = (EFFICIENCIES, GPU_SPREAD) if is_known(trials[0].plan, machine) else (PARTS, CPU_SPREAD)
     slopes = [slopes_of(_observe(trial.plan, machine, probe, None, ""), names) for trial in trials]
     chosen = [trials[place] for place in choose(slopes, spread, number)]
@@ -237,7 +237,7 @@ def measure_recipe(
 
 
 def _trials(spec: RunSpec, machine: Machine) -> Iterator[TriedLayout]:
-    """Yield layouts that the engine can run on this machine, with several micro-batch sizes."""
+    """Yield layouts that the engine can run on this machine, each with several micro-batch sizes."""
     usual = plan(spec, machine)
     ranks = usual.layout.world_size * usual.replica_groups
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]

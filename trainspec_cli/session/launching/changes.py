@@ -104,8 +104,8 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 
 
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
-    """Yield a line for each value that differs from the last start, and the effect on the learning rate and the data at
-    `step`, after `samples` samples."""
+    """Yield a line for each value that has changed since the last start, and for the effects on the learning rate and
+    the data at `step`, after `samples` samples."""
     from trainspec_cli.recipe.compose.values import (
         render_value,  # deferred: loads hydra, which --help does not need
     )
@@ -130,8 +130,8 @@ def _learning_rate(spec: RunSpec, samples: int) -> float:
 
 
 def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
-    """Return the number of samples that the run had trained on at its checkpoint of `step`; 0 without a checkpoint.
-    Raises UnreadableFileError."""
+    """Return the number of samples that the run had trained on at its checkpoint of `step`; 0 if there is no
+    checkpoint. Raises UnreadableFileError."""
     if not spec.ends_by_samples or not step:
         return step * spec.batching.global_batch_size
     manifest = run.manifest(step)
@@ -144,9 +144,9 @@ def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
     """Return the plan of the same run on `nodes` nodes; None if its recipe does not allow that, or if no layout fits.
 
-    The recipe's layout is kept if it divides the nodes evenly. Otherwise data parallelism changes first, then the
-    number of pipeline stages, and then the search chooses freely, provided that the layout is predicted to fit in
-    memory. Kernels stay as chosen. Layout changes scheduled by the recipe need all nodes, and are dropped."""
+    The recipe's layout is kept if it divides the nodes evenly. Otherwise, first only data parallelism changes, then
+    also the number of pipeline stages; finally, the search may choose any layout that is predicted to fit in memory.
+    The kernels do not change. Layout changes scheduled by the recipe are dropped, because they need all nodes."""
     quiet = RunConsole(quiet=True)  # the prediction is hypothetical, so it is not shown
     for spec, must_be_predicted in _on_fewer(before, nodes):
         # The data was read when the run first started, so its source may no longer exist.

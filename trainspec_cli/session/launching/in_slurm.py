@@ -50,7 +50,7 @@ class TimeWarning:
 def requeue_if_of_use(
     run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole
 ) -> None:
-    """Requeue the job if that helps and the limit allows it. If Slurm rejects the requeue, print the reason."""
+    """Requeue the job if that would help and the limit allows it. If Slurm rejects the requeue, print the reason."""
     done = restarts()
     try:
         job = slurm.show(job_id)
@@ -81,8 +81,7 @@ def restarts() -> int:
 
 
 def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
-    """Exclude `hostnames` from the job. Only a pending job accepts that, so this happens during the grace period before
-    the job ends."""
+    """Exclude `hostnames` from the job. Slurm only accepts this once the job is pending again, so retry for a while."""
     deadline = time.monotonic() + AVOID_S
     while True:
         try:

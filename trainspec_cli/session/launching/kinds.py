@@ -81,12 +81,12 @@ class RecipeRuns:
         as_json: bool,
         detach: bool,
     ) -> int:
-        from trainspec_cli.session.launching.resume import resume_recipe  # deferred: an import cycle otherwise
+        from trainspec_cli.session.launching.resume import resume_recipe  # deferred to avoid an import cycle
 
         return resume_recipe(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
-        from trainspec_cli.session.launching.resume import run_recipe_in_job  # deferred: an import cycle otherwise
+        from trainspec_cli.session.launching.resume import run_recipe_in_job  # deferred to avoid an import cycle
 
         return run_recipe_in_job(run, reach, console, requests, force=force)
 

@@ -42,7 +42,7 @@ class NodeOptions:
     endpoint: str | None = None
     """HOST:PORT"""
     of_slurm: bool = False
-    """True if srun started this command on each node. Hints then must not ask the user to run it there."""
+    """True if srun started this command on each node. In that case, hints must not ask the user to run it there."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -98,7 +98,7 @@ def check_recipe(run: RunDir, record: GenerationRecord) -> None:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a node expects of the run that it joins. The defaults describe a recipe run."""
+    """A node's expectations of the run that it joins. The defaults describe a recipe run."""
 
     check: Callable[[RunDir, GenerationRecord], None] = check_recipe
     """Raises RecipeError for a run that this node is not supposed to join."""

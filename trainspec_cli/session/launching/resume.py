@@ -182,7 +182,7 @@ def run_recipe_in_job(run: RunDir, reach: Reach, console: RunConsole, requests: 
 
 
 def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
-    """Number the job's nodes by their switches, if the plan depends on the numbering. Raises MachineError."""
+    """Number the job's nodes by switch if the plan depends on the numbering. Raises MachineError."""
     if plan.blueprint is None or not places_nodes(plan):
         return
     addresses = slurm.topology_addresses(plan.num_nodes)
@@ -231,8 +231,8 @@ def _keep_choices(run: RunDir, plan: Plan, old: Plan, loaded: Loaded, machine: M
     if plan.spec.kernels == old.spec.kernels:
         require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
         plan = replace(plan, kernels=old.kernels)
-    # Keep the run's initial memory setting if it takes less memory than the recipe asks for, because earlier runs had
-    # run out of memory. A changed batch, setting or layout, or `scheduler=off`, overrides it.
+    # If the run started with a setting that saves more memory than the recipe's, because earlier runs had run out of
+    # memory, keep it. A changed batch, setting or layout, or `scheduler=off`, overrides it.
     asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
     is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
     if plan.spec.scheduler.mode != "off" and asks_the_same and is_alike:

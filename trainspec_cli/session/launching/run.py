@@ -100,7 +100,7 @@ def run(
         if output:
             output.look(view.note if passed else view.show_message)
 
-    with on_stop_signal(requests.add):  # applies until the result is written and reported
+    with on_stop_signal(requests.add):  # handle signals until the result is written and reported
         stopping = console.stopping_run_without_reader(requests.add)
         with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
             if passed:

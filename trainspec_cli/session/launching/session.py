@@ -83,7 +83,7 @@ CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
 """A plug-in's services that run alongside the supervisor, across all starts of the workers."""
 MOST_KNOWN = 50
-"""Number of newest runs to check for other runs that are still in progress."""
+"""Number of most recent runs to check for those still in progress."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Plan fields that depend on the machine, which may differ when a run is resumed."""
 
@@ -106,7 +106,7 @@ class Session:
     """Whether to train even if the plan is predicted not to fit."""
     as_json: bool = False
     notify: Notify = NOBODY
-    """The command and the URL that are notified when the run ends."""
+    """The command to run and the URL to notify when the run ends."""
 
     @property
     def folder(self) -> Path:
@@ -440,7 +440,7 @@ def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not start:\n{said}"))
 
 
-# Select the kernels that the recipe leaves to `auto`, from measurements on this machine.
+# Select the kernels that the recipe leaves to `auto`, based on measurements on this machine.
 
 
 def select_kernels(

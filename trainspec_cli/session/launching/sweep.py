@@ -23,7 +23,7 @@ MOST_VALUES = 1_000
 
 def read_sweep(sweep: str) -> tuple[str, list[str]]:
     """Parse a sweep over values or ranges, such as `optim.lr=1e-3,3e-4`; return the key and its values. `0..4` means
-    every integer, `0..1:5` five numbers in equal steps, and `1e-4..1e-2:x5` five in equal ratios. Raises
+    every integer, `0..1:5` five evenly spaced numbers, and `1e-4..1e-2:x5` five geometrically spaced ones. Raises
     RecipeError."""
     key, _, text = sweep.partition("=")
     values = [value for part in text.split(",") if part for value in _expand(part, sweep)]
@@ -49,7 +49,7 @@ def _expand(part: str, sweep: str) -> list[str]:
         count = int(high - low) + 1
     if not low < high or not 2 <= count <= MOST_VALUES or (by_ratio and low <= 0):
         message = f"--sweep is `{sweep}`, and `{part}` is not a rising range of 2 to {MOST_VALUES} values"
-        hint = "such as 0..4 (whole numbers), 0..1:5 (five in equal steps) or 1e-4..1e-2:x5 (five in equal ratios)"
+        hint = "such as 0..4 (integers), 0..1:5 (five, evenly spaced) or 1e-4..1e-2:x5 (five, geometrically spaced)"
         raise RecipeError(Problem("usage", message, hint=hint))
     parts = [step / (count - 1) for step in range(count)]
     numbers = [low * (high / low) ** at if by_ratio else low + (high - low) * at for at in parts]

@@ -22,7 +22,8 @@ from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 
 SUFFIXES = (".yaml", ".yml")
 SAME = ("accelerator", "cost", "site", "power")
-"""Sections of the cluster that must be the same for all runs of a portfolio, because the runs share machines."""
+"""Sections of the cluster configuration that must be the same for all runs of a portfolio, because they share
+machines."""
 
 
 @dataclass(frozen=True)

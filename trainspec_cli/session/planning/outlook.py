@@ -17,7 +17,7 @@ from trainspec_cli.run.tools import known_probe
 
 
 def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
-    """Return the planner's advice for the run's current layout; no advice for a plan of another version."""
+    """Return the planner's advice for the run's current layout; no advice for a plan from another version."""
     try:
         plan = _in_force(read_plan(run), reader.changed)
     except TrainspecError as error:

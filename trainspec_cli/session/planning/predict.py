@@ -43,7 +43,7 @@ from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machin
 from trainspec_cli.session.recipe.load import describe_profile, find_profile
 
 PROBING = (
-    "measuring this machine, once per version: short benchmarks of matrix products, memory and exchanges, so that "
+    "measuring this machine, once per version: short benchmarks of matmuls, memory and exchanges, so that "
     "later launches can be predicted (Ctrl-C skips this)"
 )
 UNMEASURED = "this machine has not been measured yet"
@@ -60,7 +60,7 @@ class Predictor:
     knows: Callable[[Plan], bool] = lambda _: True
     """Returns whether the plan with another memory setting can be predicted."""
     is_measured: bool = True
-    """False without a probe of the machine. Then no time is predicted, and the memory is only the size of the
+    """False if the machine has not been probed. Then no time is predicted, and the predicted memory covers only the
     tensors."""
 
 
@@ -127,7 +127,7 @@ def _check_changes(
     for place, change in enumerate(plan.changes):
         other = plan.with_layout(change)
         if plan.device == "cpu" and not is_predictable(other):
-            console.report(f"no prediction of the layout from step {change.step} on, {change.layout.describe()}")
+            console.report(f"no prediction for the layout from step {change.step} on, {change.layout.describe()}")
             yield change
             continue
         after = predictor.predict(other)
@@ -296,8 +296,8 @@ def _may_not_probe() -> bool:
 
 
 def describe_load(probe: MachineProbe | None) -> Iterator[str]:
-    """Yield a note if other programs disturbed the probe. It is shown after the measurement and in a dry run; repeated
-    at every launch, it would be noise."""
+    """Yield a note if other programs disturbed the probe. It is shown after the measurement and in a dry run, but not
+    at every launch, where it would be noise."""
     if probe is not None and probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of the time"
         later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours later will repeat it"

@@ -133,7 +133,7 @@ def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
         return Completion({}, "")
     total = section_of(data, SECTION).get("max_steps")
     is_known = isinstance(total, (int, float)) and not isinstance(total, bool) and math.isfinite(total)
-    # An invalid length is reported elsewhere, so the warm-up is not reported in addition.
+    # An invalid length is reported elsewhere, so do not report the warm-up as well.
     steps = math.ceil(share * int(total)) if is_known else 0  # type: ignore[arg-type]
     return Completion({"optim": {"schedule": {"warmup_steps": steps}}}, WARMUP)
 

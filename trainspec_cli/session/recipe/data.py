@@ -40,8 +40,8 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
 
 
 def check_data(loaded: Loaded) -> str:
-    """Return a line about the conversation formats at the start of the data. The data is not prepared for this. Raises
-    the errors of `prepare_data` if the data does not match the recipe."""
+    """Return a line about the conversation formats at the start of the data, without preparing the data. Raises the
+    errors of `prepare_data` if the data does not match the recipe."""
     if loaded.spec.model.unit == "samples":
         return ""
     try:
@@ -64,7 +64,7 @@ def check_data_of(run: RunDir, data: DataSpec) -> None:
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:
-    """Return the number of training samples per epoch, for which text has to be tokenised. Raises RecipeError if they
+    """Return the number of training samples per epoch, which requires tokenising text. Raises RecipeError if they
     cannot be counted."""
     data = spec.data
     model = spec.model

@@ -213,7 +213,7 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 
 def this_machine(spec: RunSpec) -> Machine:
-    """Return a description of this node as a valid spec would use it."""
+    """Return a description of this node, with its GPUs unless the spec trains on CPUs."""
     from trainspec_cli.run.job.machine import detect  # deferred: loads psutil, unneeded for other clusters
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
@@ -238,7 +238,7 @@ def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:
-    """Return a description of this node as a draft would use it; None if the draft leaves open whether it uses GPUs."""
+    """Like `this_machine`, for a draft; None if the draft leaves open whether it uses GPUs."""
     try:
         return this_machine(spec)
     except UnknownTouched:
@@ -246,8 +246,8 @@ def machine_of_draft(spec: RunSpec) -> Machine | None:
 
 
 def require(problems: Sequence[Problem]) -> None:
-    """Raise the problems, if there are any: MachineError (exit 4) if only the machine lacks something, otherwise
-    RecipeError (exit 2)."""
+    """Raise an error with the problems, if there are any: MachineError (exit 4) if only the machine lacks something,
+    otherwise RecipeError (exit 2)."""
     if problems:
         error = MachineError if all(problem.environment for problem in problems) else RecipeError
         raise error(problems)
@@ -284,7 +284,7 @@ EPOCHS = "train.epochs"
 
 
 def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the arguments with a recipe added if needed, and the arguments that are defaults.
+    """Return the arguments, with a recipe added if needed, and those among them that are defaults.
 
     Arguments that name a recipe are unchanged. Raises RecipeError if neither a recipe nor a model is named."""
     given = {argument.partition("=")[0].lstrip("~+") for argument in arguments}
@@ -349,7 +349,7 @@ def read_profile(path: Path) -> ClusterProfile:
 def write_profile(path: Path, profile: ClusterProfile) -> None:
     if path.is_relative_to(cache_dir()):
         make_cache()
-    head = "# Factors on the planner's default values, from trainspec calibrate; low and high bound a 90% interval.\n"
+    head = "# Multipliers of the planner's defaults, from trainspec calibrate; low and high bound a 90% interval.\n"
     write_text(path, head + VERSION_LINE + yaml.safe_dump(to_plain(profile), sort_keys=False))
 
 

@@ -251,7 +251,7 @@ def _check_free(run: RunDir) -> None:
 
 
 def _check_own_file(path: Path) -> None:
-    """Raise unless the path is a regular file that this user owns."""
+    """Raise an error unless the path is a regular file that this user owns."""
     try:
         found = path.lstat()
     except OSError as error:

@@ -34,8 +34,8 @@ def diagnose_run(name: str) -> tuple[RunVerdict, ...]:
 
 
 def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
-    """Yield the verdicts of a run's supervisor, including those that no longer hold, from the first one until the run
-    ends. Raises the errors of `find_run`."""
+    """Yield the verdicts of a run's supervisor from the first one until the run ends, including those that no longer
+    hold. Raises the errors of `find_run`."""
     run = find_run(name)
     tail = EventTail(run.verdicts, None)
     goes_on = True

@@ -30,8 +30,8 @@ SECOND_REQUEST_S = 0.5
 
 
 def watch(run: RunDir, console: PrintableConsole) -> str:
-    """Show a run in the same way as its own terminal, from its newest events until it ends; return its status. Raises
-    RecipeError if it is not running."""
+    """Show a run as its own terminal does, from its newest events until it ends; return its status. Raises RecipeError
+    if it is not running."""
     if not is_running(run):
         raise _not_running(run, f"see how it went: trainspec report {_quoted(run)}")
     plan = read_plan(run) if has_plan(run) else None

@@ -35,7 +35,7 @@ def check_container(plan: Plan) -> None:
 
 def folders_read(plan: Plan, data_folder: Path | None) -> list[Path]:
     """Return the folders outside the run folder that its workers read: the cache, the data and the initial weights.
-    Empty without a container."""
+    Empty if the job uses no container."""
     if plan.spec.cluster.slurm.container_image is None:
         return []
     weights = []

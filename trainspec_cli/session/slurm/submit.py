@@ -49,13 +49,14 @@ from trainspec_cli.session.slurm.container import check_container, folders_read,
 
 
 def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield a warning with both times if the limit is shorter than the prediction; nothing without a prediction."""
+    """Yield a warning with both times if the limit is shorter than the prediction; nothing if there is no
+    prediction."""
     slurm = plan.spec.cluster.slurm
     limit_s = None if slurm.time is None else time_limit_s(slurm.time)
     if limit_s is None:
         return
-    # The prediction covers the steps, but not start-up, checkpoints or evaluations. It exists for GPUs in the
-    # catalogue, and for CPUs like this machine's if this machine has been probed.
+    # The prediction covers the steps, but not start-up, checkpoints or evaluations. It is available for GPUs in the
+    # catalogue and, if this machine has been probed, for CPUs like its own.
     group = plan.as_one_group
     if is_known(group, machine):
         step_s = predict_device(group, machine).step_time_s
@@ -68,14 +69,16 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
         return
     shorter = (
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
-        f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
+        f"the checkpoint), but the run is predicted to train for {format_duration(trains_s)}"
     )
     # Each start continues from the newest checkpoint, so all starts together train for as long as a single start would.
     requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
     if slurm.max_requeues == 0:
         follows = "it will be stopped at the limit, and not requeued (cluster.slurm.max_requeues=0)"
     elif requeues > slurm.max_requeues:
-        follows = f"it needs at least {requeues:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+        follows = (
+            f"it needs at least {requeues:,} requeues, but only gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+        )
     else:
         follows = f"it will be requeued at least {'once' if requeues == 1 else f'{requeues} times'}"
     yield f"{shorter}: {follows}"
@@ -128,7 +131,7 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
-    """Return warnings about the job without duplicates: a short time limit, a missing image."""
+    """Return the warnings about the job, each only once: a short time limit, a missing image."""
     found = (
         line
         for run in runs

@@ -112,7 +112,7 @@ def read_bundle(folder: Path) -> BundleRecord:
 def _field(content: Mapping[str, object], key: str, kind: type) -> Any:
     """Return the field. Its type must be `kind`."""
     if not isinstance(content.get(key), kind):
-        raise DamagedRecordError(f"has no `{key}` of Python's type {kind.__name__}")
+        raise DamagedRecordError(f"has no `{key}` of Python type {kind.__name__}")
     return content[key]
 
 

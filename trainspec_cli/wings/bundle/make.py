@@ -52,7 +52,7 @@ python{python} {installer} ~/trainspec
 ```
 
 `{installer}` first compares every file with `{record}` and prints those that are missing or changed; `--check`
-does only that. pip reads no settings and no index.
+does only that. pip uses neither settings nor an index.
 
 | file or folder | content |
 |---|---|
@@ -147,7 +147,7 @@ def make_bundle(folder: Path, wanted: WantedBundle, on_progress: OnPart) -> tupl
 
 
 def _part_of(recipe: str, on_progress: OnPart) -> OnProgress:
-    """Return a callback that reports progress on a recipe's data as 0.7 to 0.9 of all work."""
+    """Return a callback that maps the progress on a recipe's data to the range from 0.7 to 0.9 of all work."""
     return lambda phase, done, _: on_progress(f"{recipe}: {phase}", 0.7 + 0.2 * done)
 
 

@@ -158,7 +158,8 @@ class Wheel:
 
 
 def read_wheel(file: Path) -> Wheel:
-    """Return the wheel in a file. Raises UnreadableFileError if the file's name is not that of a wheel."""
+    """Return a description of the wheel in a file. Raises UnreadableFileError if the file's name is not that of a
+    wheel."""
     try:
         name, version, _, tags = parse_wheel_filename(file.name)
     except InvalidWheelFilename as error:
@@ -249,7 +250,7 @@ def download(
             requested += more
         if missing:
             names = ", ".join(sorted({str(requirement) for requirement in missing}))
-            message = f"there are no wheels for {target.platform} with Python {target.python} of {names}"
+            message = f"{names}: no wheels for {target.platform} with Python {target.python}"
             hint = (
                 f"with a network, download them: pip download --only-binary :all: --platform {target.platform} "
                 f"--python-version {target.python} --dest FOLDER NAME; then trainspec bundle OUT --wheels FOLDER"

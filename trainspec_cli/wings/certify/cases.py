@@ -1,7 +1,7 @@
 """The matrix of runs on which the clauses are measured. A case is one plan; the recipe rules reject illegal plans.
 
-The axes of the matrix are model families, layouts, ways to save memory or bits, the non-default kernels that this chip
-supports, and changes during a trainer run."""
+The axes of the matrix are model families, layouts, ways to save memory or bandwidth, the non-default kernels that this
+chip supports, and changes during a trainer run."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ SAVE_EVERY_STEPS = 3
 second."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
-"""The step in a live run whose change fails or is interrupted by a kill."""
+"""The step of a live run at which a change fails or is interrupted by a kill."""
 SHORT_AT = 5
-"""The step at which a live run runs out of memory."""
+"""The step of a live run at which it runs out of memory."""
 FITTING_SAMPLES = 2
 """The largest micro-batch that fits after a live run has run out of memory, in samples."""
 
@@ -96,7 +96,7 @@ class Case:
     offload: Offload = "none"
     compile: bool = False
     micro_batch_size: int = 4
-    """Number of samples per micro-batch. Less if a rank has fewer samples."""
+    """Maximum number of samples per micro-batch; a rank may have fewer."""
     optimizer: Optimizer = "sgd"
     unequal_shares: bool = False
     """Assign nearly all samples to the first data-parallel rank, so that other ranks have empty micro-batches."""
@@ -349,7 +349,7 @@ FP8 = "fp8"
 
 
 EMULATED = "emulated"
-"""The feature in a certificate that was measured on the emulated accelerator, which does not compile anything."""
+"""The feature that marks certificates measured on the emulated accelerator, which does not compile anything."""
 
 
 def features_here(*, on_gpu: bool) -> tuple[str, ...]:
@@ -405,7 +405,7 @@ def _has(model: ModelSpec, operation: str) -> bool:
 _OPTIMIZERS = {
     "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
     "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
-    # AdamW scales near-zero gradients to full updates. With this eps, their updates stay small, and the moments matter.
+    # AdamW turns near-zero gradients into full-sized updates. This eps keeps them small, so that the moments matter.
     "even_adamw": OptimSpec(
         name="adamw", lr=1e-3, eps=1e-2, weight_decay=0.0, grad_clip_norm=1.0, schedule=ScheduleSpec(kind="constant")
     ),

@@ -133,7 +133,7 @@ def _number(value: float | str) -> float | str:
 
 
 def is_whole(made: Certificate) -> bool:
-    """Return whether the certificate has exactly one finding for each case that the spec requires with its number of
+    """Return whether the certificate has exactly one finding for each case that the spec requires for its number of
     processes."""
     launched = set() if made.engine else {*SECURITY, *LEVELS}
     found = [(finding.clause, finding.case) for finding in made.findings if finding.clause not in launched]

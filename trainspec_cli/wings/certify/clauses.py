@@ -1,4 +1,4 @@
-"""The clauses of SPEC.md, and how measured values determine whether a clause is kept, and its grade.
+"""The clauses of SPEC.md, and how measured values determine whether a clause is met, and its grade.
 
 `make_finding` derives a finding from its values, both when measuring and when verifying a certificate. A certificate
 therefore cannot state anything that contradicts its values."""
@@ -55,16 +55,17 @@ GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 WHOLE_GRADIENT_BOUND = 1e-6
 WEIGHT_BOUND = 1e-4
-"""NUM-7 and NUM-8 apply these bounds to the error of all parameters together."""
+"""NUM-7 and NUM-8 apply these bounds to the combined error of all parameters."""
 LIVE_BOUND = 1e-6
 FORMAT_FACTOR = 2.0
 """Bound of NUM-3, as a multiple of the rounding error of the number format."""
 EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
-"""Bounds of COMM-1 on the error of all parameters together, by wire format."""
+"""COMM-1's bounds on the combined error of all parameters, by wire format."""
 EXCHANGES = 64
-"""Number of exchanges that COMM-2 averages."""
+"""Number of exchanges that COMM-2 averages over."""
 WAITING = 8
-"""In COMM-2, the maximum rounding loss still to be sent after all exchanges, in units of one exchange."""
+"""In COMM-2, the maximum rounding error that has yet to be sent after all exchanges, relative to that of one
+exchange."""
 
 SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
 AS_THEY_MUST_BE = "as they must be"
@@ -130,7 +131,7 @@ def make_finding(clause: str, case: str, figures: Mapping[str, Figure], *, of_en
             value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
         else:
             value = numbers[levels.figure]
-        # A missing value gets the worst grade, also if higher is better.
+        # A missing value gets the worst grade, even if higher is better.
         value = value if math.isfinite(value) or not levels.rises else 0.0
         grade = levels.grade(value)
         ordered = {levels.figure: value, **{name: one for name, one in figures.items() if name != levels.figure}}
@@ -197,8 +198,7 @@ class _Numbers:
 
 
 def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: bool = True) -> Finding:
-    """Return the finding with `value` first and compared with the bound. `kept`: whether all other conditions are
-    met."""
+    """Return the finding with `value` first, compared with the bound. `kept`: whether all other conditions are met."""
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)

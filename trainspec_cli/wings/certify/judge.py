@@ -38,7 +38,7 @@ Figures = dict[str, float | str]
 
 @dataclass(frozen=True)
 class ClauseCheck:
-    """A clause applied to a case, and the runs that it needs."""
+    """A clause to check on a case, and the runs that this requires."""
 
     clause: str
     run: Run
@@ -131,7 +131,7 @@ MOVES = (
 
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
-    """Return the finding of a check from the measurements of its runs."""
+    """Derive the finding of a check from the measurements of its runs."""
     return make_finding(check.clause, check.run.name, _figures(check, results))
 
 
@@ -141,7 +141,7 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
     reference = results[check.runs[-1]]
     trained = found.result.trained
     if clause in LIVE_CLAUSES:
-        # A live run must meet conditions, in addition to the bounds on its errors or its equal digests.
+        # A live run must also meet conditions other than bounds on its errors or equal digests.
         case = check.run.case
         found, reference = (results[run] for run in check.runs)
         live = found.result.live
@@ -210,7 +210,7 @@ def _figures(check: ClauseCheck, results: Results) -> Figures:
         return {"gradient_error": gradient_error, **_training_figures(found, reference)}
     figures = _training_figures(found, reference)
     if clause == "NUM-8":
-        # Every sample must be used once, and the batch sizes must be those of the ramp.
+        # Every sample must be used once, and the batch sizes must follow the ramp.
         in_order = [position for step in trained.taken for position in step] == list(range(sum(RAMP_SIZES)))
         once = in_order and tuple(map(len, trained.taken)) == RAMP_SIZES
         figures["samples"] = "each once" if once else "not each once"
@@ -224,7 +224,8 @@ def worst_gradient(found: Tensors, reference: Tensors) -> Figures:
 
 
 def format_figures(found: Tensors, own: Tensors, exact: Tensors) -> Figures:
-    """Return the error of the parameter with the largest error relative to the error of the number format itself."""
+    """Find the parameter with the largest error relative to that of the number format itself, and return both
+    errors."""
     ours = gradient_errors(found, exact)
     of_format = gradient_errors(own, exact)
     usual = sorted(of_format.values())[len(of_format) // 2]

@@ -48,8 +48,8 @@ SHORT = (
     *("sample.prompt=", "train.eval_interval_steps=null", "checkpoint.keep_last=1"),
     "optim.schedule.kind=constant",
 )
-"""Overrides that skip slow work that is not measured. The warm-up schedule is also off, because the runs are too short
-for it."""
+"""Overrides that disable slow work outside the measurements. The warm-up schedule is also off, because the runs are too
+short for it."""
 TIMEOUT_S = 900.0
 
 ATTACKED_STEPS = 40
@@ -161,7 +161,7 @@ def _launched(bench: Bench, name: str, processes: int, batch: int, more: Sequenc
 
 
 def _steps(run: RunDir) -> list[StepEvent]:
-    """Return the steps of a run without the first ones, which compile and allocate."""
+    """Return the steps of a run except for the first ones, during which code is compiled and memory allocated."""
     return [event for event in read_sound(run.events(0)) if isinstance(event, StepEvent)][WARMUP_STEPS:]
 
 
@@ -308,7 +308,7 @@ def judge_modes(root: Path) -> Figures:
 
 
 def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
-    """Alter a certificate, a checkpoint and a plan in one place each. Then try to verify them or resume from them."""
+    """Alter a certificate, a checkpoint and a plan, each in one place. Then try to verify them or resume from them."""
     # Anyone can compute the digest of a certificate with a different verdict.
     body = to_plain(write_certificate((), bench.machine, date="2026-01-01")) | {"verdict": "broken"}
     certificate = folder / "certificate.json"
@@ -319,7 +319,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     except RecipeError:
         figures["certificate"] = "refused"
     for name in ("checkpoint", "plan"):
-        # Each alteration gets a separate copy of the run, so a resume encounters only this alteration.
+        # Each alteration is made in a separate copy of the run, so that a resume encounters only that one.
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
         if name == "checkpoint":

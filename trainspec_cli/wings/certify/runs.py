@@ -1,8 +1,8 @@
-"""Runs of the certify worker. One torchrun job per number of processes carries out all runs of that size.
+"""Runs of the certify worker. For each number of processes, one torchrun job carries out all runs.
 
 A certification keeps its runs in a folder, so that it can continue after an interruption. FOLDER/certification.json
-states the versions, the machine and the models. A certification in which any of these differ rejects the folder.
-FOLDER/NAME/ contains one run; an unfinished run is removed and repeated."""
+states the versions, the machine and the models. The folder is rejected if any of these differ. FOLDER/NAME/ contains
+one run; an unfinished run is removed and repeated."""
 
 from __future__ import annotations
 
@@ -227,7 +227,8 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a certification measures, and on which machine. To continue it, all fields except `since` must match."""
+    """What a certification measures, and on which machine. It can only be continued if all fields except `since`
+    match."""
 
     trainspec: str
     code_sha256: str
@@ -332,7 +333,7 @@ def gradient_errors(found: Tensors, reference: Tensors) -> dict[str, float]:
 
 
 def whole_error(found: Tensors, reference: Tensors) -> float:
-    """Return the relative Euclidean error of all parameters together; infinite if one is missing or has the wrong
+    """Return the relative Euclidean error of all parameters combined; infinite if one is missing or has the wrong
     shape."""
     if {name: array.shape for name, array in found.items()} != {name: array.shape for name, array in reference.items()}:
         return math.inf

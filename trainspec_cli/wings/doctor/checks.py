@@ -36,8 +36,8 @@ SLOW_DISK_BYTES_PER_S = 20e6
 LITTLE_SPACE_BYTES = 2**30
 LITTLE_MEMORY_BYTES = 2**30
 MOSTLY_FREE = 0.8
-"""A GPU with a smaller fraction of free memory counts as in use. The driver and a desktop need less than the
-remainder."""
+"""A GPU with less than this fraction of its memory free counts as in use. The driver and a desktop need less than the
+rest."""
 CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
 TOOL_TIMEOUT_S = 5.0
 
@@ -161,7 +161,7 @@ def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
 
 
 def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
-    """Yield the rate of the RDMA NICs, in total and per device. Yield nothing without such NICs."""
+    """Yield the rate of the RDMA NICs, in total and per device. Yield nothing if there are none."""
     nics = read_nics(folder)
     if not nics:
         return
@@ -193,7 +193,7 @@ def check_links() -> Iterator[Check]:
             yield Check(
                 "link",
                 "warn",
-                f"{name}: {speed}, {dropped} damaged packets",
+                f"{name}: {speed}, {dropped} packet errors",
                 f"run ethtool -S {name}, and check the cable",
             )
         else:

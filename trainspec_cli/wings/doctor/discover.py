@@ -3,7 +3,7 @@ file.
 
 `nvidia-smi topo -m` prints the links inside a node as a matrix of GPUs and NICs. The columns depend on the driver: NICs
 appear by name (up to 4xx), or as NIC0 with a legend below. The NUMA affinity may follow the CPU affinity. The CPU
-affinity may be blank if a job has other cores."""
+affinity may be blank in a job that was allocated other cores."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def discover(
     if measured:
         pairs, source = measured
         unknown = []
-        if len(levels) >= 2:  # with fewer levels, Slurm lists no nodes
+        if len(levels) >= 2:  # with fewer levels, Slurm's nodes are unknown
             known = {node for element in levels[-1].elements for node in element}
             unknown = [host for host in hosts_of(pairs) if host not in known]
         if unknown:

@@ -69,7 +69,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     found = f"{format_bytes(free)} free in {existing}; a checkpoint needs {format_bytes(one)}"
-    advice = "free up some space, choose another run.dir, or keep fewer (checkpoint.keep_last)"
+    advice = "free up some space, choose another run.dir, or keep fewer checkpoints (checkpoint.keep_last)"
     if free < one:
         checks.append(Check("disk", "fail", found, advice))
     elif free < to_write * one:
@@ -95,7 +95,7 @@ def preflight(plan: Plan, folder: Path, *, force: bool = False) -> list[Check]:
     return [check for check in checks if check.status == "warn"]
 
 
-SPEEDS = {"matmul_flops": ("matrix products", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
+SPEEDS = {"matmul_flops": ("matmuls", "FLOP/s"), "memory_bytes_per_s": ("memory", "B/s")}
 """The fields of `SpeedResult` by which nodes are compared -> name and unit."""
 MIN_SPEED = 0.6
 """A node is rejected if its speed, relative to the median of the other nodes, is below this ratio, because every step
@@ -105,7 +105,7 @@ WARN_SPEED = 0.85
 MIN_LINK_RATE = 0.5
 """A pair of nodes gets a warning if its rate, relative to the usual rate, is below this ratio."""
 MAX_CLOCK_DIFFERENCE_S = 1.0
-"""Sending a report takes less time than this. A larger difference therefore means that the clocks differ."""
+"""Sending a report takes less time than this. A larger difference between timestamps means that the clocks differ."""
 
 Examined = tuple[Sequence[NodeReport], LinksResult | None]
 """The report of each node, and the measured links between processes (None for a single process)."""
@@ -199,7 +199,7 @@ def diagnose(reports: Sequence[NodeReport], links: LinksResult | None) -> Diagno
 
 @dataclass(frozen=True)
 class Comparison:
-    """The slowest node by one kind of measurement."""
+    """The slowest node in one kind of measurement."""
 
     host: str
     figure: str
@@ -212,7 +212,7 @@ class Comparison:
 
 
 def compare(reports: Sequence[NodeReport]) -> list[Comparison]:
-    """Return the slowest node by each kind of measurement, worst first; empty for a single node."""
+    """Return the slowest node in each kind of measurement, worst first; empty for a single node."""
     found = []
     for figure in SPEEDS:
         speeds = [(float(getattr(report.speed, figure)), report.host) for report in reports if report.speed]
@@ -270,7 +270,7 @@ def check_measured_links(links: LinksResult | None) -> list[Check]:
     for host, rate_of_host in best.items():
         if rate_of_host < MIN_LINK_RATE * usual:
             best_rate = format_si(rate_of_host, "B/s")
-            found = f"the best link of {host} has {best_rate}, {rate_of_host / usual:.0%} of the usual rate"
+            found = f"the best link of {host} reaches {best_rate}, {rate_of_host / usual:.0%} of the usual rate"
             checks.append(
                 Check("slow link", "warn", found, f"check the cable and port of {host}, and what else uses its link")
             )

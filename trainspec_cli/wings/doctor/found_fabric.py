@@ -50,7 +50,7 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class FabricFact:
-    """A finding about the fabric, or a failed search for it."""
+    """A finding about the fabric, or a failed search for one."""
 
     about: str
     """The topic: gpus, rails, nics, numa, switches or measured."""

@@ -57,7 +57,7 @@ def read_levels(topology: str) -> list[SwitchLevel]:
 
 
 def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the level of a switch and the nodes below it. A cycle of switches has no nodes."""
+    """Return the level of a switch and the nodes below it. Switches in a cycle count as having no nodes."""
     line = switches.get(name, {})
     nodes = expand_hosts(line.get("nodes", ""))
     if nodes or name in above:
@@ -109,7 +109,7 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def check_switches(topology: str, devices_per_node: int) -> Iterator[Check]:
-    """Return Slurm's switches as tiers; nothing with fewer than two levels."""
+    """Return Slurm's switches as tiers; nothing if there are fewer than two levels."""
     levels = read_levels(topology)
     if len(levels) < 2:
         return

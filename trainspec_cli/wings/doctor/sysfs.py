@@ -48,7 +48,7 @@ def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
 
 
 def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
-    """Return the network interfaces that are up. They must be devices or bonds, not virtual interfaces."""
+    """Return the network interfaces that are up: devices and bonds, but no virtual interfaces."""
     found = []
     for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
@@ -123,7 +123,7 @@ def _link(here: PciLocation, there: PciLocation) -> str:
         return "NODE" if numa_node == far_numa_node else "SYS"
     if shared == 1:
         return "PHB"
-    below_switch = max(len(path), len(far_path)) - shared  # one switch port, and the device
+    below_switch = max(len(path), len(far_path)) - shared  # a switch port and the device
     return "PIX" if below_switch <= 2 else "PXB"
 
 

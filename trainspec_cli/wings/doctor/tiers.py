@@ -210,7 +210,7 @@ def with_measured(
 # Measured links between nodes
 
 MIN_RATIO = 2.0
-"""Minimum ratio between the rates or latencies of near and far links. Smaller differences are ignored."""
+"""Minimum ratio between the rates or latencies of near and far links. Smaller ratios are ignored."""
 
 EFFICIENCY = "cluster.efficiency={nic: 1}"
 """The key to set when planning with measured rates, because these are already rates of collectives."""

@@ -19,26 +19,26 @@ class DeviceDisturbance:
     specified."""
 
     slowness: float = 1.0
-    """Factor on the duration of operations. Exchanges and copies are not affected."""
+    """Factor by which operations take longer. Exchanges and copies are not affected."""
     attention_slowness: float = 1.0
-    """Factor on the duration of attention. With a mask, the duration is proportional to the number of token pairs that
-    the mask allows, as in a kernel that skips blocks. Documents of unequal lengths then take unequal times."""
+    """Factor by which attention takes longer. With a mask, the duration is proportional to the number of token pairs
+    that the mask allows, as in a kernel that skips blocks. Documents of unequal lengths then take unequal times."""
     jitter: float = 0.0
     """Standard deviation of the logarithm of an operation's duration. The noise has a seed per rank and stream."""
     host_slowness: float = 1.0
-    """Factor on the host time to queue an operation, to read a batch and to write a checkpoint."""
+    """Factor by which the host takes longer to queue an operation, read a batch or write a checkpoint."""
     read_ms: float = 0.0
     """Additional host time to read a batch, in the loader's thread."""
     write_ms: float = 0.0
     """Additional host time to write a checkpoint, in the thread that writes it."""
     retry_ms: float = 0.0
-    """Host time of an allocator retry with fragmented memory. In a retry, the allocator waits for its stream, releases
-    its unused memory, and allocates again."""
+    """Host time of an allocator retry when memory is fragmented. In a retry, the allocator waits for its stream,
+    releases its unused memory, and allocates again."""
     retry_every_ms: float = 0.0
     """Host time between two such retries; 0: every allocation needs a retry."""
     link_slowness: float = 1.0
-    """Factor on the transfer time of exchanges that use the link of the slow rank or node. Without a slow rank or node,
-    it applies to exchanges between nodes or, in a run on one node, to all exchanges."""
+    """Factor by which transfers take longer in exchanges that use the link of the slow rank or node. Without a slow
+    rank or node, it applies to exchanges between nodes or, in a run on one node, to all exchanges."""
     link_jitter: float = 0.0
     """Standard deviation of the logarithm of the duration of an exchange over the slow link."""
     link_delay_us: float = 0.0

@@ -1,7 +1,7 @@
 """Determine what disturbances and faults cost a run whose steps take the rehearsed times.
 
-The steps come from the rehearsal. `plan` and the supervisor use the same functions for the consequences of a fault:
-simulations of the scheduler (`disturb=`) and of failures (goodput)."""
+The consequences of a fault are computed as for `plan` and the supervisor: by simulating the scheduler (`disturb=`) and
+failures (goodput)."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def cost_of(fault: Fault, planned: PlanToRehearse, done: Rehearsal, step: Rehear
         speed = fabric.speed
     if fault.kind in SLOW or speed:
         return _cost_of_slowness(fault, planned, step, speed)
-    # A node whose only network plane has no link is lost.
+    # A node without a link to its only network plane is lost.
     return _cost_of_failure(fault, planned, done, step)
 
 
@@ -176,7 +176,7 @@ def _cost_of_failure(fault: Fault, planned: PlanToRehearse, done: Rehearsal, ste
         floor_s = spec.resilience.hang_floor_s
         steps_s = [step.step_s] * LEARNING_STEPS
         cluster = replace(cluster, detect_s=math.inf if floor_s is None else step_deadline_s(steps_s, floor_s))
-    # The fault strikes during the gradient exchange, after the passes of the next step.
+    # The fault strikes in the next step, during the gradient exchange that follows its backward passes.
     work_s = fault.step * job.step_time_s + step.step_s - step.parts_s["optimizer"]
     checkpoints = math.floor(work_s / job.interval_s)
     at_s = work_s + checkpoints * job.blocked_s

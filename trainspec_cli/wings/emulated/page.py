@@ -33,7 +33,7 @@ SHOWN = 20
 """Number of tensor groups to list per rank."""
 FOOTER = (
     "Rehearsed by trainspec without GPUs: the engine's own steps on an emulated device, with eager blocks and default "
-    "kernels. Times are virtual: kernels take the chip's planned time, and the host takes none."
+    "kernels. Times are virtual: kernels take the chip's planned time, and the host takes no time."
 )
 
 

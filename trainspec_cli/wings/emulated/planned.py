@@ -122,10 +122,10 @@ class RehearsedStep:
     """The virtual time of a step with eager blocks, and its planned time, in seconds by part (`STEP_PARTS`)."""
 
     rank: int
-    """The rehearsed rank with the most work. The parts are those of this rank. Waiting for other stages is its
-    `bubble`."""
+    """The rehearsed rank with the most work. The parts are those of this rank. Its `bubble` is the time spent waiting
+    for other stages."""
     stages_s: tuple[tuple[float, float], ...]
-    """For each pipeline rank: seconds of compute and of exposed communication in a mean micro-batch."""
+    """For each pipeline rank: seconds of compute and of exposed communication in an average micro-batch."""
     parts_s: dict[str, float]
     planned_parts_s: dict[str, float]
     step_s: float
@@ -152,9 +152,9 @@ class Rehearsal:
     checkpoint_bytes: float = 0.0
     """Size of a checkpoint; 0 if `step` is None."""
     simulation: Simulation | None = None
-    """The run under the command's disturbance, simulated with rehearsed steps."""
+    """The run under the disturbance from the command line, simulated with rehearsed steps."""
     planned_simulation: Simulation | None = None
-    """The run under the command's disturbance, simulated with planned steps."""
+    """The run under the disturbance from the command line, simulated with planned steps."""
     faults: tuple[FaultCost, ...] = ()
     """The costs of the recipe's faults."""
 
@@ -162,7 +162,7 @@ class Rehearsal:
 def plan_to_rehearse(arguments: Sequence[str], memory_gib: float | None) -> PlanToRehearse:
     """Plan a recipe on its cluster; `memory_gib` replaces the chip's memory in the rehearsal.
 
-    Raises RecipeError if the recipe is wrong or cannot be rehearsed, and PlanError if no layout fits.
+    Raises RecipeError if the recipe is invalid or cannot be rehearsed, and PlanError if no layout fits.
     """
     planned = plan_recipe(arguments)
     if planned.pools is not None:
@@ -246,7 +246,7 @@ def rehearse_ranks(
         futures = [pool.submit(run, rank) for rank in ranks]
         errors = [error for future in futures if (error := future.exception())]
     if errors:
-        # The first error is the cause. It interrupted the other ranks.
+        # The first error is the cause; the other ranks were interrupted because of it.
         raise min(errors, key=lambda error: isinstance(error, Interrupted))
     done = [future.result() for future in futures]
     found = [one.rehearsed for one in done]
@@ -268,8 +268,8 @@ def rehearse_ranks(
 
 
 def _kinds_of_ranks(setup: Setup, eff: Efficiency) -> tuple[int, ...]:
-    """Return for each pipeline rank the first pipeline rank with the same work, which means the same layers of each
-    kind by stage, embedding and head."""
+    """Return for each pipeline rank the first pipeline rank with the same work: the same number of layers of each kind
+    per stage, and the same embedding and head."""
     layout = setup.layout
     once = micro_batch(setup, axis_groups(layout, setup.fabric, eff), eff)
     stages = cut_layers(once.num_layers, layout)

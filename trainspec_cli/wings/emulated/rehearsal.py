@@ -107,7 +107,7 @@ class RankRehearsal:
     seconds: float = 0.0
     """Real time that the rehearsal took, in seconds."""
     timeline: Timeline | None = None
-    """The work of the last step, or of the part of it before memory ran out; None without virtual time."""
+    """The work of the last step, or of the part of it before memory ran out; None if there is no virtual time."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def read_ranks(text: str, plan: Plan, kinds: Sequence[int]) -> list[int]:
 
     `kinds`: for each pipeline rank, the first rank whose stages do the same work. `ends` contains one rank each of the
     first stage, the last stage and every other kind of stage. Among identical stages, the first one needs the most
-    memory, and the step time requires one rank of every kind."""
+    memory, and computing the step time requires one rank of every kind."""
     layout = plan.layout
     each = distinct(plan)
     if text == "ends":

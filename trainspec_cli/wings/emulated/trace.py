@@ -38,14 +38,14 @@ def trace_rehearsal(done: Rehearsal) -> tuple[JsonObject, int, int]:
         "micro_batches_drawn": max(timeline.micro_batches for _, timeline in timelines),
         "slices": "consecutive operations from the same engine line are shown as one slice",
         "slices_left_out": left_out,
-        "time": "virtual: kernels take the chip's planned time, and the host takes none",
+        "time": "virtual: kernels take the chip's planned time, and the host takes no time",
     }
     trace: JsonObject = {"traceEvents": drawn, "displayTimeUnit": "ms", "otherData": about}
     return trace, sum(len(timeline.slices) for _, timeline in timelines), left_out
 
 
 def without_slices(done: Rehearsal) -> Rehearsal:
-    """Return a rehearsal without the tens of thousands of slices, which only a trace needs."""
+    """Return a rehearsal without its slices: there are tens of thousands, and only a trace needs them."""
     ranks = []
     for one in done.ranks:
         found = one.rehearsed

@@ -31,7 +31,7 @@ NOT_CARRIED: Mapping[str, str] = {
     "train.tokens": "replaced by train.max_steps",
     "train.epochs": "replaced by train.max_steps",
     "train.max_skipped_steps": "the engine handles non-finite steps in its own way",
-    "checkpoint.memory_interval_steps": "only for trainspec's restarts from copies in memory",
+    "checkpoint.memory_interval_steps": "only for trainspec's restarts from in-memory copies",
     "data.max_bytes": "only limits the text that trainspec prepares",
     "data.tokenizer.vocab_size": "only for a tokenizer that trainspec trains",
 }
@@ -47,7 +47,7 @@ SCRIPT: Mapping[str, str] = {
     "train.eval_interval_steps": "your script evaluates",
     "train.log_interval_steps": "your script logs",
     "checkpoint": "your script decides when it writes checkpoints",
-    "compile": "changes only the speed; your script compiles the model",
+    "compile": "only affects the speed; your script compiles the model",
 }
 """Keys that are up to the user's script, if the engine is a library that the script uses."""
 

@@ -83,7 +83,8 @@ class Target:
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
     """Finds combinations of keys that the engine does not support."""
     complete: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
-    """Adds values that follow from several engine keys together, or from missing ones, to the values that were read."""
+    """Completes the values that were read with those that follow from several engine keys together, or from missing
+    ones."""
     carries_recipe: bool = False
     """True if the target starts trainspec itself. All other keys are then carried over by the recipe's arguments."""
 
@@ -230,7 +231,7 @@ def option(name: str, value: JsonValue) -> str:
 
 
 def number(value: JsonValue) -> str:
-    """Return a number as text from which programs read the same value."""
+    """Return a number as text from which any program reads back the same value."""
     return repr(value) if isinstance(value, float) else str(value)
 
 

@@ -31,7 +31,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
 _OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions with which accelerate, torchrun and other launchers report that a process that they started has failed."""
+"""Exceptions with which accelerate, torchrun and other launchers report the failure of a process that they started."""
 
 
 def find_own_failures(job: Job) -> list[WorkerFailure]:
@@ -39,7 +39,8 @@ def find_own_failures(job: Job) -> list[WorkerFailure]:
 
 
 def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
-    """Explain how a rank in the launcher's list ended. Without a log for the rank, use the command's output."""
+    """Explain how a rank ended, according to the launcher's list of failures. Without a log for the rank, use the
+    command's output."""
     log = log or printed
     raised = find_exception(without_colours(end_of(log)))
     end = tail(log)

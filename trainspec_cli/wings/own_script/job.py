@@ -59,11 +59,11 @@ class CommandSettings:
     hang_s: float | None
     """Time in seconds without a sign of work after which a run counts as hung; None: no run counts as hung."""
     silent_s: float | None
-    """Like `hang_s`, as long as no step has been counted."""
+    """Like `hang_s`, but for the time until the first step is counted."""
     work_s: float
     """If no steps are counted, a start has made progress once it has worked for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s
-    """On several nodes: how long the first node waits for the other nodes, and they wait for the first."""
+    """On several nodes: how long the first node and the other nodes wait for one another, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def wasted_gpus(command: Sequence[str], devices: int) -> str:
-    """Return a warning if the job reserves several GPUs on a node but starts only one process. Empty if a launcher
-    starts the processes, or a program that may be a launcher."""
+    """Return a warning if the job reserves several GPUs on a node but starts only one process. Empty if the command
+    starts a launcher, or a program that may be one."""
     python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
     script = _script_of(command)
     if devices < 2 or has_launcher(command) or python is None or script is None:
@@ -244,10 +244,10 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
     if the first node's name cannot be resolved."""
     own = read_own_command(record)
     processes = process_count(own.command)
-    if processes and _index_of_accelerate(own.command) is not None:  # its option counts all nodes' processes
+    if processes and _index_of_accelerate(own.command) is not None:  # its option sets the total over all nodes
         processes = max(1, processes // place.num_nodes)
-    # torchrun reads PET_... variables. A command without a launcher is one rank per node. gloo and NCCL use the network
-    # interface that leads to the first node.
+    # torchrun reads PET_... variables. A command without a launcher runs as one rank per node. gloo and NCCL use the
+    # network interface that leads to the first node.
     address = own_address(place.head)
     meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(own.port)}
     node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}

@@ -40,7 +40,7 @@ class CountedProcess:
     updates_before: int | None
     """The optimizer's update count before this process; None if the optimizer state does not count updates."""
     began: float
-    """Unix time at which the process ended its first step."""
+    """Unix time at which the process finished its first step."""
     main_thread: int
     stacks: Path
     attached: bool = False

@@ -109,7 +109,7 @@ def run_command(
         console.report(f"the run in {run_dir} was already finished by an earlier start of this Slurm job")
         return EXIT_DONE
     if reach and not nodes.is_first:
-        # Slurm warns every process in a job step. The first node reacts for all nodes.
+        # Slurm warns every process in a job step. The first node reacts on behalf of all nodes.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         joined = Joined(
             check=partial(_check_same, command),
@@ -274,7 +274,7 @@ def show_command(
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
     if reach:
-        # Show what this node starts in the run's first start.
+        # Show what this node would run in the first start.
         record = GenerationRecord(
             generation=1,
             at=0.0,
@@ -327,7 +327,8 @@ def find_nodes_and_folder(command: Sequence[str], folder: str | None, nodes: Nod
 
 
 def describe_slurm_nodes(nodes: NodeOptions, reach: Reach | None) -> str:
-    """Describe what was read from Slurm's environment, or which nodes of the job are unused. Empty without Slurm."""
+    """Describe what was read from Slurm's environment, or which nodes of the job are unused. Empty outside Slurm
+    jobs."""
     if nodes.of_slurm:
         where = f", which the other nodes reach at {reach.head}" if reach and nodes.is_first else ""
         return f"Slurm job {os.environ[JOB]}: this is node {nodes.node_rank} of {nodes.nnodes}{where}"
@@ -386,8 +387,8 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
 
 class Output:
     """Shows the command's output as it is printed, on the first of several nodes. It omits colours, lines that a
-    progress bar overwrites, and the empty lines that torchrun makes of a progress bar's refreshes. `job`: the job of
-    this launch, whose later starts have separate logs."""
+    progress bar overwrites, and the empty lines into which torchrun turns the refreshes of a progress bar. `job`: the
+    job of this launch, whose later starts have separate logs."""
 
     def __init__(self, job: Job):
         self._logs = job.logs

@@ -62,7 +62,7 @@ JOIN_OPTION = "--join-timeout-s"
 GROUP = 0
 """The number of the only replica group of a command."""
 HERE = 0
-"""This node's number in a job on one node."""
+"""The node's number in a single-node job."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -138,7 +138,7 @@ class OwnStart:
         found = [self._quiet[node] for node in sorted(self._quiet)]
         stands = [quiet for quiet in found if isinstance(quiet, NodeStands)]
         if stands:
-            # The error record is about the first late rank, and every node records the state of its ranks.
+            # The error record describes the first late rank, and every node records the state of its ranks.
             ranks = {rank.rank: rank for node in stands for rank in node.ranks}
             late, why = name_late(list(ranks.values()))
             waited_s = min(node.waited_s for node in stands)
@@ -153,7 +153,7 @@ class OwnStart:
             self._write_hang(late[0], ranks[late[0]].host, message, step, "\n\n".join(stacks))
             self._name_hang(tuple(late))
         else:
-            # The error record is about the first process that the message names.
+            # The error record describes the first process that the message names.
             silent = [quiet for quiet in found if isinstance(quiet, NodeSilent)]
             named, why = name_silent([process for node in silent for process in node.processes])
             waited_s = min(node.waited_s for node in silent)
@@ -197,7 +197,7 @@ class OwnStart:
             explanation = explain(failures) if lost else explain_own_end(self._job, exit_code, failures)
         headline = explanation.headline if explanation else ""
         if killed and any(exited.oom_kills for exited in self._exits):
-            headline = f"{headline}: the kernel ended it, because the host had run out of memory"
+            headline = f"{headline}: the kernel killed it, because the host had run out of memory"
         return run_state.GroupEnded(
             group=GROUP,
             done=done,

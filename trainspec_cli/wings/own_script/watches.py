@@ -32,9 +32,9 @@ from trainspec_cli.wings.own_script.journal import CountedProcess, CountedRank
 
 FIRST_INTERVAL_S = 1.0
 LONGEST_INTERVAL_S = 10.0
-"""Sampling interval for usage: 1/100 of the elapsed time, within these bounds. For a silent command: 1/20."""
+"""Bounds of the interval between usage samples: 1/100 of the elapsed time, or 1/20 without counted steps."""
 QUIET_PART = 0.25
-"""Sampling of ranks starts after this fraction of the time without a step after which the run counts as hung."""
+"""Ranks are sampled once this fraction of the hang timeout has passed without a step."""
 SAMPLES = 20
 """Approximate number of samples taken before a run counts as hung."""
 ANSWER_S = 1.0
@@ -47,7 +47,7 @@ NAMED = 8
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
-"""Names of functions that only call another function."""
+"""Names of functions that only wrap another function."""
 _LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "lightning", "jax", "jaxlib", "tensorflow", "keras")
 """Training packages. A rank inside one of them is most likely waiting there."""
 _LIBRARY = re.compile(rf"^.*?[/\\](?:{'|'.join(_LIBRARIES)})(?=[/\\])")
@@ -147,7 +147,7 @@ def moved_bytes(process: psutil.Process) -> int:
 
 
 def gpu_uses() -> dict[int, GpuUse]:
-    """Return the GPU use by process id, for this node's NVIDIA GPUs. Empty without a driver."""
+    """Return the GPU use by process id, for this node's NVIDIA GPUs. Empty if there is no driver."""
     if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - called often, and `Path` is slow
         return {}
     uses: dict[int, GpuUse] = {}
@@ -193,10 +193,10 @@ class SignsOfWork:
 
 
 MOVED_BYTES = 2**16
-"""A process that moves fewer bytes between two samples does not count as working, because keeping connections alive
-moves some bytes."""
+"""A process that moves fewer bytes than this between two samples does not count as working, because keeping connections
+alive moves some."""
 BUSY_CORES = 0.2
-"""A process counts as asleep if it computes or waits for a processor for a smaller fraction of the time."""
+"""A process counts as asleep if it computes or waits for a processor for less than this fraction of the time."""
 
 
 @dataclass(frozen=True)
@@ -527,7 +527,7 @@ def _describe(members: Sequence[psutil.Process], readings: dict[int, Reading]) -
 
 
 def name_silent(processes: Sequence[ProcessSilent]) -> tuple[list[ProcessSilent], str]:
-    """Return the processes on all nodes to name, and why: the stopped processes, or all processes if none is
+    """Return which processes on all nodes to name, and why: the stopped processes, or all processes if none is
     stopped."""
     if stopped := [process for process in processes if process.stopped]:
         return stopped[:NAMED], "is stopped" if len(stopped) == 1 else "are stopped"

@@ -15,7 +15,7 @@ class ExchangeEvent(Event):
 
     type: Literal["exchange"] = "exchange"
     step: Count
-    """Number of updates that the run had done before the exchange."""
+    """Number of updates that the run had completed before the exchange."""
     round: Count
     sites: tuple[Count, ...]
     """Sites whose outer gradients were merged."""

@@ -192,7 +192,7 @@ class MeetingRules:
     sites: int
     """Number of sites at the start of the run."""
     quorum: int
-    """Minimum number of contributing sites that completes a round."""
+    """Minimum number of contributing sites needed to complete a round."""
     grace_s: float
     """Time in seconds for which a round that has a quorum waits for connected sites."""
     return_s: float
@@ -229,7 +229,7 @@ class Meeting:
     seen: set[int] = field(default_factory=set)
     """Sites that have connected since the meeting was started or restarted."""
     ready: dict[int, int] = field(default_factory=dict)
-    """Returning site -> the round up to which the site has followed."""
+    """Returning site -> the newest round that it has applied."""
     came: dict[int, Contribution] = field(default_factory=dict)
     """The contributions that have arrived for the next round, by site."""
     opened_s: float | None = None
@@ -304,8 +304,8 @@ class Meeting:
             for site in {*self.members, *joined} - lost:
                 # A member that left after contributing keeps its samples. The next round declares it lost.
                 batches[site] = self.connected.get(site) or max(samples for _, samples in newest.pieces(site))
-            # Find the sites whose shared weights differ from those of the majority. Without a majority, these are all
-            # sites.
+            # Find the sites whose shared weights differ from those of the majority. Without a majority, all sites count
+            # as different.
             digests = {site: self.came[site].digests for site in included}
             usual = Counter(digests.values()).most_common(2)
             differing: tuple[int, ...] = ()

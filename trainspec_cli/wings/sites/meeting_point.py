@@ -1,6 +1,6 @@
 """The meeting point of the sites: it receives their outer gradients, decides rounds, and forwards the gradients.
 
-It does no computations on them: each site decodes all outer gradients and sums them in fp32 in the same order, so the
+It computes nothing from them: each site decodes all outer gradients and sums them in fp32 in the same order, so the
 sums are bitwise identical at all sites. On arrival, an outer gradient is forwarded to all sites that do not receive it
 directly. Outer gradients that were not forwarded are sent with the decision. `meeting.py` makes the decisions, and this
 module handles connections and files. It runs in a thread next to the supervisor of site 0, across restarts of its
@@ -108,7 +108,7 @@ class Rounds:
 
 
 KEPT_INTERVALS = 32
-"""Number of exchanges of the full model for which rounds are kept for an absent site."""
+"""How long rounds are kept for an absent site, in exchanges of the full model."""
 LINGER_S = 120.0
 """Time in seconds for which a finished meeting waits for sites that have not received the last round yet."""
 Gradient = tuple[Sent, bytes]
@@ -186,7 +186,9 @@ class MeetingPoint:
             reason = "the site's recipe differs from that of site 0 in the model, layout, data or exchange"
             return Refused(reason, "give all sites the same recipe; batching, cluster and run may differ")
         if not 0 <= hello.site < self._meeting.rules.sites:
-            return Refused(f"there are {self._meeting.rules.sites} sites, from 0", "set another resilience.sites.site")
+            return Refused(
+                f"there are {self._meeting.rules.sites} sites, numbered from 0", "set another resilience.sites.site"
+            )
         if hello.applied > state.round:
             reason = (
                 f"the site has applied round {hello.applied}, but the meeting point only knows {state.round + 1} rounds"
@@ -198,7 +200,7 @@ class MeetingPoint:
         missing = [one for one in wanted if one not in known or (one > hello.applied and not self._rounds.has(one))]
         if missing:
             reason = f"the site was away for too long: round {missing[0]} is no longer kept"
-            return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
+            return Refused(reason, "copy another site's newest checkpoint folder into this run's checkpoints")
         return None
 
     def arrive(self, hello: SiteHello, connection: RankConnection) -> None:

@@ -24,7 +24,7 @@ from trainspec_cli.recipe.records import read_record
 GREETING = b"trainspec sites 3\n"
 """The first bytes that a meeting point or an inbox sends, before both ends start TLS."""
 MEETING_POINT = "sites"
-"""The name of the meeting point in the proofs of both ends."""
+"""The name of the meeting point in the identity proofs of both ends."""
 LINE_BYTES = 2**24
 """Maximum length of a JSON line that either end accepts."""
 CHUNK_BYTES = 2**18

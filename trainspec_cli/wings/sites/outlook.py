@@ -3,7 +3,8 @@ shown as a section of `trainspec plan`.
 
 If all sites can reach each other, each link receives the others' outer gradients while it sends its own to them.
 Otherwise, all outer gradients pass through the meeting point at one site. That site's link receives every outer
-gradient once, and sends it to each of the other sites as soon as it has arrived. Nothing else uses the links."""
+gradient once, and sends it to each of the other sites as soon as it has arrived. Nothing else is assumed to use the
+links."""
 
 from __future__ import annotations
 
@@ -52,22 +53,22 @@ class SiteLinks:
         return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
-        """Return the time for a ring all-reduce of a tensor over the sites. Data parallelism would need it in every
-        step."""
+        """Return the time for a ring all-reduce of a tensor over the sites. Data parallelism would need this time in
+        every step."""
         others = self.sites - 1
         return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
 
 
 def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
-    """Return the fraction of time for which a site trains. An exchange is sent every `between_steps` steps. Training
-    waits if the exchange takes longer than `delay_steps` steps."""
+    """Return the fraction of its time that a site spends training. An exchange starts every `between_steps` steps.
+    Training waits if the exchange takes longer than `delay_steps` steps."""
     busy_s = between_steps * step_s
     return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
 
 
 def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
-    """Return the shortest interval H (from a fixed list) with which a site trains for the `wanted` fraction of time, if
-    each sum is applied when the next one is sent. None if even the longest interval is too short."""
+    """Return the shortest interval H (from a fixed list) with which a site spends at least the fraction `wanted` of its
+    time training, if each sum is applied when the next one is sent. None if even the longest interval is too short."""
     for multiple in ROUND_MULTIPLES:
         if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
             return multiple * fragments
@@ -84,7 +85,7 @@ class SitesFigures:
     delay_steps: int
     exchange_s: float
     utilisation: float
-    """Fraction of time for which a site trains."""
+    """Fraction of its time that a site spends training."""
     bytes_per_day: float
     """Bytes per day over the busiest link, in both directions together."""
 
@@ -101,13 +102,14 @@ class SitesOutlook:
     direct: bool
     """True if each site can reach every other one. Otherwise all sites use the meeting point."""
     direct_exchange_s: float
-    """Duration of the recipe's exchange if the sites were connected directly."""
+    """The time that the recipe's exchange would take if the sites were connected directly."""
     wanted: SitesFigures
     """The prediction for the recipe's configuration."""
     hidden: tuple[SitesFigures, ...]
     """The shortest intervals that hide the exchange, by format. Formats without such an interval are omitted."""
     data_parallel_utilisation: float
-    """Fraction of time for which a site would train if it summed fp32 gradients over these links in every step."""
+    """Fraction of its time that a site would spend training if it summed fp32 gradients over these links in every
+    step."""
     fewer_bytes: float
     """Bytes that data parallelism would send, divided by those that the recipe sends in the same number of steps."""
     loss_penalty: str
@@ -116,11 +118,11 @@ class SitesOutlook:
 
 DAY_S = 86_400.0
 WANTED = 0.95
-"""Fraction of time that must remain for training if an exchange counts as hidden."""
+"""Minimum fraction of time that must remain for training for an exchange to count as hidden."""
 KEPT_BYTES = 4 + 4.0
 """Bytes that a site keeps per trained parameter, for shared weights and outer momentum in fp32."""
 LOSS_PENALTY = (
-    "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
+    "Streaming DiLoCo reports the same loss as data parallelism at 4 bits (arXiv:2501.18512); the effect of a longer "
     "interval is not predicted here, so use the shortest interval that hides the exchange"
 )
 
@@ -132,8 +134,8 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
     sites = outlook(spec.resilience.sites, float(capacity.params), best.step_time_s)
     way = "directly connected" if sites.direct else "connected through one of them"
     compared = (
-        f"With data parallelism over these links, sites would train {percent(sites.data_parallel_utilisation, 2)} of "
-        "the time and "
+        "With data parallelism over these links, sites would spend "
+        f"{percent(sites.data_parallel_utilisation, 2)} of their time training and "
         f"send {sites.fewer_bytes:,.0f} times as many bytes in fp32."
     )
     if not sites.direct and sites.sites > 2:

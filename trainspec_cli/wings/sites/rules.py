@@ -68,8 +68,8 @@ def check_sites(spec: RunSpec) -> Iterator[Problem]:
     # Find settings that sites do not support.
     has_experts = any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
     unlike = {
-        "model": (spec.model.unit != "tokens", "supports language models only", "choose another model"),
-        "model.experts": (has_experts, "does not merge the state of expert balancing", "choose a dense model"),
+        "model": (spec.model.unit != "tokens", "only supports language models", "choose another model"),
+        "model.experts": (has_experts, "does not merge the expert-balancing state", "choose a dense model"),
         "train": (spec.ends_by_samples, "needs the same number of steps at all sites", "set train.max_steps only"),
         "checkpoint.keep_best": (spec.checkpoint.keep_best, "only evaluates the merged model", "leave it out"),
         "train.early_stop_evals": (spec.train.early_stop_evals is not None, "ends at its last step", "leave it out"),

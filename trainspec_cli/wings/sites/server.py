@@ -44,7 +44,7 @@ class RankConnection:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self.active_s = time.monotonic()
         self.passed: dict[int, str] = {}
-        """For each site, the digest of the newest of its outer gradients that was forwarded to the rank."""
+        """For each site, the digest of its newest outer gradient that was forwarded to the rank."""
 
     def note_activity(self) -> None:
         self.active_s = time.monotonic()

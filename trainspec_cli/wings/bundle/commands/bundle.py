@@ -47,7 +47,7 @@ Platforms = Annotated[
     list[str] | None,
     typer.Option(
         "--platform",
-        help="Platform of the target machines, such as manylinux_2_28_x86_64 (2.28: glibc). Repeatable.",
+        help="Platform of the target machines, such as manylinux_2_28_x86_64 (for glibc 2.28). Repeatable.",
         show_default="this machine's",
     ),
 ]

@@ -128,14 +128,14 @@ def _show(done: Rehearsal) -> None:
         console.report(
             "",
             "Blocks run eagerly with default kernels here. According to the plan, they need up to "
-            f"{format_bytes(saved)} less in the recipe's run.",
+            f"{format_bytes(saved)} less memory in the recipe's run.",
         )
     if done.step is not None:
         _show_step(console, done, done.step)
     _show_costs(console, done)
     for rank in done.ranks:
         found = rank.rehearsed
-        equal = f" (with {rank.equal_ranks - 1:,} equal to it)" if rank.equal_ranks > 1 else ""
+        equal = f" (and {rank.equal_ranks - 1:,} equivalent ranks)" if rank.equal_ranks > 1 else ""
         lines = ["", f"rank {found.rank:,}{equal} at its peak: {found.peak.part}"]
         if found.failed:
             tensor = f"{format_bytes(found.failed.bytes)} for {found.failed.shape}"

@@ -14,7 +14,7 @@ FSDP = "/torch/distributed/fsdp/"
 
 _forward: dict[int, str] = {}
 """Sequence number of an autograd node -> the engine line that created the node. Only nodes of the main thread are
-included. Autograd's threads count separately, and the nodes that they create while recomputing are never run."""
+included. Autograd's threads have separate counters, and the nodes that they create while recomputing are never run."""
 
 
 def find_origin() -> str:
@@ -53,7 +53,7 @@ class LoggedBlock:
     total_bytes: int
     """Total allocated bytes directly after the allocation."""
     ended: int | None = None
-    """Number of blocks in the log when the block was released; None while it is live."""
+    """Number of blocks that the log contained when the block was released; None while it is live."""
 
 
 class AllocationLog:

@@ -1,5 +1,5 @@
 """Virtual time: the duration of an operation or exchange on a chip, from the planner's rates for the chip and its
-links. A matrix product takes the planner's time for its dimensions. Attention and convolutions take the time for their
+links. For matmuls, the planner gives the time for their dimensions; for attention and convolutions, the time for their
 FLOPs. Any other operation takes the time to read and write its bytes at the chip's memory bandwidth."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from trainspec_cli.wings.emulated import DeviceDisturbance, Settings
 from trainspec_cli.wings.emulated.engine.streams import HOST, Stream, current_stream
 
 FIRST_FACTOR = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
-"""Matrix products, with the index of the first factor in their arguments."""
+"""Matmuls -> the index of the first operand in their arguments."""
 GROUPED = "_grouped_mm"
 ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": (0, 4), ATTENTION_BACKWARD: (1, 7)}
-"""The kernels that stand for all attention kernels (device.py), with the indices of the arguments `query` and
+"""The kernels that stand for all attention kernels (device.py) -> the indices of their arguments `query` and
 `is_causal`."""
 BACKWARD_FLOPS = 2.5
 """Ratio of the FLOPs of attention's backward pass to those of its forward pass (FlashAttention-2, arXiv:2307.08691)."""
@@ -114,8 +114,8 @@ class ChipCosts:
             sides = [one.shape[-1] if one.stride(-1) == 1 else one.shape[-2] for one in (first, second)]
             return self._product_s(gemm, first.dtype, {*sides, second.shape[-1]})
         if name == GROUPED:
-            # One launch multiplies the rows of all experts, which have equal numbers of rows: rows times matrices (E,
-            # K, N) or, for the gradient of the matrices, an expert's transposed rows times rows.
+            # One launch runs the matmuls of all experts, each with the same number of rows: rows times weights (E, K,
+            # N) or, for the gradient of the weights, transposed rows times rows.
             first, second = args[:2]
             experts = len(args[2])
             rows = first.shape[0] / experts if second.dim() == 3 else first.shape[0]
@@ -143,8 +143,8 @@ class ChipCosts:
         return traffic_s
 
     def exchange_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> float:
-        """Return the time of an exchange among these global ranks; `nbytes` is the larger of sent and received bytes on
-        any rank."""
+        """Return the time of an exchange among these global ranks; `nbytes` is the larger of the bytes that any rank
+        sends and receives."""
         group = group_of_ranks(self.fabric, ranks, self.eff)
         if kind == "allreduce":
             return all_reduce_s(group, nbytes, self.eff)

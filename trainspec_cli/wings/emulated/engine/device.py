@@ -183,7 +183,7 @@ def run_operation(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _is_composed(op: Any) -> bool:
-    """Return whether torch composes this operation from others. Below autograd, such operations arrive in one piece."""
+    """Return whether torch composes this operation from others. Below autograd, such operations arrive undecomposed."""
     is_composed: bool = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     return is_composed and op.overloadpacket.__name__ not in COMPOSED
 
@@ -202,7 +202,7 @@ def _on_device(index: Any) -> Any:
 
 def _refuse_host_tensors(name: str, args: Any, kwargs: Any) -> None:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # as on CUDA, scalars may be
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor) and leaf.dim():  # scalars may, as on CUDA
             found = f"{KIND}:0 and {leaf.device}"
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {found}")
 
@@ -256,8 +256,8 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _infer_grouped_product(x: Tensor, weight: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return the output shape of a matrix product with groups of rows, or of columns if both arguments are matrices.
-    torch only infers it for bf16."""
+    """Return the output shape of a matmul with groups of rows, or of columns if both arguments are matrices. torch only
+    infers it for bf16."""
     shape = (*x.shape[:-1], weight.shape[-1])
     if x.dim() == weight.dim() == 2:
         assert offs is not None, "two matrices have groups of columns"

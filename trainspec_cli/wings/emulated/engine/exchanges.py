@@ -46,7 +46,7 @@ class DeviceExchange(torch._C._distributed_c10d.Work):
         super().__init__()
         self._done = done
         self._tensors = tensors
-        """Keeps the tensors' memory until a stream waits for the exchange, like ProcessGroupNCCL."""
+        """Keeps the tensors' memory until a stream waits for the exchange, as ProcessGroupNCCL does."""
 
     def wait(self, timeout: Any = None) -> bool:
         self.synchronize()
@@ -159,7 +159,7 @@ def call_site() -> str:
         file = frame.f_code.co_filename
         if not file.startswith(OWN_FOLDER):
             innermost = innermost or f"{file}:{frame.f_lineno}"
-            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # which wraps functions
+            if not file.startswith(LIBRARIES) and not file.endswith("typing_extensions.py"):  # it wraps functions
                 return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return innermost

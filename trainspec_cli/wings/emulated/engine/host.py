@@ -59,13 +59,13 @@ HOST_MEMORY = HostMemory()
 
 
 class HostSizes(TorchDispatchMode):
-    """Runs operations on large host tensors only for their output shapes and their time."""
+    """Runs operations on large host tensors only to determine their output shapes and their time."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
-            return NotImplemented  # this mode then sees the operation on the local tensors
+            return NotImplemented  # this mode is called again with the local tensors
         device = kwargs.get("device")
         makes_host = device == CPU and all(tensor.is_meta for tensor in tensors)
         on_host = [tensor for tensor in tensors if tensor.device == CPU]

@@ -32,7 +32,7 @@ def without_values(tensor: Tensor) -> Tensor:
 
 
 def described(value: Any) -> Any:
-    """Return an operation's argument for shape inference: a tensor without memory, or torch's meta device for a
+    """Replace an operation's argument for shape inference: a tensor by one without memory, a device by torch's meta
     device."""
     if isinstance(value, Tensor):
         return without_values(value)

@@ -72,7 +72,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
     """Build the rank's part of the plan, run steps, and copy its state to the host as a checkpoint does.
 
     Call this once, in a separate process with TRAINSPEC_DEVICE=emulated and `sizes=1` in TRAINSPEC_EMULATED, because
-    the process keeps the device. If memory runs out, the result states where that happened."""
+    the device stays registered in it. If memory runs out, the result states where that happened."""
     began_s = time.perf_counter()
     device = enter("cpu")
     if MEMORY.has_values:
@@ -103,7 +103,7 @@ def rehearse_rank(plan: Plan, rank: int, steps: int = 2) -> RankRehearsal:
 
 
 def run_steps(plan: Plan, device: torch.device, log: AllocationLog, steps: int, found: RankRehearsal) -> RankRehearsal:
-    """Build, step and copy as in `rehearse_rank`, on a device with or without values. Return `found` with the
+    """Build, step and copy as in `rehearse_rank`, on a device whose tensors may have values. Return `found` with the
     results."""
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     try:
@@ -180,7 +180,7 @@ def _make_steps(plan: Plan, state: TrainState, log: AllocationLog, steps: int, f
 
 
 def _sum_parts(together: Iterable[Segments]) -> dict[str, float]:
-    """Return the total seconds by part over several segments of a step."""
+    """Return the total seconds by part, summed over several segments of a step."""
     total: Counter[str] = Counter()
     for segments in together:
         total.update(segments.parts_s())

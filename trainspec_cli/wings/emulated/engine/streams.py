@@ -1,5 +1,5 @@
-"""The streams of an emulated device: queues of work. Work is ordered within a stream. Only events and waits order
-it between streams.
+"""The streams of an emulated device: queues of work. Work is ordered within a stream. Between streams, only events and
+waits impose an order.
 
 In order mode, work runs late: when something waits for it, or when a seeded random scheduler selects it. A wait that is
 missing in the program then shows up as stale or overwritten memory. Otherwise work runs as soon as possible. The
@@ -38,19 +38,19 @@ PICKED = (0.0, 0.1, 0.5)
 """In order mode: candidate probabilities for running some queued work whenever more is queued. Each schedule uses one
 of them."""
 NEEDED = (0.0, 0.8, 1.0)
-"""In order mode: candidate probabilities that a wait runs only the work that it needs, and not other work of higher
+"""In order mode: candidate probabilities for running only the work that a wait needs, and no other work of higher
 priority."""
 CHANGED = 0.05
 """In order mode: the probability that a stream's priority changes after an item of its work."""
 QUERIED = 0.1
-"""In order mode: the probability that asking whether work is done runs some work, so that polling eventually ends."""
+"""In order mode: the probability that a query for completion also runs some work, so that polling eventually ends."""
 IDLE_S = 0.03
 """In order mode: after this real time without queued or running work, exchanges run, together with the work that they
 need, because another rank may be waiting for them."""
 POLL_S = 2e-5
 """First pause of a thread that waits for an exchange. Every further pause is twice as long."""
 BACKGROUND_S = 5e-4
-"""Longest pause. Also the interval between attempts to progress exchanges that no thread is waiting for."""
+"""Longest pause. Also the interval between attempts to advance exchanges that no thread is waiting for."""
 
 
 class HostClock:
@@ -134,7 +134,7 @@ class QueuedWork:
     """Function that starts an exchange at a virtual time. It returns a handle with `is_completed`, `wait`, and the
     virtual end time `end_s`, which is known once the exchange is completed."""
     after: Moment | None = None
-    """The work may start once the stream of this moment has reached it."""
+    """A moment that its own stream must reach before the work may start."""
     moment: Moment | None = None
     """The moment that this work marks, if any."""
     duration_s: float = 0.0
@@ -143,9 +143,9 @@ class QueuedWork:
     """Virtual time at which the host queued the work."""
     handle: Any = None
     name: str = ""
-    """Name of the operation or exchange in a trace."""
+    """Name of the operation or exchange, shown in a trace."""
     about: str = ""
-    """Sizes of the operation or exchange in a trace."""
+    """Sizes of the operation or exchange, shown in a trace."""
     is_exchange: bool = False
 
 
@@ -194,7 +194,7 @@ class Stream:
         about: Callable[[], str] = str,
         share: Callable[[], float] | None = None,
     ) -> None:
-        """Queue the time that an operation lasts on the device. `about` describes its sizes, for a trace. `share`:
+        """Queue the time that an operation takes on the device. `about` describes its sizes, for a trace. `share`:
         returns the fraction of the time that the operation's values actually require. The values are known once the
         stream has reached the operation."""
         sizes = "" if SCHEDULER.on_work is None else about()
@@ -347,7 +347,7 @@ class StreamEvent:
 
 
 class Scheduler:
-    """Decides which queued work runs when."""
+    """Decides when queued work runs, and in which order."""
 
     def __init__(self) -> None:
         self.busy: list[Stream] = []
@@ -423,7 +423,7 @@ class Scheduler:
         return is_idle and stream.has_exchange and stream.needed.step()
 
     def progress_exchanges(self) -> None:
-        """Let exchanges progress while the host does something else, such as waiting for other ranks."""
+        """Let exchanges advance while the host does something else, such as waiting for other ranks."""
         if self._background is None:
             self._background = threading.Thread(target=self._progress_exchanges, daemon=True)
             self._background.start()

@@ -16,7 +16,7 @@ from trainspec_cli.wings.emulated.engine.streams import DEFAULT, SCHEDULER, Queu
 from trainspec_cli.wings.emulated.timeline import COMPUTE, WAIT, Slice, StepPart, Timeline, keep_longest
 
 STRETCHES = 500
-"""The memory curve keeps the lowest and highest value of this number of intervals, which keeps the page and `--json`
+"""The memory curve has the lowest and highest value in each of this many intervals, which keeps the page and `--json`
 small. The peak is always one of these values."""
 REST = "rest of the step"
 """The remainder of a step, outside its named parts."""
@@ -98,7 +98,7 @@ class StepTimeline:
         if not work.duration_s:
             return
         origin = find_origin()
-        # An exchange keeps its own name, because a few lines of the engine start most exchanges.
+        # An exchange keeps its own name, because most exchanges start from the same few lines of the engine.
         name = work.name if work.is_exchange else origin
         last = merged[-1] if merged else None
         follows = last is not None and last.end_s == began_s and last.waits_for is None and not work.is_exchange
@@ -121,7 +121,7 @@ class StepTimeline:
         return self._part
 
     def result(self) -> Timeline | None:
-        """Return the last step, or the part of it before memory ran out; None without virtual time."""
+        """Return the last step, or the part of it before memory ran out; None if there is no virtual time."""
         if self._log is None:
             return None
         names = {**stream_names(), DEFAULT: COMPUTE}

@@ -90,7 +90,7 @@ FIXED = (
 )
 
 LIMITS = {
-    "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward, 3 frees them",
     "layout.pp": "Accelerate has no pipeline parallelism",
     "layout.ep": "Accelerate has no expert parallelism",
     "layout.context_method": "Accelerate uses torch's ring attention; for Ulysses use DeepSpeed (see --for deepspeed)",
@@ -109,7 +109,7 @@ OF_SCRIPT = {
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if blocks should be recomputed without FSDP."""
+    """Yield a problem if the recipe recomputes blocks without FSDP."""
     if run["recompute"] != "none" and run["derived.is_ddp"]:
         message = f"`recompute` is {run['recompute']}, but Accelerate recomputes only with FSDP"
         yield Problem("not_said", message, "recompute", "set recompute=none, or layout=fsdp")

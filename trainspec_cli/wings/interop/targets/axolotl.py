@@ -83,7 +83,7 @@ WARMUP = "axolotl's warm-up starts at 0, one update behind trainspec's"
 TWO_STEPS = "axolotl warms up for at least two steps"
 REDUCED = "gradients are summed in the compute format"
 WEIGHTS_TOO = "axolotl loads weights in this format and, without FSDP, keeps them in it"
-BLOCKS = "torchao's quantisation blocks have another size"
+BLOCKS = "torchao's quantisation blocks have a different size"
 AT_RANDOM = "axolotl holds out random samples; trainspec selects them by a hash"
 ONCE = "axolotl also evaluates once before the first step"
 AT_THE_END = "axolotl writes the model at the end of the run, but no state to resume from"
@@ -225,7 +225,7 @@ FIXED = (
     Fixed(f"{DATASET}type", "completion", "the loss covers every token of a document", (TEXT,)),
     Fixed("sample_packing", True, "trainspec fills samples with several documents"),
     Fixed("pad_to_sequence_len", True, "every sample has data.seq_len tokens"),
-    Fixed("attn_implementation", "flash_attention_2", "packed samples and ring attention need it"),
+    Fixed("attn_implementation", "flash_attention_2", "packed samples and ring attention require it"),
     Fixed("fsdp_version", 2, "only FSDP2 supports meshes of several axes", (BY_FSDP,)),
     Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "each block is sharded separately", (BY_FSDP,)),
     Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its shard of the state", (BY_FSDP,)),
@@ -238,7 +238,7 @@ FIXED = (
 LIMITS = {
     "init.from": "axolotl always trains an existing model (base_model)",
     "data.source": "axolotl reads files of text or conversations",
-    "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward, 3 frees them",
     "layout.pp": "axolotl has no pipeline parallelism",
     "layout.ep": "axolotl's expert parallelism is a separate plugin",
     "layout.sequence_parallel": "axolotl's tensor parallelism does not shard activations between matrices",

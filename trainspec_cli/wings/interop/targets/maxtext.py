@@ -35,8 +35,8 @@ FILE = "maxtext.yml"
 
 @dataclass(frozen=True)
 class StepsFraction:
-    """A number of steps in the recipe. MaxText has a fraction, which it multiplies by the run's number of steps and
-    rounds down."""
+    """A number of steps in the recipe. MaxText takes a fraction, multiplies it by the run's number of steps, and rounds
+    down."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, int)
@@ -54,7 +54,7 @@ class StepsFraction:
 
 @dataclass(frozen=True)
 class LastFraction:
-    """The decay phase of WSD. MaxText's fraction must result in an integer number of steps."""
+    """The decay phase of WSD. MaxText's fraction must yield an integer number of steps."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         return StepsFraction().write(LastSteps().write(value, run), run)
@@ -88,7 +88,8 @@ PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
 SCHEDULES = Choice({"cosine": "cosine", "wsd": "wsd", "constant": "cosine"})
-"""MaxText has no constant schedule. A cosine that ends where it started replaces it, and `complete` recognises it."""
+"""MaxText has no constant schedule. A cosine that ends at its initial value replaces it, and `complete` recognises
+it."""
 SELECTIVE = "`minimal` keeps the outputs of matmuls; trainspec keeps the outputs of other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matmuls"
 WARMUP = "MaxText's warm-up starts at 0, one update behind trainspec's"
@@ -207,13 +208,13 @@ LIMITS = {
     "precision.matmul": "MaxText's quantisation recipes differ",
 }
 NOT_CARRIED = {
-    "compile": "only changes the speed; XLA compiles the entire step",
+    "compile": "only affects the speed; XLA compiles the entire step",
     "data.tokenizer": "the data consists of token ids",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if the recipe evaluates, because MaxText needs separate files for that."""
+    """Yield a problem if the recipe enables evaluation, because MaxText needs separate files for that."""
     if run["train.eval_interval_steps"] is not None:
         message = "`train.eval_interval_steps` is set, but MaxText evaluates on separate files"
         hint = "set train.eval_interval_steps=null, and set eval_interval and grain_eval_files yourself"

@@ -48,7 +48,7 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The fraction of held-out data. Megatron has percentages for training, validation and test."""
+    """The fraction of held-out data. Megatron takes percentages for training, validation and test data."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         assert isinstance(value, (int, float))
@@ -86,7 +86,7 @@ ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 FALLS = unless("optim.schedule.kind", "constant")
 AN_UPDATE = "Megatron's decay is at most one update behind trainspec's"
 PADDED = "Megatron pads the vocabulary to a multiple of 128 x tp"
-SEED = "Megatron's seed is one more, because it must be positive; the initial weights are drawn differently"
+SEED = "Megatron's seed is higher by one, because it must be positive; the initial weights are drawn differently"
 ATTENTION = "Megatron recomputes the attention core, according to its list of modules"
 BY_DOCUMENT = "Megatron holds out the last documents; trainspec selects them by a hash"
 
@@ -250,13 +250,13 @@ LIMITS = {
 }
 NOT_CARRIED = {
     "checkpoint.keep_last": "Megatron keeps every checkpoint; --save-retain-interval deletes some of them",
-    "compile": "only changes the speed; Megatron has hand-written fused kernels",
+    "compile": "only affects the speed; Megatron has hand-written fused kernels",
     "data.tokenizer": "the data consists of token ids",
 }
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if checkpoints should be asynchronous, which Megatron-FSDP does not support."""
+    """Yield a problem if the recipe writes asynchronous checkpoints, which Megatron-FSDP does not support."""
     if run["checkpoint.mode"] == "async" and _by_fsdp(run):
         message = "`checkpoint.mode` is async, but Megatron-FSDP writes checkpoints synchronously"
         yield Problem("not_said", message, "checkpoint.mode", "set checkpoint.mode=sync")

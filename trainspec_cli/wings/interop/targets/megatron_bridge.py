@@ -214,7 +214,7 @@ def render(translation: Translation, run: RunValues) -> dict[str, str]:
 
 
 def complete(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
-    """Complete the values that were read. Missing fields mean Megatron's defaults; two specific fields together mean a
+    """Complete the values that were read. Missing fields mean Megatron's defaults; two fields together stand for a
     gated SiLU."""
     values = {**megatron.WITHOUT_FLAGS, **values}
     if keys.get("model.activation_func") == "silu" and keys.get("model.gated_linear_unit") is True:

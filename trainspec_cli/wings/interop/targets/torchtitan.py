@@ -207,9 +207,9 @@ FIXED = (
 )
 
 LIMITS = {
-    "optim.name": "torchtitan's other optimizers need a group for each kind of parameter",
+    "optim.name": "torchtitan's other optimizers need a parameter group for each kind of parameter",
     "optim.grad_clip_norm": "",
-    "layout.zero_stage": "FSDP2 always shards gradients: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.zero_stage": "FSDP2 always shards gradients: stage 2 keeps parameters after the forward, 3 frees them",
     "layout.etp": "torchtitan does not shard experts by tensor parallelism",
     "layout.virtual_stages": "the schedule determines the number of stages per rank",
     "layout.context_method": "torchtitan sends keys and values around a ring",
@@ -253,7 +253,7 @@ LOSS = "ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_s
 
 
 def refused_together(run: RunValues) -> Iterator[Problem]:
-    """Yield a problem if gradients should not be clipped."""
+    """Yield a problem if the recipe does not clip gradients."""
     if run["optim.grad_clip_norm"] is None:
         message = "`optim.grad_clip_norm` is null, but torchtitan always clips"
         yield Problem("not_said", message, "optim.grad_clip_norm", "set optim.grad_clip_norm=1e9")

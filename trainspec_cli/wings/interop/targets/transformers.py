@@ -32,7 +32,7 @@ from trainspec_cli.wings.interop.targets import accelerate
 ARGUMENTS = "training_args.json"
 WARMUP = "the Trainer's warm-up starts at 0, one update behind trainspec's"
 ANY_ADAM = given("optim.name", "adamw", "adamw8bit")
-BITSANDBYTES = "bitsandbytes' quantisation blocks have another size"
+BITSANDBYTES = "bitsandbytes' quantisation blocks have a different size"
 SAVES = unless("checkpoint.interval_steps", None)
 NO_END = "the Trainer writes no final checkpoint: call save_model in your script"
 

@@ -75,7 +75,7 @@ class StepRecord:
         self._figures |= figures
 
     def waited(self, seconds: float) -> None:
-        """Add time for which the step waited for its data."""
+        """Add time that the step spent waiting for its data."""
         self._waited_s += seconds
 
     def step(self, step: int) -> None:
@@ -121,6 +121,6 @@ class StepRecord:
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """Return a value, such as a tensor with a gradient, as a float; None if it is not finite, as in events."""
+    """Return a value, such as a tensor with a gradient, as a float; None, as in events, if it is not finite."""
     number = float(getattr(value, "detach", lambda: value)())
     return number if math.isfinite(number) else None

@@ -77,8 +77,8 @@ class AttachedRun:
 
     def weighted(self, loss: Tensor) -> Tensor:
         """Return the mean loss of this rank's samples, weighted by its share of the step. DistributedDataParallel
-        averages gradients over ranks. With this weight, the average is the gradient of the mean over all samples. Call
-        this once per step."""
+        averages gradients over ranks. With this weight, the average is the gradient of the mean loss over all samples.
+        Call this once per step."""
         return self.shares.weighted(loss) if self.shares else loss
 
     def steps(

@@ -91,7 +91,8 @@ class StopSignal:
 
 
 class ScriptRanks:
-    """This process among the training processes, according to torch.distributed if the script has initialised it.
+    """This process's place among the training processes, according to torch.distributed if the script has initialised
+    it.
 
     Ranks agree on a stop request through a four-byte all-reduce on the host, which starts in one step and ends in the
     next. No rank waits for it, and all ranks act at the same step. Without torch, ranks agree through files in `folder`
@@ -140,7 +141,7 @@ class ScriptRanks:
         return bool(flag.item())
 
     def exchange(self, own: list[float]) -> list[list[float]]:
-        """Return each rank's values from the previous step (empty in the first step), and start to exchange `own`. A
+        """Return each rank's values from the previous step (empty in the first step), and start exchanging `own`. A
         single process gets its own values immediately."""
         if self._torch is None:
             return [own]

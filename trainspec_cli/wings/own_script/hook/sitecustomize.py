@@ -36,8 +36,9 @@ STATE_MAKER = "_init_optim_state"
 class StepCount(types.ModuleType):
     """Counts a step when its attribute `stepped` is set.
 
-    The class is a module because code compiled by torch sets module attributes after the graph has run, without reading
-    them. A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a warning."""
+    It is a `ModuleType` because code compiled by torch sets module attributes after the graph has run,
+    without reading them. A compiled `optimizer.step()` is therefore counted without a graph break, a guard or a
+    warning."""
 
     def __setattr__(self, name, optimizer):
         try:
@@ -61,8 +62,8 @@ def _stepped(optimizer, arguments, keywords):
 
 def _count_step(optimizer):
     """Count a training step when an optimizer steps again. If every parameter has an optimizer that steps in the
-    backward pass, each of them steps once per training step. In DeepSpeed's ZeRO, one optimizer steps once per
-    parameter group, to which it is assigned in turn."""
+    backward pass, each of them steps once per training step. In DeepSpeed's ZeRO, each parameter group in turn is
+    assigned to one optimizer, which steps once for each."""
     if id(optimizer) not in _state["known"]:
         # Ignore steps outside training: torch's checkpointing takes a step without gradients to create the state that
         # it then loads.

@@ -42,7 +42,7 @@ TROUBLE_S = 5.0
 
 @dataclass(frozen=True)
 class Seen:
-    """What all ranks of the site have seen."""
+    """The combined observations of all ranks of the site."""
 
     answered: bool
     decided: bool
@@ -88,7 +88,7 @@ class FarSites(Coordinator):
         self._progress = TrainProgress()
         self._taken = 0
         """Number of samples in the current step."""
-        # For this site's speed between two exchanges. Waiting for other sites does not count.
+        # These determine this site's speed between two exchanges. Waiting for other sites does not count.
         self._busy_s = 0.0
         self._samples = 0
         self._computes_since_s: float | None = None
@@ -168,8 +168,8 @@ class FarSites(Coordinator):
         """Send and apply the exchanges that are due at this step. Return False if the run was asked to stop
         meanwhile."""
         outer = self._outer
-        # Several exchanges may be due: without a delay, a sum is applied in the step in which it is sent, and so is
-        # round 0.
+        # Several exchanges may be due: without a delay, a sum is applied in the step in which it is sent, and round 0
+        # is applied at once.
         while exchange := self._next:
             step = self._progress.step
             if exchange.round and exchange.sent_at == step and not outer.sent_round:

@@ -64,7 +64,8 @@ class OuterState:
         """The newest applied round, followed by the data of the outer gradient in flight: its round (0 if none), size
         in bytes, tokens and steps."""
         self.counts = torch.zeros(2, fragments, dtype=torch.int64)
-        """This site's tokens and steps per fragment since its work on the fragment was last merged."""
+        """The tokens and steps that this site has trained, per fragment, since its work on the fragment was last
+        merged."""
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors for a checkpoint. `prefix` names the rank and the layout to which they belong."""
@@ -124,11 +125,11 @@ class OuterState:
             wanted = (one.shared - one.share.local.detach().float()).flatten()
             rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
-        if len(sent) > len(self._sent):  # the last exchange has all fragments, and no checkpoint follows it
+        if len(sent) > len(self._sent):  # the last exchange contains all fragments, and no checkpoint follows it
             self._sent = sent
         else:
             self._sent[: len(sent)] = sent
-        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # of the least recently merged fragment
+        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # those of the least recently merged fragment
         self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
         return self.sent
 

@@ -384,7 +384,7 @@ def _refuse(message: Message, payload: bytes) -> None:
 
 class SiteLink:
     def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
-        """`applied` returns the newest applied round, with which a new connection continues."""
+        """`applied` returns the newest applied round, after which a new connection continues."""
         access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
         self._site = hello.site
         self._silence_s = silence_s
@@ -394,7 +394,7 @@ class SiteLink:
         self.is_member: bool | None = None
         """The rounds that have arrived; None if the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
-        """The record of the round that was the newest applied one when the connection started."""
+        """The record of the newest round that had been applied when the connection started."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._asked: set[tuple[int, int]] = set()
