@@ -17,7 +17,7 @@ def refused(extension: Extension, what: str, hint: str = "", code: str = "own_co
 
 
 def is_no_fault(error: Exception) -> bool:
-    """Return whether the error means running out of memory or a lost peer, which the run handles as usual."""
+    """Return whether the error is an out-of-memory error or a lost peer, which the run handles as usual."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

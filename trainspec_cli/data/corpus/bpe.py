@@ -31,9 +31,9 @@ MIN_VOCAB_SIZE = 257
 """The smallest vocabulary: 256 bytes and the end-of-document token."""
 
 WORD_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or sign before it
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # a word, with the space or punctuation mark before it
     r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # signs, followed by the line end and the next line's indentation
+    r"| ?[^\s\p{L}\p{N}]+(?:[\r\n]+ *)?"  # punctuation, followed by the line end and the next line's indentation
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
@@ -117,7 +117,7 @@ def count_vocab(tokenizer: Tokenizer) -> int:
     """Return the highest id plus one, which is the number of rows that an embedding needs (including rows for unused
     ids)."""
     # This may exceed the number of entries, because published vocabularies have gaps. An id beyond the embedding would
-    # end the run.
+    # crash the run.
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 

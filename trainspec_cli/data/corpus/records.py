@@ -57,10 +57,10 @@ class Mistakes:
                 self._kinds[key][1].append(str(problem.file if problem.line is None else problem.line))
             else:
                 self._kinds[key] = problem, []
-            # Stop, because a file in another format would be read to its end, with a mistake on each line.
+            # Stop, because a file in another format would have a mistake on each line, all the way to its end.
             if len(self._kinds) >= MAX_KINDS or self._count >= MAX_MISTAKES:
                 self.check()
-        except RecipeError as error:  # the error concerns no single document
+        except RecipeError as error:  # the error does not concern a single document
             raise RecipeError([*self._problems(), *error.problems]) from error
 
     def check(self) -> None:

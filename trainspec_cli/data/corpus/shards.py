@@ -33,8 +33,8 @@ from trainspec_cli.recipe.records import read_record, to_plain
 
 
 SCHEMA = 1
-"""The version, which is incremented when the files, their meaning or their creation change. Cached folders are then
-prepared again."""
+"""Version of the format, incremented when the files, their meaning or the way they are created change. Cached folders
+are then prepared again."""
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> ShardManifest:
     try:
         fields = read_object(file)
         if fields["schema"] != SCHEMA:
-            raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
+            raise _unreadable(folder, f"has schema {fields['schema']}, but this version reads {SCHEMA}")
         manifest = read_record(ShardManifest, fields)
         # The engine maps the shards without further checks, so a wrong number would lead to training on the wrong
         # tokens.
@@ -342,7 +342,7 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
         if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
             raise ValueError("its documents do not follow one another")
         if starts[-1] != num_tokens or len(mask) != num_tokens:
-            raise ValueError(f"it covers {len(mask):,} tokens, the shards hold {num_tokens:,}")
+            raise ValueError(f"it covers {len(mask):,} tokens, but the shards hold {num_tokens:,}")
     except ANY_DAMAGE as error:
         message = f"{folder}: the index of its documents cannot be read: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {folder}") from error

@@ -83,7 +83,7 @@ def _read(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield the documents of one file."""
     if data.source == "python_stdlib":
         try:
-            with tokenize.open(file) as source:  # decodes the file as it declares
+            with tokenize.open(file) as source:  # decodes the file with the encoding that it declares
                 yield Document(str(file), source.read())
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise bad_document(file, None, f"not in the encoding it declares: {error}", "") from error

@@ -66,7 +66,7 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
 
 
 def check_count(model: DecoderModel) -> None:
-    """Raise RecipeError if a model has too many tensors to check them by name."""
+    """Raise RecipeError if a model has too many tensors to check by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
         message = f"{model.num_layers:,} layers of {experts:,} experts are too many tensors for one checkpoint"

@@ -54,8 +54,8 @@ def read_other_model(folder: Path) -> JsonObject:
 def _refuse_nanogpt(folder: Path) -> None:
     if not exists(folder / DCP_FILE) and not exists(folder / LITGPT_FILE):
         message = (
-            f"{folder} has a checkpoint of nanoGPT, whose layers have LayerNorm and learned positions; the engine's "
-            "decoder has RMSNorm and rotary positions"
+            f"{folder} has a checkpoint of nanoGPT, whose layers have LayerNorm and learned position embeddings; "
+            "the engine's decoder has RMSNorm and rotary embeddings"
         )
         raise RecipeError(Problem("unsupported", message, "init.from", "name other weights"))
 

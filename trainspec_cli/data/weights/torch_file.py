@@ -30,8 +30,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 def read_state(file: Path, inside: tuple[str, ...] = ()) -> dict[str, PartedTensor]:
-    """Return the tensors of a state dict. It was saved alone, or in a dict under one of the keys in `inside`. Other
-    values are omitted. Raises MachineError, which names the file and the faulty tensor."""
+    """Return the tensors of a state dict that was saved by itself, or in a dict under one of the keys in `inside`.
+    Other values are omitted. Raises MachineError, which names the file and the faulty tensor."""
     archive = TorchArchive(file, 0, file.stat().st_size)
     try:
         held = as_dict(archive.value)
@@ -166,9 +166,9 @@ class _Range(io.RawIOBase):
 
 
 # Read the values that a pickle describes. Its instructions are interpreted here, without looking up classes or calling
-# anything. A class or function in the pickle becomes its name, and an object that the pickle would create becomes a
-# record of the name, the arguments and the state. An untrusted file can therefore name anything without any effect. The
-# time needed is linear in the size of the file.
+# anything. A class or function in the pickle is represented by its name, and an object that the pickle would create by
+# a record of the name, the arguments and the state. An untrusted file can therefore name anything without any effect.
+# The time needed is linear in the size of the file.
 
 
 Value = object

@@ -22,13 +22,13 @@ from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {
     # Activations of regions with split matrices are summed, or with sequence parallelism gathered and scattered
-    # (comm/exchange.py). So are the loss over a split vocabulary (parallel/context.py) and, after the backward passes,
-    # gradients of parameters that every rank holds in full (run/step.py: sum_late). Muon swaps parts of matrices
-    # (optim/whole.py).
+    # (comm/exchange.py). The loss over a split vocabulary (parallel/context.py) and, after the backward passes,
+    # gradients of parameters that every rank holds in full (run/step.py: sum_late) are summed too. Muon swaps parts of
+    # matrices (optim/whole.py).
     "tp": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    # Keys and values are sent around a ring, or swapped for heads (parallel/context.py). Parameters are also sharded
-    # over these ranks (parallel/data_parallel.py). The gradient noise (parallel/noise.py) and the loss that balances
-    # experts (parallel/pipeline.py) are summed.
+    # Keys and values are sent around a ring, or redistributed by head (parallel/context.py). Parameters are also
+    # sharded over these ranks (parallel/data_parallel.py). The gradient noise (parallel/noise.py) and the loss that
+    # balances experts (parallel/pipeline.py) are summed.
     "cp": ("send", "receive", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
     # Tokens are sent to their experts' ranks and back, after their counts have been exchanged (parallel/expert.py).
     "ep": ("all_to_all",),

@@ -37,8 +37,8 @@ def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
 
 
 def read_run_model(run: RunDir, step: int) -> Any:
-    """Return the engine's model, in fp32, with the weights of a checkpoint. Raises the errors of `read_run_weights`,
-    and RecipeError for adapters or for user-defined blocks whose file has changed."""
+    """Return the engine's model, in fp32, with the weights of a checkpoint. Raises the same errors as
+    `read_run_weights`, and RecipeError for adapters or for user-defined blocks whose file has changed."""
     spec = read_plan(run).spec
     if spec.lora.rank:
         message = f"{run.root} trained adapters, which read_model does not merge"

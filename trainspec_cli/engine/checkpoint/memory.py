@@ -48,8 +48,8 @@ from trainspec_cli.run.folder.files import write_json
 # Lay out a rank's checkpoint file in the safetensors format (huggingface.co/docs/safetensors, "Format").
 #
 # A file consists of eight bytes with the header's length, the header in JSON, and the tensors' bytes without gaps.
-# Tensors with the largest elements come first, so every tensor is aligned. Files are read with safetensors itself, and
-# written from a reused buffer.
+# Tensors with the largest element size come first, so every tensor is aligned. Files are read with safetensors itself,
+# and written from a reused buffer.
 
 
 CODES = {
@@ -230,7 +230,7 @@ class KeptPart:
 
     @staticmethod
     def read(content: Mapping[str, object]) -> KeptPart:
-        """Create from plain JSON; the inverse of `asdict`. Raises the errors of `part_from`."""
+        """Create from plain JSON; the inverse of `asdict`. Raises the same errors as `part_from`."""
         kept = read_record(KeptPart, content)
         check_content((kept.part.file,), kept.part.tensors)
         return kept

@@ -150,7 +150,7 @@ def peak_bytes(
     rank: int,
 ) -> int:
     """Return the maximum size of the state on any rank during the move, in bytes, including messages. For each bucket,
-    the new parts are allocated, and then its messages. Once the messages have arrived, the old parts are freed.
+    first the new parts are allocated, and then the messages. Once these have arrived, the old parts are freed.
     """
     before, after = ({place.name: place.bytes for place in places} for places in (old, new))
     messages: dict[str, int] = defaultdict(int)
@@ -204,8 +204,8 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Size in bytes of the parts that share memory with numpy. torch frees such memory only with the last
-        reference."""
+        """Size in bytes of the parts that share memory with numpy. torch frees such memory only when the last reference
+        is gone."""
 
     def take(self, names: Sequence[str]) -> None:
         """Reallocate the memory of parts. Raises MemoryError or RuntimeError if that fails."""

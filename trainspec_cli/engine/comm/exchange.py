@@ -142,9 +142,9 @@ def start_swap(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -
 
 @dataclass(frozen=True)
 class Tiers:
-    """A group whose ranks are below several elements (such as switches) of the network's tiers, the same number below
-    each. Sums are first computed within an element, so that each rank exchanges only its part with other elements
-    (Thakur et al. 2005 in each tier). The order of summation differs from that of one all-reduce over all ranks."""
+    """A group whose ranks are spread evenly over several elements (such as switches) of the network's tiers. Sums are
+    first computed within an element, so that each rank exchanges only its part with other elements (Thakur et al. 2005
+    in each tier). The order of summation differs from that of one all-reduce over all ranks."""
 
     levels: tuple[dist.ProcessGroup, ...]
     """This rank's process groups, innermost first: the ranks below the same element and then, for each tier, the ranks
@@ -197,8 +197,8 @@ class Peers:
         return x
 
     def gather_sequence(self, x_BSD: Tensor) -> Tensor:
-        """Gather (B, S / n, D) into (B, S, D). The result is contiguous; otherwise every matrix product in a region
-        would save a separate copy."""
+        """Gather (B, S / n, D) into (B, S, D). The result is contiguous; otherwise every matmul in a region would save
+        a separate copy."""
         return self.start_gather(x_BSD, at_once=True)[1]()
 
     def scatter_sum(self, x_BSD: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Peers:
         return self.start_scatter(x_BSD, at_once=True)[0]
 
     def start_gather(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
-        """Start `gather_sequence`, and if `at_once`, wait for its end."""
+        """Start `gather_sequence`; with `at_once`, also wait until it is complete."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
         end = self._start(
@@ -223,7 +223,7 @@ class Peers:
         return whole_BSD, finish
 
     def start_scatter(self, x_BSD: Tensor, *, at_once: bool = False) -> Started:
-        """Start `scatter_sum`, and if `at_once`, wait for its end."""
+        """Start `scatter_sum`; with `at_once`, also wait until it is complete."""
         whole_SBD = x_BSD.transpose(0, 1).contiguous()
         mine_SBD = whole_SBD.new_empty((whole_SBD.shape[0] // self.size, *whole_SBD.shape[1:]))
         end = self._start(
@@ -240,7 +240,7 @@ class Peers:
         return mine_BSD, finish
 
     def start_sum(self, x: Tensor) -> Started:
-        """Start to sum a copy of the tensor over the ranks."""
+        """Start summing a copy of the tensor over the ranks."""
         total = x.clone()
 
         def begin() -> Wait:
@@ -258,7 +258,7 @@ class Peers:
         return total, finish
 
     def _start(self, sent: float, begin: Callable[[], Wait], at_once: bool) -> Wait:
-        """Return a function that waits for the end of an exchange."""
+        """Return a function that waits until an exchange is complete."""
         with self.time(sent) as has_to_end:
             wait = begin()
             if has_to_end or at_once:

@@ -195,9 +195,9 @@ class BatchReader:
         self._ahead: deque[tuple[OwnSamples, Future[Slot]]] = deque()
 
     def take(self, wanted: OwnSamples, following: Iterable[OwnSamples]) -> list[MicroBatch]:
-        """Return the micro-batches of `wanted`, valid until the next call, and start to read those that may follow.
+        """Return the micro-batches of `wanted`, valid until the next call, and start prefetching those that may follow.
 
-        `following`: the expected samples of the next steps, `PREFETCHED_STEPS` at most.
+        `following`: the expected samples of at most the next `PREFETCHED_STEPS` steps.
         """
         if not self._ahead or self._ahead[0][0] != wanted:
             self.forget()

@@ -214,7 +214,7 @@ class Membership:
 
 
 class QuorumClient:
-    """Sends heartbeats from a separate thread until `close`."""
+    """Sends heartbeats from a separate thread until `close` is called."""
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
         """`name`: this start's unique name. `connect` is called again if the server restarts."""

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matrix products.
+"""Mamba-2 (arXiv:2405.21060): a linear recurrence over tokens, computed in blocks as matmuls.
 
 The state of a head is h_t = exp(dt_t a) h_(t-1) + dt_t x_t b_t^T, and its output y_t = h_t c_t. Within a block, this
 equals masked attention of c on b; states are passed from block to block (section 6, listing 1). Decays are computed in
@@ -92,7 +92,7 @@ class CausalConv(nn.Module):
 
 class Mamba2(nn.Module):
     """The mixer of one layer. Each projection has a separate matrix and convolution, so that heads and groups can be
-    split over ranks. The numbers of heads and groups follow from the matrices."""
+    split over ranks. The numbers of heads and groups follow from the matrices' shapes."""
 
     ssd_scan = staticmethod(selective_scan)
 

@@ -6,8 +6,8 @@ On an accelerator, the marks are events on the compute stream, read only after t
 events around each wait of that stream show how long an exchange kept it from computing, as in NVIDIA's straggler
 detection (NVRx) and Greyhound (arXiv:2410.12588).
 
-An exchange that overlaps with the computation is not a part: its begin and end are recorded, in another thread on a
-CPU and in another stream on an accelerator, and compared with the parts (`exchange_time`).
+An exchange that overlaps with the computation is not a part: its start and end are recorded, in another thread on a CPU
+and in another stream on an accelerator, and compared with the parts (`exchange_time`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from trainspec_cli.run.folder.event_types.events import ConnectionCounts, Counte
 from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
-"""The shortest interval between readings. Reading and writing the counters takes a thousandth of it."""
+"""The shortest interval between readings. Reading and writing the counters takes a thousandth of that time."""
 REMEMBERED_STEPS = 8
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
@@ -364,14 +364,14 @@ def state_of(connection: Connection) -> ConnectionState | None:
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
-"""Which operands are transposed in a layer's products, forward and backward. On CPUs the speeds differ, by a factor of
+"""Which operands are transposed in a layer's matmuls, forward and backward. On CPUs their speeds differ, by a factor of
 ten in a format without native support."""
 MATMUL_SIZES = (1024, 2048)
 CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
 """Number of rounds for each size, and minimum duration of a round in seconds. The fastest round counts."""
 MATMUL_LIMIT_S = 1.0
-"""No round begins after this many seconds, and larger sizes are skipped once a product takes longer: a CPU without
+"""No round begins after this many seconds, and larger sizes are skipped once a matmul takes longer: a CPU without
 native bf16 achieves only about 1 GFLOP/s in that format."""
 
 
@@ -419,9 +419,9 @@ def matmul_flops(
 def quickest_s(
     call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
 ) -> float:
-    """Return the seconds per call in the fastest round, after one warm-up call. A round consists of calls for `round_s`
-    seconds, at least one. Taking the fastest round limits the effect of load from other programs. After `limit_s`, no
-    further round begins."""
+    """Return the seconds per call in the fastest round, after one warm-up call. A round repeats the call for `round_s`
+    seconds, but at least once. Taking the fastest round limits the effect of load from other programs. After `limit_s`,
+    no further round begins."""
 
     def reached() -> Mark:
         now = mark(on_gpu=on_chip(device))

@@ -44,7 +44,7 @@ def build_optimizer(
     """Return the recipe's optimizer. Weight decay applies to matrices, but not to norms and biases.
 
     `moment_like` creates a parameter's state, given a tensor with its shape and dtype. `time` is the timer of the
-    update's exchanges. `compute` is the format of the run's matrix products, including Muon's.
+    update's exchanges. `compute` is the format of the run's matmuls, including Muon's.
     """
     betas = (optim.beta1, optim.beta2)
     if optim.name in _RULES:

@@ -77,7 +77,7 @@ def apply_data_parallel(
     """Shard `model` (on meta) in place. `experts` that are spread over ranks are sharded over the remaining axes."""
     if expert_shard is not None:
         for number, module in enumerate(experts):
-            # If the few experts cannot be divided evenly over the ranks, the rows of each expert are divided.
+            # If the experts cannot be divided evenly over the ranks, the rows of each expert are divided.
             divide = all(parameter.shape[0] % expert_shard.size() == 0 for parameter in module.parameters())
             axis = "expert_shard"
             _shard(module, f"experts{number}", axis, expert_shard, how, free=how.free_after_forward, dim=1 - divide)

@@ -107,12 +107,12 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
 # gradients to e5m2, with one scale per tensor and sums in fp32 (arXiv:2209.05433).
 #
 # The parameters themselves keep their format, so sharding, checkpoints and the optimizer are not affected. A rank's
-# scales are computed from its parts of the tensors. On a CPU, the rounding is exact and the product is computed in
-# fp32, which is correct but slow.
+# scales are computed from its parts of the tensors. On a CPU, the rounding is exact and the matmul is computed in fp32,
+# which is correct but slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
-    """Replace every linear layer of the blocks (on meta) in place. The grouped products of experts, and the head, keep
+    """Replace every linear layer of the blocks (on meta) in place. The grouped matmuls of experts, and the head, keep
     their format."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
@@ -127,8 +127,8 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
 
 # Recompute activations in the backward pass instead of keeping them (arXiv:1604.06174).
 #
-# `full` keeps only a block's input. `selective` keeps the results of matrix products and attention, and repeats the
-# cheap operations: norms, rotations, activation functions, casts.
+# `full` keeps only a block's input. `selective` keeps the results of matmuls and attention, and repeats the cheap
+# operations: norms, rotations, activation functions, casts.
 
 
 _aten = torch.ops.aten

@@ -77,8 +77,8 @@ class Checkpoints:
 
     @property
     def _saver(self) -> Saver:
-        """The saver of the current state. A change of layout, which waits until no checkpoint is being written,
-        replaces it, and the ranks agree again on which rank writes which parts."""
+        """The saver of the current state. A change of layout waits until no checkpoint is being written and then
+        replaces the saver; the ranks agree again on which rank writes which parts."""
         state = self._run.state
         if self._made is None or self._made[0] is not state:
             before = self._made
@@ -142,8 +142,8 @@ class Checkpoints:
         if first is not None and first <= self._run.plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            # No rank was writing in that step. So all ranks know that the checkpoint has ended, and handle this at the
-            # same step, without another exchange.
+            # No rank was writing in that step. So all ranks know that the checkpoint has finished, and handle this at
+            # the same step, without another exchange.
             self._begun = None
             finished = self._saver.take_finished()
             assert finished is not None, "no rank is writing"

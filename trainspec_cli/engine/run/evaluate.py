@@ -98,8 +98,8 @@ def _next_logits(state: TrainState, context: Sequence[int], seq_len: int) -> Ten
     """Return the logits (V,) of the token after `context`; None on ranks without the last stage or the last token."""
     last = len(context) - 1
     layout = state.mesh.layout
-    # Attention is causal, so padding after the context changes nothing. With 120 different text lengths, every matrix
-    # product would have 120 shapes, and the CPU's library keeps a kernel for each shape: 173 MiB for a Llama with 6M
+    # Attention is causal, so padding after the context changes nothing. With 120 different text lengths, every matmul
+    # would have 120 shapes, and the CPU's math library keeps a kernel for each shape: 173 MiB for a Llama with 6M
     # parameters, more than its training needs. So lengths are powers of two. cp needs the full length, and tp needs
     # parts of equal length.
     length = min(seq_len, max(SHORTEST_CONTEXT, 1 << last.bit_length()))

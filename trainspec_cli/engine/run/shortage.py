@@ -46,8 +46,8 @@ from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_r
 
 POLL_S = 0.25
 OTHERS_S, OTHERS_TIMES = 30.0, 10.0
-"""Time limit for the other ranks' pieces: the first number in seconds, plus the second number times the time that this
-rank's piece took."""
+"""Time limit for the other ranks' pieces: a constant in seconds, plus a multiple of the time that this rank's piece
+took."""
 
 
 class Emergency:

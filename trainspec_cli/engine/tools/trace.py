@@ -353,7 +353,7 @@ def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
     peak_times = times if grows else 0.0
 
     def each(before: dict[str, float], after: dict[str, float], times: float) -> dict[str, float]:
-        """Extrapolate: add the difference between `after` and `before` this number of times to `after`."""
+        """Extrapolate: `after` plus `times` the difference between `after` and `before`."""
         return {key: value + times * (value - before.get(key, 0.0)) for key, value in after.items()}
 
     return replace(
@@ -377,7 +377,7 @@ def fake_world(rank: int, world_size: int, backends: str = "fake") -> Iterator[N
 
 def even_out(part: Any) -> None:
     """Assign the same number of tokens to every rank, because fake tokens have no values to route by. For the grouped
-    product, torch has shapes only for bf16, so a single product of all rows stands in, which has the same cost."""
+    matmul, torch has shapes only for bf16, so a single matmul of all rows stands in, which has the same cost."""
     for module in part.modules():
         if isinstance(module, Experts):
             module.grouped_matmul = _GroupedProduct.multiply  # type: ignore[method-assign, assignment]
@@ -386,7 +386,7 @@ def even_out(part: Any) -> None:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Has the shapes and FLOPs of a grouped product: every row is multiplied by one matrix."""
+    """Has the shapes and FLOPs of a grouped matmul: every row is multiplied by one matrix."""
 
     @classmethod
     def multiply(cls, x_MD: Tensor, weight_EDF: Tensor, _counts_E: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def load_reader(module: str, package: str, what: str, extra: str) -> Any:
-    """Import an optional package that reads a format. If it is missing, raise MachineError, which states what to type.
-    `extra`: the trainspec extra that installs it."""
+    """Import an optional package that reads a format. If it is missing, raise MachineError with the command that
+    installs it. `extra`: the trainspec extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

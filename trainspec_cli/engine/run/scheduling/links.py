@@ -40,8 +40,8 @@ AHEAD, BACK = "pp", "pp back"
 directions."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
-"""Link speeds are recorded after the first number of samples, then after every second number of samples, after a
-change, and at the end."""
+"""(first, interval): link speeds are recorded after `first` samples, then every `interval` samples, after a change, and
+at the end."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class StepPace:
 MEASURED_STEPS = 5
 """The effect of a directive is measured as the median over this number of steps."""
 SETTLED_STEPS = 10
-"""Number of steps after which sample shares have followed the known speeds in a new layout."""
+"""Number of steps after which sample shares have adapted to the known speeds in a new layout."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Effects:
 
     def watch(self, directive: DirectiveEvent) -> None:
         """Start to measure the effect of a directive, which is in force from the next step. The effect of a new layout
-        is measured once its speeds are known and the sample shares have followed them."""
+        is measured once its speeds are known and the sample shares have adapted to them."""
         if directive.kind == "shares":
             before_s = median(list(self._slowest_s)[-CONFIRMING_STEPS:])
             skipped = SKIPPED_STEPS
