@@ -86,7 +86,7 @@ def count_not_finite(tensor: Tensor) -> int:
     return int((~tensor.isfinite()).sum())
 
 
-# Types of the batches passed between data, models and step, which do not import one another.
+# Types of the batches passed between the data, model and step modules, which do not import one another.
 
 
 MicroBatch = tuple[Tensor, ...]

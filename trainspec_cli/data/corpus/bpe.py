@@ -37,14 +37,14 @@ WORD_PATTERN = (
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
-"""Merges stay within one match of this pattern. Keeping line ends together with indentation results in 8% fewer tokens
-for Python code than GPT-2's pattern."""
+"""Merges stay within one match of this pattern. Keeping line ends together with indentation yields 8% fewer tokens for
+Python code than GPT-2's pattern does."""
 
 
 def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
     """Train a byte-level BPE with at most `vocab_size` entries (fewer if the text is too small to fill it).
 
-    The same texts lead to the same tokenizer, regardless of the number of threads."""
+    The same texts always yield the same tokenizer, regardless of the number of threads."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

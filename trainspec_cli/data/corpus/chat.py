@@ -119,7 +119,7 @@ def to_messages(record: Record, of: ChatFormat) -> list[Record]:
         # The input follows the instruction, as in other training programs.
         if record.get("history"):
             turns = SHAPES["ShareGPT"]
-            raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
+            raise FormatError("`history` is not read from Alpaca", f"write multi-turn conversations as {turns}")
         question = _text(record, "instruction", "", "Alpaca")
         if record.get("input") not in (None, ""):
             question = f"{question}\n{_text(record, 'input', '', 'Alpaca')}"

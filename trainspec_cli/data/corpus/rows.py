@@ -1,6 +1,6 @@
 """Rows: the tokens and targets of one training sample, for any source.
 
-A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed as a
+A row has `seq_len` tokens and `seq_len` targets. Text is split into consecutive windows. Conversations are packed
 whole, several per row, and only the targets to train on count. Rows are a pure function of the files on disk, so a
 row's number identifies it."""
 

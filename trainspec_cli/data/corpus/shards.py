@@ -100,7 +100,7 @@ class ShardManifest:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the mean over both splits."""
+        """Return the mean text bytes per token over both splits."""
         return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
 
 
@@ -183,7 +183,7 @@ class ShardWriter:
         self._close_shard()
 
     def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
-        """Add ids that encode `text_bytes` bytes of text and end `documents` documents."""
+        """Add ids that encode `text_bytes` bytes of text and complete `documents` documents."""
         self._text_bytes += text_bytes
         self._documents += documents
         tokens = np.asarray(ids, dtype=self._dtype)
@@ -355,8 +355,8 @@ def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
 @contextmanager
 def publishing(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, which is renamed to `folder` when the block succeeds. Raises
-    FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or not writable; then
-    the temporary folder is removed. If a process was killed, the next call removes its temporary folder."""
+    FileExistsError if `folder` was filled in the meantime, and MachineError if the disk is full or not writable; in
+    that case, the temporary folder is removed. If a process was killed, the next call removes its temporary folder."""
     temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

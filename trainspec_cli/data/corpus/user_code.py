@@ -1,5 +1,5 @@
 """User-defined code for data: sources of documents (`data.source=FILE.py:NAME`) and tokenizers. A source is called only
-once, and its documents are written to a file, because preparation reads text three times."""
+once, and its documents are written to a file, because preparation reads the text three times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Chat templates: render a conversation as the text on which its model was trained, and find the assistant's replies in
-it.
+"""Chat templates: render a conversation in the text format that its model was trained on, and find the assistant's
+replies in it.
 
 Templates are untrusted programs. They run in Jinja's sandbox, which prevents access to anything outside, in a separate
 process with limited time and memory."""

@@ -1,5 +1,5 @@
 """The safetensors format: the header's length in eight bytes, a JSON header, and the bytes of the tensors. It is
-implemented here so that reading a header does not require torch, and at most one tensor is in memory.
+implemented here so that reading a header does not require torch, and at most one tensor is in memory at a time.
 https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations

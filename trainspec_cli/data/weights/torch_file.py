@@ -73,7 +73,7 @@ class TorchArchive:
     def _read(self, content: BinaryIO, start: int, length: int) -> Value:
         archive = zipfile.ZipFile(_Range(content, start, length))
         for entry in archive.infolist():
-            # Compressed or encrypted values could not be read in place.
+            # Compressed or encrypted values cannot be read in place.
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
                 raise ValueError(f"{entry.filename} is compressed or encrypted")
             # The local header repeats the lengths of name and extra field, which may differ from those in the

@@ -101,7 +101,7 @@ def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.de
             raise refused(maker.extension, "returns non-finite values for random input", hint)
     buffers = [buffer.clone() for buffer in block.buffers()]
     if not agree(y_BSD, forward(x_BSD)):
-        hint = "remove dropout and other random numbers"
+        hint = "remove dropout and other sources of randomness"
         raise refused(maker.extension, "returns a different output at each call", hint)
     if any(not torch.equal(*pair) for pair in zip(buffers, block.buffers(), strict=True)):
         hint = "a block must not keep state from step to step"

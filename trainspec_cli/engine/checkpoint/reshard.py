@@ -1,8 +1,8 @@
 """Move the state from one layout to another, in memory and between the same processes.
 
-Tensors are moved in buckets, and the old layout's memory of a bucket is freed before the next one, so that only a small
-part of the state exists twice. Until the last bucket has arrived, the move can be undone. If a rank cannot continue, it
-reports this before the bucket's messages are sent, and all ranks undo the moves made so far.
+Tensors are moved in buckets, and the old layout's memory for a bucket is freed before the next bucket is moved, so that
+only a small part of the state exists twice. Until the last bucket has arrived, the move can be undone. If a rank cannot
+continue, it reports this before the bucket's messages are sent, and all ranks undo the moves made so far.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class EightBits:
 
 @dataclass(frozen=True)
 class FourBits:
-    """Sixteen levels at the centres of equal steps: -7.5, -6.5 ... 7.5 steps of the block.
+    """Sixteen evenly spaced levels: -7.5, -6.5 ... 7.5 times the block's step.
 
     A block's step is at least an eighth of its largest magnitude and at most 2**(1/8) times that. The error of a
     rotated value is at most half a step. A row consists of its largest step in fp32, a byte per block for the block's

@@ -124,8 +124,8 @@ CONV_UP: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvT
 
 
 class ConvNormRelu(nn.Module):
-    """A convolution of width 3, normalised by the statistics of each sample and channel (computed in fp32, in the
-    kernel)."""
+    """A convolution with kernel size 3, normalised by the statistics of each sample and channel (computed in fp32, in
+    the kernel)."""
 
     def __init__(self, channels_in: int, channels: int, dims: int, stride: int = 1):
         super().__init__()

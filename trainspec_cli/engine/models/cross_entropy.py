@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head that never holds the full logits.
+"""Cross-entropy of a linear head that never materialises the full logits.
 
 For a few thousand tokens, the logits can take more memory than the model. Here they exist for one chunk of tokens at a
 time: the forward pass computes each chunk's loss and, while its logits exist, also the gradients (d logits = softmax -

@@ -1,9 +1,8 @@
 """This process's counters in the operating system and the interpreter, read every few steps, at the end of a step.
 
 The main thread runs the step: the kernel counts its processor time (`schedstat`), how long a quota throttled its
-control group (`cpu.stat`), pages read back from disk, and packet losses on its connections (`TCP_INFO`). The
-interpreter reports garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a
-real value.
+control group (`cpu.stat`), its major page faults, and packet losses on its connections (`TCP_INFO`). The interpreter
+reports garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a real value.
 """
 
 from __future__ import annotations
@@ -447,7 +446,7 @@ def quickest_s(
 
 def free_bytes(device: torch.device) -> float:
     """Return the memory in bytes that this process may still allocate: on a GPU, all free memory; on a host, this
-    process's part of it."""
+    process's share of it."""
     if on_chip(device):
         return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

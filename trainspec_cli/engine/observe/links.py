@@ -52,8 +52,8 @@ class GroupSample:
 
     @property
     def cost_s(self) -> float:
-        """Return the additional time caused by the sample, in seconds: its barriers, and exchanges that are otherwise
-        hidden."""
+        """Return the additional time caused by the sample, in seconds: its barriers, and exchanges that would otherwise
+        be hidden."""
         if self.meeting is None:
             return 0.0
         transfers_s = sum(elapsed_s(*one.transfer) for one in self.timed) if self.is_hidden else 0.0

@@ -52,8 +52,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(GuardedOptimizer):
-    """Updates the parameter groups that have this rule with Muon. `shares`: the shares of these groups' parameters, in
-    order."""
+    """Updates with Muon the parameter groups that have its rule. `shares`: this rank's shares of these groups'
+    parameters, in order."""
 
     def __init__(
         self,

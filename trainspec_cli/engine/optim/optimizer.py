@@ -103,8 +103,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def squared_norm(shares: Sequence[Share]) -> Tensor:
-    """Return this rank's share of the gradients' squared Euclidean norm (fp64). The shares of all ranks sum to the
-    norm: each part counts once, regardless of how many ranks hold it."""
+    """Return this rank's share of the gradients' squared Euclidean norm (fp64). The shares of all ranks add up to it:
+    each part counts once, regardless of how many ranks hold it."""
     by_copies: dict[int, list[Tensor]] = {}
     for share in shares:
         if share.gradient is not None:

@@ -250,7 +250,7 @@ def _train(
             if not is_saved:
                 got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 message = (
-                    f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
+                    f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, for a parameter of "
                     f"{tuple(parameter.shape)}; expected tensors of the parameter's shape and single numbers"
                 )
                 raise RecipeError(Problem("unsupported", message, extension.path))

@@ -48,8 +48,8 @@ weights_TK)`, which restores their order."""
 
 
 class SpreadDispatch(nn.Module):
-    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; the
-    results return the same way."""
+    """Sorts copies by expert, sends them to the experts' ranks, and sorts the received copies by expert again; results
+    are sent back the same way."""
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()

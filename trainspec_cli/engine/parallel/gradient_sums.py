@@ -25,8 +25,8 @@ from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_reduce
 from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
-"""Maximum number of buckets that wait while one is being summed. This is enough to keep the link busy, and limits the
-memory of queued gradients."""
+"""Maximum number of buckets that wait while one is being summed. This keeps the link busy, but limits the memory taken
+by queued gradients."""
 
 
 @dataclass(frozen=True, eq=False)

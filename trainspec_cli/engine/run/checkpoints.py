@@ -44,7 +44,7 @@ from trainspec_cli.run.recovery.reliability import (
 )
 
 MEASURING_STEPS = 3
-"""Interval `auto`: the step time is measured over this number of steps."""
+"""With interval `auto`, the step time is measured over this number of steps."""
 REMEMBERED_STEPS = 50
 
 

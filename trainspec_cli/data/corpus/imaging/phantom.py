@@ -22,7 +22,7 @@ SEED = 0
 """The seed is fixed, so that every run gets the same images. They stand in for a data set, and `train.seed` determines
 their order in a run. Another seed would produce another data set with the same statistics."""
 HELDOUT_STREAM = 1
-"""A seed word that separates held-out samples from training samples, regardless of their indices."""
+"""A seed word that keeps held-out samples distinct from training samples of the same index."""
 
 
 class Phantoms:
