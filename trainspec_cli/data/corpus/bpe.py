@@ -122,7 +122,8 @@ def count_vocab(tokenizer: Tokenizer) -> int:
 
 
 def find_end_of_document(tokenizer: Tokenizer, spec: TokenizerSpec) -> int:
-    """Return the id that ends each document: the token named by the spec, or the first known name."""
+    """Return the id that ends each document: the token named by the spec or, by default, the first known name in the
+    vocabulary."""
     for name in (spec.end_of_document,) if spec.end_of_document else KNOWN_ENDS:
         token_id = tokenizer.token_to_id(name)
         if token_id is not None:

@@ -53,7 +53,7 @@ _INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [..
 
 
 def describe_formats(found: Iterable[ChatFormat]) -> str:
-    """Return the names as text, such as `messages and completions`, in the order that this file lists them."""
+    """Return the names as text, such as `messages and completions`, in the order in which this file lists them."""
     there = set(found)
     return " and ".join(name for name in SHAPES if name in there)
 

@@ -1,4 +1,4 @@
-"""Read documents from each raw source: Python's standard library, text, JSON lines, tables and conversations.
+"""Read documents from each raw source: Python's standard library, text, JSON Lines, tables and conversations.
 
 The order is fixed (by path, then by line), so the same files always result in the same documents. Tables need the extra
 `hf`."""

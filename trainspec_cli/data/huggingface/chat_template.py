@@ -35,7 +35,7 @@ Message = Mapping[str, object]
 Span = tuple[int, int]
 WORKER = Path(__file__).with_name("template_worker.py")
 CPU_LIMIT_S = 10.0
-"""Processor time allowed per conversation, in seconds."""
+"""CPU time allowed per conversation, in seconds."""
 
 
 @dataclass(frozen=True)

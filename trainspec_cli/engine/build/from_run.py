@@ -22,12 +22,12 @@ from trainspec_cli.run.folder.record import read_plan
 
 def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
     """Return the model's tensors by name, as stored in the checkpoint. Raises MachineError if the checkpoint is
-    damaged, and RecipeError if its matrices are in 4 bits."""
+    damaged, and RecipeError if its matrices are 4-bit."""
     folder = run.checkpoint(step)
     manifest = read_manifest(folder)
     entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}
     if any(name.endswith(TENSORS) for name in entries):
-        message = f"{folder} holds matrices in 4 bits (lora.base=nf4)"
+        message = f"{folder} holds 4-bit matrices (lora.base=nf4)"
         hint = "trainspec export RUN --output FOLDER writes them in full precision"
         raise RecipeError(Problem("unsupported", message, "lora.base", hint))
     verify_files(folder, manifest.files)

@@ -268,7 +268,7 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
 def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
     """Yield the complete parts on this node. Its ranks divide the verification among themselves.
 
-    If a copy fails, its completion mark is removed, so that `fetch` replaces it.
+    If a copy fails verification, its completion mark is removed, so that `fetch` replaces it.
     """
     marks = sorted(location.folder.glob("slot*/rank*.json"))
     for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:

@@ -94,9 +94,9 @@ Places = Sequence[Sequence[PartPlace]]
 def plan_moves(old: Places, new: Places) -> list[Move]:
     """Return the moves that fill every part of `new` from `old`, each element exactly once, ordered by name.
 
-    A rank copies the slices that it already holds locally. If several ranks hold a slice, they share the work of
-    sending it. All ranks compute the same result from the same places. Raises ValueError if an element is missing from
-    the old layout or has a different format there.
+    Slices that a rank already holds are copied locally. If several ranks hold a slice, they share the work of sending
+    it. All ranks compute the same result from the same places. Raises ValueError if an element is missing from the old
+    layout or has a different format there.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
     for rank, places in enumerate(old):

@@ -36,7 +36,7 @@ ALIGNED = 2048
 
 
 class RowExchange(Protocol):
-    """Swaps and gathers byte buffers between the ranks of a group."""
+    """All-to-all and all-gather of byte buffers between the ranks of a group."""
 
     @property
     def size(self) -> int: ...

@@ -47,7 +47,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **op
     """Sum `whole`, which contains a row for each rank, over the ranks. Each rank gets the sum of its own row in
     `output`.
 
-    On gloo, the ranks swap rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
+    On gloo, the ranks exchange rows, and each sums its row in fp32, in rank order. gloo's own reduce-scatter is an
     all-reduce that sends twice the bytes and sums in an order that depends on a value's position in the message.
     """
     if is_on_gloo(group):
@@ -104,7 +104,7 @@ def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.Proc
     reduce_scatter(own, whole, group=group)
     if beyond:
         sum_in_tiers(own, beyond)
-    if is_on_gloo(group):  # the swap takes one step; gloo's gather forwards rows from rank to rank
+    if is_on_gloo(group):  # exchanging rows takes one step; gloo's gather forwards them from rank to rank
         swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
     else:
         all_gather(whole, own, group=group)

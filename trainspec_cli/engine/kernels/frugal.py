@@ -1,6 +1,6 @@
 """Kernels that save less data for the backward pass than the defaults.
 
-Shapes: B samples, S tokens per sample, H heads, E rotated size; D the normalised size, the last dim of x.
+Shapes: B samples, S tokens per sample, H heads, E rotary dimension; D the normalised size, the last dim of x.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rotary position embeddings (arXiv:2104.09864) and their scaling to longer contexts.
 
-Shapes: B samples, S tokens per sample, H heads, E rotated size.
+Shapes: B samples, S tokens per sample, H heads, E rotary dimension.
 """
 
 from __future__ import annotations

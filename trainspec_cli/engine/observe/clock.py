@@ -52,7 +52,7 @@ def exchange_time(exchanges: Sequence[Interval], computing: Sequence[Interval]) 
     return going_on_s, both_s - busy_s
 
 
-# The main thread's time on a processor and its time waiting for one, as counted by the kernel (`schedstat`).
+# The main thread's CPU time and the time that it waits for a CPU, as counted by the kernel (`schedstat`).
 
 
 SCHEDULED = "/proc/self/schedstat"
@@ -72,7 +72,7 @@ class ProcessorClock:
             self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds that the main thread has run, seconds that it was runnable but had no processor)."""
+        """Return (seconds that the main thread has run, seconds that it was runnable but had no CPU)."""
         if self._descriptor < 0:
             return 0.0, 0.0
         ran_ns, queued_ns, _ = os.pread(self._descriptor, LINE_BYTES, 0).split()
@@ -94,7 +94,7 @@ bottleneck."""
 
 
 class QueuedTime(NamedTuple):
-    """Time in a step that the main thread was runnable but had no processor, in seconds."""
+    """Time in a step that the main thread was runnable but had no CPU, in seconds."""
 
     own_s: float
     exposed_s: float

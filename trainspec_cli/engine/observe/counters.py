@@ -1,8 +1,8 @@
 """This process's counters in the operating system and the interpreter, read every few steps, at the end of a step.
 
-The main thread runs the step: the kernel counts its processor time (`schedstat`), how long a quota throttled its
-control group (`cpu.stat`), its major page faults, and packet losses on its connections (`TCP_INFO`). The interpreter
-reports garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a real value.
+The main thread runs the step: the kernel counts its CPU time (`schedstat`), how long a quota throttled its control
+group (`cpu.stat`), its major page faults, and packet losses on its connections (`TCP_INFO`). The interpreter reports
+garbage collection. A counter that does not exist on this system is 0, or omitted if 0 could be a real value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAGE_BYTES = resource.getpagesize()
 
 
 class GarbageClock:
-    """Sums the processor time of garbage collection in this process."""
+    """Sums the CPU time of garbage collection in this process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -129,7 +129,7 @@ class StepCounters:
         starved_s: float | None = None,
         attended: int = 0,
     ) -> CountersEvent | None:
-        """Record a step. Return the counts of the window that ends with this step; None within a window.
+        """Record a step. Return the counts of the window that ends with this step; None if no window ends with it.
 
         `agreement`: the duration of the exchange that ends each step, in seconds, and the Unix time when this rank left
         it. `starved_s`: as in `Segments.starved_s`. `attended`: as in `Traffic.attended`.
@@ -453,7 +453,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def device_allocations(device: torch.device) -> int:
-    """Return how often this process has allocated memory from the device's driver; 0 on a CPU."""
+    """Return how many times this process has allocated memory from the device's driver; 0 on a CPU."""
     return allocator_count(device, "num_device_alloc")
 
 

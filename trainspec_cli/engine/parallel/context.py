@@ -45,13 +45,13 @@ class UlyssesCore(nn.Module):
         return exchange(self.core(*whole), self._heads_to_sequence, self._sequence_to_heads)
 
     def _sequence_to_heads(self, x_BSHE: Tensor) -> Tensor:
-        """Swap sequence parts for heads: (B, S, H, E) -> (B, n S, H / n, E)."""
+        """Redistribute sequence parts by heads: (B, S, H, E) -> (B, n S, H / n, E)."""
         n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
         sent = x_BSHE.view(batch, seq, n, heads // n, size).permute(2, 0, 1, 3, 4).contiguous()
         return self._all_to_all(sent).transpose(0, 1).reshape(batch, n * seq, heads // n, size)
 
     def _heads_to_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """Swap heads for sequence parts: (B, n S, H / n, E) -> (B, S, H, E)."""
+        """Redistribute heads by sequence parts: (B, n S, H / n, E) -> (B, S, H, E)."""
         n, (batch, seq, heads, size) = self.peers.size, x_BSHE.shape
         sent = x_BSHE.reshape(batch, n, seq // n, heads, size).transpose(0, 1).contiguous()
         return self._all_to_all(sent).permute(1, 2, 0, 3, 4).reshape(batch, seq // n, n * heads, size)

@@ -104,7 +104,7 @@ def even_splits(counts_nL: Tensor, _came_nL: Tensor, copies: int) -> Splits:
 
 
 # Linear layers that multiply in fp8, using torchao (extra `float8`): inputs and weights are rounded to e4m3, output
-# gradients to e5m2, with one scale per tensor and sums in fp32 (arXiv:2209.05433).
+# gradients to e5m2, with one scale per tensor and accumulation in fp32 (arXiv:2209.05433).
 #
 # The parameters themselves keep their format, so sharding, checkpoints and the optimizer are not affected. A rank's
 # scales are computed from its parts of the tensors. On a CPU, the rounding is exact and the matmul is computed in fp32,
@@ -117,7 +117,8 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # fp8 kernels need multiples of 16
+    # fp8 kernels need dimensions that are multiples of 16.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)
     for block in blocks:
         linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
         for name, linear in linears:

@@ -122,11 +122,11 @@ class Emergency:
             self._saved_step = progress.step
 
 
-# Detect running out of memory, and report it to the supervisor with measurements.
+# Detect out-of-memory errors, and report them to the supervisor with measurements.
 
 
 OUT_OF_MEMORY = "out_of_memory"
-"""The error code for running out of memory."""
+"""The error code of out-of-memory errors."""
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
     r"|CUDA(_ERROR| error:) ?(OUT_OF_MEMORY|out of memory)|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
@@ -218,7 +218,7 @@ def recall_reliefs(plan: Plan, run_dir: RunDir) -> Plan:
 
 
 class MemoryRelief:
-    """Takes steps in one layout, and handles running out of memory. Called collectively by all ranks of the replica
+    """Takes steps in one layout, and handles out-of-memory errors. Called collectively by all ranks of the replica
     group."""
 
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints, watch: StepWatch, limit: Callable[[int], None]):

@@ -314,7 +314,7 @@ used up its budget."""
 TURN_S = 2e-3
 """Calls that take less than this many seconds are repeated for that time within a turn."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
-"""The allowed error of sums. All formats accumulate sums in fp32."""
+"""The allowed error of sums. All formats accumulate in fp32."""
 
 
 @dataclass(frozen=True)

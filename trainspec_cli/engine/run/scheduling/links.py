@@ -59,7 +59,7 @@ class StepLinks:
     """Called collectively by all ranks of the replica group. With `scheduler=off`, nothing is measured."""
 
     def __init__(self, run: TrainingRun, supervisor: SupervisorLink):
-        """Find the links of the layout in force. Each layout needs a new instance. In runs with replica groups, links
+        """Find the links of the current layout. Each layout needs a new instance. In runs with replica groups, links
         are not reported to the supervisor."""
         plan = run.plan
         state = run.state
