@@ -28,7 +28,7 @@ class DeviceKind:
     collectives: str
     """The process-group backend for tensors on such devices."""
     is_numbered: bool = True
-    """Whether torch numbers the devices. False if a machine never has more than one of this kind."""
+    """Whether torch gives these devices an index. False if a machine never has more than one of this kind."""
     capturable: bool = True
     """True if torch's optimizers can keep their update count on the device (torch/optim/optimizer.py)."""
     is_profiled: bool = True

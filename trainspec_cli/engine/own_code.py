@@ -24,5 +24,5 @@ def is_no_fault(error: Exception) -> bool:
 
 
 def has_values() -> bool:
-    """Return whether tensors contain numbers. In a step that is only traced, they do not, and code cannot be tested."""
+    """Return whether tensors contain values. In a step that is only traced, they do not, and code cannot be tested."""
     return not isinstance(torch.empty(0), FakeTensor)

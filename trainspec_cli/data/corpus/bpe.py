@@ -37,8 +37,8 @@ WORD_PATTERN = (
     r"|[\r\n]+ *"
     r"|\s+(?!\S)|\s+"
 )
-"""Merges stay within one match of this pattern. Keeping line ends together with indentation yields 8% fewer tokens for
-Python code than GPT-2's pattern does."""
+"""Merges stay within one match of this pattern. Keeping line endings together with indentation yields 8% fewer tokens
+for Python code than GPT-2's pattern does."""
 
 
 def train(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
@@ -80,7 +80,7 @@ def load(file: Path) -> Tokenizer:
     try:
         tokenizer = _read_tokenizer(file)
         empty = not tokenizer.get_vocab_size()
-    except ValueError as error:  # the library raises no more specific error
+    except ValueError as error:  # the library does not raise a more specific error
         raise _tokenizer_error("bad_tokenizer", f"{file} is not a tokenizer.json: {error}") from error
     if empty:
         raise _tokenizer_error("bad_tokenizer", f"{file} is a tokenizer without tokens")

@@ -147,7 +147,7 @@ def _mixed(extension: Extension, document: OwnDocument) -> RecipeError:
 
 
 def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterator[OwnDocument]:
-    """Yield documents until `max_bytes` of text are reached, so that the code may yield documents forever."""
+    """Yield documents until `max_bytes` of text are reached, so the code may be an infinite generator."""
     left_bytes = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         yield document

@@ -28,7 +28,7 @@ MODEL_TYPES = tuple(_ARCHITECTURES)
 
 
 def model_type(model: ModelSpec) -> str:
-    """Return Hugging Face's model type for `model`. Raises RecipeError with all keys that none of the types
+    """Return Hugging Face's model type for `model`. Raises a RecipeError that lists all keys that none of the types
     supports."""
     problems = list(_misfits(model))
     if problems or not isinstance(model, DecoderModel):

@@ -242,7 +242,7 @@ def load_kernel(op: str, backend: str) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*inputs: Any) -> Any:
-        # Evaluation uses other shapes, each of which would cause a compilation.
+        # Evaluation uses other shapes, each of which would trigger a compilation.
         return fused(*inputs) if torch.is_grad_enabled() else function(*inputs)
 
     return call

@@ -95,7 +95,7 @@ def plan_moves(old: Places, new: Places) -> list[Move]:
     """Return the moves that fill every part of `new` from `old`, each element exactly once, ordered by name.
 
     Slices that a rank already holds are copied locally. If several ranks hold a slice, they share the work of sending
-    it. All ranks compute the same result from the same places. Raises ValueError if an element is missing from the old
+    it. All ranks compute the same result from the same input. Raises ValueError if an element is missing from the old
     layout or has a different format there.
     """
     holders: dict[str, dict[tuple[int, ...], list[tuple[int, PartPlace]]]] = defaultdict(lambda: defaultdict(list))
@@ -239,8 +239,8 @@ def reshard(
 
     `prepare` is called with (bucket, number of buckets) before each bucket; it may raise an error to report that this
     rank cannot continue. `room_bytes` is the additional memory that this rank may use; if that is not enough, nothing
-    is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any of them could not
-    move.
+    is moved. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError on all ranks if any rank could not move
+    its parts.
     """
     before = Storages(old.parts())
     after = Storages(new.parts())

@@ -128,7 +128,7 @@ class CrossGroupComm:
         if backend in (
             "nccl",
             "xccl",
-        ):  # connect now and not in the first exchange, so that a lost peer is detected here
+        ):  # connect now rather than in the first exchange, so that a lost peer is detected here
             self._own.eager_connect_single_device(device)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:
-    """Normalise by RMS (arXiv:1910.07467), and save x and one number per row; see `models.layers.rms_norm`."""
+    """Normalise by RMS (arXiv:1910.07467), saving only x and one number per row; see `models.layers.rms_norm`."""
     return _FrugalRmsNorm.apply(x, weight_D, eps)
 
 

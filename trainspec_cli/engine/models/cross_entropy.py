@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dweight_VD.addmm_(dlogits_GV.T, x_GD)
             elif dweight_VD is not None:
                 dweight_VD += dlogits_GV.T @ x_GD
-            del logits_GV, dlogits_GV  # otherwise these logits and the next group's would be in memory together
+            del logits_GV, dlogits_GV  # otherwise these logits and the next group's would be in memory at once
         if trains_weight and dweight_VD is None:  # there were no tokens
             dweight_VD = torch.zeros_like(weight_VD, dtype=wide)
         ctx.save_for_backward(dx_TD, dweight_VD)

@@ -276,8 +276,8 @@ class Segments:
         return elapsed_s(began, ended), self.unix.of(ended)
 
     def starved_s(self) -> float | None:
-        """Return the time in passes and optimizer that the device waited because the host had not queued enough work.
-        This is the case if the device has nothing left to do at the end of such a part. None on a CPU."""
+        """Return how long the device waited in passes and optimizer because the host had not queued enough work. This
+        is the case if the device has nothing left to do at the end of such a part. None on a CPU."""
         if not self.queued_at:
             return None
         self.wait()

@@ -84,7 +84,7 @@ class Counts:
     allocator_retries: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """Return the increase of each counter; 0 if the counter was reset, which can happen when a virtual machine
+        """Return the increase in each counter; 0 if the counter was reset, which can happen when a virtual machine
         migrates."""
         return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
 
@@ -387,8 +387,7 @@ def device_name(device: torch.device) -> str:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the best rate of a square matrix multiplication, measured while all ranks of the node measure at the same
-    time."""
+    """Return the best rate of a square matrix multiplication, measured on all ranks of the node at the same time."""
     best = 0.0
     products = PRODUCTS[:1] if on_chip(device) else PRODUCTS
     limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
@@ -473,7 +472,7 @@ SETTLING_STEPS = 10
 
 
 class MemoryWatch:
-    """Reads the memory every few steps, so that a window spans the same fraction of a run of any length."""
+    """Reads the memory every few steps, so that a window spans the same fraction of the run, however long it is."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
         self._device = device

@@ -24,7 +24,7 @@ from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
-    """Return AdamW that updates all parameters in one kernel, which includes clipping and the guard
+    """Return an AdamW optimizer that updates all parameters in one kernel, which includes clipping and the guard
     (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
@@ -85,7 +85,7 @@ def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
 
 
 _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
-"""Maps optimizers with a special rule to the test for the parameters that it trains. AdamW trains all other
+"""Maps each optimizer with a special rule to a function that selects the parameters it trains. AdamW trains all other
 parameters."""
 
 

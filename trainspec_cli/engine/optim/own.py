@@ -161,7 +161,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         if grad_scale is not None:
             torch._foreach_div_([one.grad for one in parameters if one.grad is not None], grad_scale)
         for parameter in parameters:
-            # Give the optimizer the saved state, which may have been loaded; no state before the first update.
+            # Give the optimizer the saved state, which may come from a checkpoint; before the first update, there is
+            # none.
             saved = self.state[parameter]
             own = self._inner.state[parameter]
             if saved[STARTED].item():

@@ -216,7 +216,7 @@ class _TimedCollective:
     def __init__(
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
-        """`encodes`: whether the collective also encodes values, so that its time does not show a link's speed."""
+        """`encodes`: whether the collective also encodes values, so that its time does not reflect a link's speed."""
         self._collective = collective
         self._time_collective = time_collective
         self._look = look
@@ -270,7 +270,7 @@ def keep_parameters(model: FSDPModule, keep: bool) -> None:
 
 def exchange_now(model: Any) -> None:
     """Exchange accumulated gradients after a split pipeline schedule has computed weight gradients later than their
-    backward pass. FSDP2 has no public call for this; torch's pipeline schedules do the same (as of torch 2.13)."""
+    backward pass. FSDP2 has no public API for this; torch's pipeline schedules do the same (as of torch 2.13)."""
     exchange_in_backward(model, True)
     keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
@@ -302,7 +302,7 @@ def abandon_passes(model: Any) -> None:
                 module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
 
 
-# FSDP2's internal records, for which there are no public calls (as of torch 2.13).
+# FSDP2's internal records, for which there is no public API (as of torch 2.13).
 
 
 def _groups_of(module: Any) -> list[Any]:

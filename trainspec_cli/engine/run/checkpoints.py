@@ -303,8 +303,8 @@ class Cadence:
 
     def learn(self, saved: Saved) -> CadenceEvent | None:
         """Choose the interval for `auto`, based on how long the newest checkpoint blocked training and how long it took
-        to write, unless it failed. Return the interval and the reasons for it if it has changed. Called collectively by
-        all ranks; it is based on rank 0's measurements."""
+        to write, unless it failed. If it has changed, return the interval and the reasons for it. Called collectively
+        by all ranks; it is based on rank 0's measurements."""
         if not self._is_auto:
             return None
         own = None if saved.error or dist.get_rank() else to_plain(self._best(saved))

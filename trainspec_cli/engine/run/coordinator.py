@@ -149,7 +149,7 @@ class Coordinator:
         return nullcontext()
 
     def leave(self) -> None:
-        """End all exchanges, since no step follows."""
+        """End all exchanges, because no further step follows."""
         self._reader.close()
 
 

@@ -166,7 +166,7 @@ class HeldoutWatch:
 
     def note(self, step: int, samples: int, loss: float | None, *, is_last: bool) -> None:
         """Record the evaluation after `step`, when `samples` samples have been trained on."""
-        if step == self._losses.last_step:  # only repeated to complete the result of a run that was killed
+        if step == self._losses.last_step:  # repeated only to complete the result of a run that was killed
             return
         before = self._losses
         self._losses = self._losses.after(step, loss)

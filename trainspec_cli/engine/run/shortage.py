@@ -153,7 +153,7 @@ class PassesOutOfMemory(Exception):  # noqa: N818 - as above
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that an allocation failed, on a device or on the host."""
+    """Return whether the error is a failed allocation, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))

@@ -262,7 +262,7 @@ def longest_s(own_s: float) -> float:
 def measure_passes(
     make_runs: Callable[[int], tuple[Run, ...]], sizes: Sequence[int] = ELEMENTS, bytes_each: int = 8
 ) -> Passes:
-    """Measure curves of both passes. `make_runs` returns the forward and the backward pass for a size."""
+    """Measure the curves of the forward and the backward pass, which `make_runs` returns for a size."""
     return Passes(
         forward=measure_curve(sizes, lambda size: make_runs(size)[0], bytes_each),
         backward=measure_curve(sizes, lambda size: make_runs(size)[1], bytes_each),

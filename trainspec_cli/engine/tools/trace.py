@@ -1,5 +1,5 @@
-"""Run one rank's real step of a plan with fake tensors, and record it. Fake tensors have shapes but no memory, and
-collectives use a process group that sends nothing. So a laptop can count the memory and compute of one rank among
+"""Run a plan's step as one rank would, but with fake tensors, and record it. Fake tensors have shapes but no memory,
+and collectives use a process group that sends nothing. So a laptop can count the memory and compute of one rank among
 thousands.
 """
 
@@ -57,7 +57,7 @@ COLLECTIVES = {
 
 
 EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
-"""Axes whose exchange buffers count as collectives. The exchange buffers of other axes are activations."""
+"""Axes whose exchange buffers count as collectives. The exchange buffers of other axes count as activations."""
 
 
 class Ledger(TorchDispatchMode):
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._causes: dict[int, str] = {}
         self._births: dict[int, int] = {}
         self._time = self._peak_time = 0
-        """Number of storages created so far, and number at the time of the peak."""
+        """Number of storages created so far, and the number at the time of the peak."""
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
@@ -194,7 +194,7 @@ class Ledger(TorchDispatchMode):
             self._peak_time = self._time
 
     def _reserve(self, key: int, size: int) -> None:
-        """Replace the allocator's block for a storage by one with the storage's current size."""
+        """Replace the allocator's block for a storage with one of the storage's current size."""
         if key in self._blocks:
             self.allocator.free(self._blocks.pop(key))
         if size:
@@ -341,7 +341,7 @@ def traced_micro_batches(plan: Plan) -> tuple[int, ...]:
 
 
 def extrapolate(plan: Plan, counted: dict[int, TraceResult]) -> TraceResult:
-    """Return the totals of a complete step, given the totals for one or two numbers of micro-batches. The traced
+    """Return the totals of a complete step, given those of the traced steps, by number of micro-batches. The traced
     micro-batches already reach the memory peak, except with GPipe, which holds all micro-batches at the same time.
     """
     (longer, second), *others = sorted(counted.items(), reverse=True)

@@ -56,7 +56,7 @@ class ImageFolder:
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        # Import the package here, so that a missing one is reported before the first step and not in the middle of one.
+        # Import the package here, so that a missing package is reported before the first step instead of during one.
         if any(path.suffix != ".npy" for path, _ in files):
             load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
@@ -155,8 +155,8 @@ def resize(picture: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 
 
 def weights(extent: int, wanted: int) -> np.ndarray:
-    """Return an array (wanted, extent) with the weight of each old pixel in each new one. The weights form a triangle
-    that is as wide as a new pixel."""
+    """Return an array (wanted, extent) with the weight of each old pixel in each new one. The weights form a triangular
+    filter that is as wide as a new pixel."""
     scale = extent / wanted
     centres = (np.arange(wanted) + 0.5) * scale - 0.5
     distance = np.abs(np.arange(extent)[None, :] - centres[:, None]) / max(1.0, scale)
