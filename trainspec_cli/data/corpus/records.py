@@ -109,7 +109,7 @@ def decode(content: bytes, file: Path, line: int | None, start: int) -> str:
         raise bad_document(file, line, got, hint) from error
 
 
-# Read the rows of Parquet and Arrow tables. This needs the extra `hf`.
+# Read the rows of Parquet and Arrow tables. This requires the extra `hf`.
 
 
 ROWS_AT_ONCE = 1024

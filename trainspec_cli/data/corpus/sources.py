@@ -1,7 +1,7 @@
 """Read documents from each raw source: Python's standard library, text, JSON Lines, tables and conversations.
 
-The order is fixed (by path, then by line), so the same files always result in the same documents. Tables need the extra
-`hf`."""
+The order is fixed (by path, then by line), so the same files always result in the same documents. Reading tables
+requires the extra `hf`."""
 
 from __future__ import annotations
 

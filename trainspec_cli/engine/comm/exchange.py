@@ -148,7 +148,7 @@ class Tiers:
 
     levels: tuple[dist.ProcessGroup, ...]
     """This rank's process groups, innermost first: the ranks below the same element and then, for each tier, the ranks
-    at the same position below the elements of the tier beneath."""
+    at the same position within the elements of the tier below."""
 
     def sum_(self, x: Tensor) -> None:
         """Sum over all ranks, in place; `x` is contiguous."""

@@ -305,8 +305,8 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Trace norms as `device` computes them: with one kernel on a GPU, and with several kernels, which save more, on a
-    CPU."""
+    """Trace norms as `device` computes them: with one kernel on a GPU, and with several kernels, which save more
+    tensors, on a CPU."""
     plain = F.rms_norm
     if device != "cpu":
         F.rms_norm = lambda x, _shape, weight=None, eps=None: _FusedNorm.apply(x, weight)  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""A run's directives: new ones, and those of its earlier starts, which a resumed run follows. They are numbered over
-all starts. Rank 0 records each one before the step that first uses it. Sample shares apply only to the layout in which
+"""A run's directives: new ones, and those of its earlier starts, which a resumed run follows. They are numbered across
+all starts. Rank 0 records each one before the step that first uses it. Sample shares apply only to the layout for which
 they were decided.
 """
 

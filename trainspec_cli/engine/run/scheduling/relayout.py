@@ -36,7 +36,9 @@ from trainspec_cli.run.channel.messages import Proposal
 from trainspec_cli.run.folder.event_types.events import ADVICE, DirectiveEvent
 
 Prepare = Callable[[int, int], None]
-DROPS_LOST = "some compression errors belong to no exchange of this layout: their error feedback starts from zero"
+DROPS_LOST = (
+    "some compression errors do not belong to any exchange of this layout: their error feedback starts from zero"
+)
 
 
 class RelayoutError(Exception):
