@@ -96,7 +96,7 @@ class Checkpoints:
         restored = load_newest(self._run.run_dir, state.held, state.device, self._memory)
         if restored:
             if len(state.compression.feedbacks) > restored.feedback:
-                lost = "the checkpoint does not contain compression errors for this layout: error feedback starts from zero"
+                lost = "the checkpoint lacks compression errors for this layout: error feedback starts from zero"
                 self._warn(restored.manifest.step, lost)
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
